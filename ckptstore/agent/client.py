@@ -18,9 +18,9 @@ from ckptstore.agent.tenure import Begin, Tenure
 from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
-from ckptstore.host.caller_warnings import warn
+from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.host.progress import Progress, Tally, told
-from ckptstore.host.reentrance import refuse_within
+from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
 from ckptstore.store import Store
@@ -103,6 +103,7 @@ class AgentWriter:
 
     # -- what is restored
 
+    @warns_last
     def load(self, *, framework: Literal["torch", "numpy"] | None = None, into: Any = None, device: Any = None) -> Any:
         """The state to go on from: what the agent has kept, or else `parent` from the store. None: a new run.
 
@@ -136,6 +137,7 @@ class AgentWriter:
 
     # -- saving
 
+    @warns_last
     def save(
         self,
         state: Any,
@@ -155,6 +157,7 @@ class AgentWriter:
         Tally(told(progress), total).advance(total)
         return info
 
+    @warns_last
     def save_async(
         self,
         state: Any,
@@ -175,6 +178,7 @@ class AgentWriter:
         refuse_within(self, _SAVING)
         return self._handing.save(state, step, Labels.of(metadata, tags), updates)
 
+    @warns_last
     def save_filled(
         self,
         flat: FlatState,
@@ -200,6 +204,7 @@ class AgentWriter:
         layout = self._handing.layout_of(flat)
         return self._handing.save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
 
+    @warns_last
     def hold(
         self, flat: FlatState, step: int, *, metadata: Mapping[str, Any] | None = None, tags: str | Sequence[str] = ()
     ) -> None:
@@ -236,6 +241,7 @@ class AgentWriter:
         """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""
         self._handing.prepare(state)
 
+    @warns_last
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
         """See `Writer.begin`: the layers are copied to the agent's buffer. `direct` it cannot be."""
         refuse_within(self, _SAVING)
@@ -245,6 +251,7 @@ class AgentWriter:
 
     # -- everything else
 
+    @warns_last
     def wait(self) -> None:
         """See `Writer.wait`."""
         self._call("wait")
@@ -254,16 +261,19 @@ class AgentWriter:
         """See `Writer.poll`."""
         self._call("poll")
 
+    @warns_last
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
         """See `Writer.tag`."""
         info = read_info(self._call("tag", name=name, ref=_text_of(ref))["info"])
         assert info is not None  # it has one
         return info
 
+    @warns_last
     def untag(self, name: str) -> None:
         """See `Writer.untag`."""
         self._call("untag", name=name)
 
+    @warns_last
     def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`."""
         refuse_within(self, _SAVING)
@@ -279,6 +289,7 @@ class AgentWriter:
         self._tenure.beside.submit(lambda: None).result()  # what is being filled layer by layer is handed over first
         return self._tenure.connected().link.call(do, **fields)
 
+    @warns_last
     def close(self) -> None:
         """See `Writer.close`: the agent writes what waits, and ends.
 
@@ -334,14 +345,11 @@ def _text_of(ref: str | int | CheckpointInfo) -> str:
     return ref if isinstance(ref, str) else str(step_number(ref))
 
 
-_SAVING: Final = frozenset(
-    method.__code__
-    for method in (
-        AgentWriter.save,
-        AgentWriter.save_async,
-        AgentWriter.save_filled,
-        AgentWriter.hold,
-        AgentWriter.begin,
-    )
+_SAVING: Final = codes_of(
+    AgentWriter.save,
+    AgentWriter.save_async,
+    AgentWriter.save_filled,
+    AgentWriter.hold,
+    AgentWriter.begin,
 )
 """Calls that wait for others while they hold something that those may need."""

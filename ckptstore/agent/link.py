@@ -163,11 +163,7 @@ class Link:
             self._fail(why)
 
     def _say(self, text: str) -> None:
-        text = f"the agent (process {self.pid}) {text}"
-        try:
-            warn(text, SilentAgentWarning)
-        except SilentAgentWarning:  # where warnings are errors: this thread has others to tell
-            _LOG.warning("%s", text)
+        warn(f"the agent (process {self.pid}) {text}", SilentAgentWarning)
 
     def _hear(self) -> None:
         try:

@@ -23,7 +23,7 @@ from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, Corrupti
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
 from ckptstore.host.buffers import DEFAULT_BUDGET
-from ckptstore.host.caller_warnings import DeterminismWarning, warn
+from ckptstore.host.caller_warnings import DeterminismWarning, WarningsLast, warn
 from ckptstore.host.checks import seconds
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.store import Store
@@ -104,9 +104,10 @@ def writer(
         raise UsageError("ranks= says how the ranks of a group save together: give group=, too")
     made = AgentWriter(opened, options, opener.again, opener.rank)
     try:
-        agent, inherited = opener.first(parent, made.told, made.lost)
-        made.attach(agent, inherited)
-        _remark(made, agent)
+        with WarningsLast():
+            agent, inherited = opener.first(parent, made.told, made.lost)
+            made.attach(agent, inherited)
+            _remark(made, agent)
     except BaseException:
         made.close()
         raise

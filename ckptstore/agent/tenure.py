@@ -206,8 +206,7 @@ class Tenure:
             self._failed(step, read_error(body["error"]))
         elif body.get("event") == "warning":
             category, text = read_warning(body["warning"])
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has others to tell
-                warn(text, category)
+            warn(text, category)
 
     def _failed(self, step: int, error: BaseException) -> None:
         done = self._futures.pop(step, None)

@@ -34,6 +34,7 @@ def after(seconds: float, work: Callable[[], object]) -> Callable[[], None]:
     """
     timer = threading.Timer(seconds, work)
     timer.daemon = True
+    timer.name = "ckptstore-timer"  # threads of this package are known by their names (`caller_warnings`)
     timer.start()
     return timer.cancel
 

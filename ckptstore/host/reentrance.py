@@ -6,13 +6,19 @@ place in flight, memory) is not given back before the handler returns.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Set
 from types import CodeType, FrameType
 
 from ckptstore.errors import UsageError
 
-__all__ = ["refuse_within"]
+__all__ = ["codes_of", "refuse_within"]
+
+
+def codes_of(*methods: Callable[..., object]) -> frozenset[CodeType]:
+    """The code of methods, beneath what decorates them."""
+    return frozenset(inspect.unwrap(method).__code__ for method in methods)
 
 
 def refuse_within(owner: object, calls: Set[CodeType]) -> None:
@@ -21,7 +27,7 @@ def refuse_within(owner: object, calls: Set[CodeType]) -> None:
     The stack is looked through, a matter of microseconds: a note of who is inside could be left behind by Ctrl-C.
 
     Args:
-        calls: the code of methods (``Class.method.__code__``) that must not be interrupted by this.
+        calls: the code of methods (`codes_of`) that must not be interrupted by this.
 
     Raises:
         UsageError: it is called within one of them.

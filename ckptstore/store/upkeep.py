@@ -228,8 +228,9 @@ class Upkeep(Handle):
     ) -> tuple[str, ...]:
         """Have the store keep checkpoints by these rules from now on -> the rules. `rules` says which there are.
 
-        They are a union, and every writer keeps to them: what a save makes superfluous it retires. The newest
-        checkpoint stays in any case, and so does what a tag names. A live writer is asked, as in `retire`.
+        They are a union, and every writer keeps to them: what a save makes superfluous it retires. `gc` deletes the
+        files: a `Checkpointer` calls it by itself, beside a writer of your own you do. The newest checkpoint stays in
+        any case, and so does what a tag names. A live writer is asked, as in `retire`.
 
         Args:
             rules: ``last:N``: the N newest of the line of the newest. ``every:N``: each whose step is a multiple of N.

@@ -106,7 +106,8 @@ class Writing(Handle):
                 training waits while it is spent. With `deltas` or `diffs`: beside the base. None: see docs/writer.md.
             on_metrics: is told of every save that ended, with a `SaveMetrics`, by a thread; what it raises harms none.
             keep: rules of retention for the store from now on, as in `keep`; an empty list: every checkpoint stays.
-                None: those that it has, which every writer keeps to.
+                None: those that it has, which every writer keeps to. A writer retires; files are deleted by `gc`, or
+                when a save finds no space. Call `gc` now and then, as a `Checkpointer` does.
             compact: store what is kept anew while no save is on its way, as `compact` does; not with `group`.
 
         Raises:

@@ -6,13 +6,11 @@ request can say nothing itself.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import random
 import threading
 import time
-import warnings
 from typing import Final
 
 from ckptstore.errors import CorruptSegmentError, FencedError, RemoteLostError, StorageError, WriterClosedError
@@ -153,8 +151,7 @@ class Draining:
         elif self._failure is not None:
             text = f"{self._failure}; what the remote lacks is in {here}: the next writer drains it, or `ckpt sync`"
         if text is not None and self._fenced is None:
-            with contextlib.suppress(Warning):
-                warnings.warn(text, RemoteWarning, stacklevel=2)
+            warn(text, RemoteWarning)
 
     def _run(self) -> None:
         pause = 0.0
@@ -187,10 +184,7 @@ class Draining:
         if text is None or self._said is not None:
             return
         self._said = text
-        try:
-            warn(text, RemoteWarning)
-        except RemoteWarning:  # warnings are errors here, and nobody would meet one of this thread
-            _LOG.warning("%s", text)
+        warn(text, RemoteWarning)
 
     def _trouble(self) -> str | None:
         failure, failing, damage = self._failure, self._failing, self._left.damage

@@ -27,7 +27,7 @@ from typing import Any, Final, Self, Unpack
 
 from ckptstore import store as stores
 from ckptstore.errors import UsageError, WriterClosedError
-from ckptstore.host.caller_warnings import DeterminismWarning, warn
+from ckptstore.host.caller_warnings import DeterminismWarning, warn, warns_last
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.restore.targets import MadeTargets
 from ckptstore.store import Store
@@ -151,6 +151,7 @@ class Checkpointer:
         """The deadline is near, or SIGTERM came, and the last step is durable: end the loop. Alike on all ranks."""
         return self._urgency.stopping
 
+    @warns_last
     def resume(
         self, ref: str | int | None = "latest", *, parts: str | Sequence[str] | None = None, strict: bool = True
     ) -> int:
@@ -192,6 +193,7 @@ class Checkpointer:
             self._agree(tenure)
         return self._done
 
+    @warns_last
     def rollback(
         self, ref: str | int | CheckpointInfo, *, parts: str | Sequence[str] | None = None, strict: bool = True
     ) -> int:
@@ -221,6 +223,7 @@ class Checkpointer:
         self._begin_with(tenure, parent, asked)
         return self._done
 
+    @warns_last
     def step(
         self, metrics: Mapping[str, Any] | None = None, *, tags: str | Sequence[str] = (), save: bool | None = None
     ) -> PendingSave | None:
@@ -251,6 +254,7 @@ class Checkpointer:
         finally:
             self._pacing.goes_on()
 
+    @warns_last
     def wait(self) -> None:
         """Return when every step given so far is durable.
 
@@ -264,6 +268,7 @@ class Checkpointer:
             except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
                 self._unsaved.failed(self._done, error)
 
+    @warns_last
     def tag(self, name: str, ref: str | int = "latest") -> CheckpointInfo:
         """Name a checkpoint; see `Writer.tag`."""
         self._check_open()
@@ -271,6 +276,7 @@ class Checkpointer:
             raise UsageError("nothing is open yet: call resume() before tag()")
         return self._tenure.writer.tag(name, ref)
 
+    @warns_last
     def close(self, *, save: bool = False) -> None:
         """Make durable what was given, and leave nothing behind: hooks, signal handlers, threads.
 

@@ -1,7 +1,4 @@
-"""What is told of saves: to who asked for metrics, to a TensorBoard writer, and to people where diffs are too large.
-
-Step diffs that explain nothing are told of once, with why that may be.
-"""
+"""The metrics of saves, handed to the function that asked for them and to a TensorBoard writer."""
 
 from __future__ import annotations
 
@@ -14,10 +11,6 @@ from ckptstore.write.metrics import OnMetrics, SaveMetrics
 __all__ = ["Explained", "Scalars", "curves"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
-
-_LARGE: Final = 0.6
-"""Share of a full. A step that is explained takes 5 to 35 %, by its gradients; one that is not, 70 to 90 %."""
-_IN_A_ROW: Final = 3
 
 
 class Scalars(Protocol):
@@ -52,9 +45,6 @@ class Explained:
         self._board = board
         self._hand_on = hand_on
         self._durable = durable
-        self._in_a_row = 0
-        self._told = False
-        self._remark: str | None = None
 
     def told(self, metrics: SaveMetrics) -> None:
         """One save has ended (`Store.writer`'s `on_metrics`)."""
@@ -65,17 +55,6 @@ class Explained:
         )  # fmt: skip
         if metrics.error is None:
             self._durable(metrics.durable)
-        if metrics.kind == "gradient" and metrics.nbytes:
-            share = metrics.stored / metrics.nbytes
-            self._in_a_row = self._in_a_row + 1 if share > _LARGE else 0
-            if self._in_a_row >= _IN_A_ROW and not self._told:
-                self._told = True
-                self._remark = (
-                    f"step diffs take {share:.0%} of a full: the predicted updates explain next to nothing, "
-                    "because the weights move in another way than the optimizer's arithmetic says: a subclass with a "
-                    "step of its own, weights that are changed beside it (clamped, averaged, swapped), or a step that "
-                    "was taken between two checkpoints; strategy='delta' would be as small, and quicker"
-                )
         if self._hand_on is not None:
             self._hand_on(metrics)
         if self._board is not None:
@@ -88,8 +67,3 @@ class Explained:
             return
         for name, value in metrics.items():
             self._board.add_scalar(name, float(value.item() if hasattr(value, "item") else value), step)
-
-    def remark(self) -> str | None:
-        """What is to be said, once; None: nothing."""
-        remark, self._remark = self._remark, None
-        return remark

@@ -49,7 +49,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
-from ckptstore.host.caller_warnings import warn
+from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.training.forms import Begun, Form
 from ckptstore.training.gates import GateLog, LayerwiseReport
 from ckptstore.training.layers import PACKED, layers_of, members_of
@@ -171,6 +171,7 @@ class LayerwiseSnapshots:
             missing = {layer.name: set(layer.optimizers) for layer in self.layers if form.members[layer.name]}
             self._early = Begun(self._begun(form.flat, step, form), form, missing)
 
+    @warns_last
     def save(
         self,
         step: int,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptstore.errors import StorageError
-from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.caller_warnings import warn
 from ckptstore.training.deciding import Decided, Deciding
 from ckptstore.training.explained import Explained
 from ckptstore.training.overlooked import Overlooked
@@ -38,7 +38,8 @@ class Offering:
             pacing: measures what saves take.
             urgency: is told when an urgent step is durable.
             unsaved: is told what stops a save.
-            overlooked, explained: are told of steps and saves, and say what is strange about them.
+            overlooked: is told of steps and saves, and says what is strange about them.
+            explained: hands on their metrics.
         """
         self._deciding = deciding
         self._pacing = pacing
@@ -122,9 +123,6 @@ class Offering:
         if tenure.is_first:
             self._overlooked.measured(metrics)
         self._explained.draw(metrics or {}, step)
-        remark = self._explained.remark()
-        if remark is not None and not tenure.follows:  # where steps are passed over, diffs span several
-            warn(remark, UnexplainedStepWarning)
         return pending
 
     def _pass_over(self, tenure: Tenure, step: int, decided: Decided, *, asked: bool) -> None:

@@ -51,14 +51,17 @@ class Overlooked:
         """
         self._captured = captured
         self._steps = _Steps(captured)
-        self._order = _Order(captured)
-        self._strangers = None if captured.optimizers or captured.may_have_schedule else _Strangers(captured)
+        self._hooked = _Hooked()
+        self._order = _Order(captured, self._hooked)
+        strange = not (captured.optimizers or captured.may_have_schedule)
+        self._strangers = _Strangers(captured, self._hooked) if strange else None
         self._best = None if best is None else _Best(best)
         self._loader = _Loader(captured.loader)
         self._moved = 0
 
     def stepped(self, moved: bool) -> None:
         """A call of `Checkpointer.step`. `moved`: an optimizer that was given has stepped since the last one."""
+        self._hooked.tell()
         self._steps.stepped(moved)
         if moved:
             self._moved += 1
@@ -85,9 +88,29 @@ class Overlooked:
 
     def left(self) -> None:
         """Nothing of this stays in torch."""
+        self._hooked.tell()
         self._order.remove()
         if self._strangers is not None:
             self._strangers.remove()
+
+
+class _Hooked:
+    """What was seen in a hook of an optimizer. The next `Checkpointer.step` says it (`DeterminismWarning`).
+
+    Prevents: a warning that is an error, raised in the script's ``optimizer.step()``. The hooks after it would not run,
+    and the step would not be noticed, so that it is never saved.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._seen.append(text)
+
+    def tell(self) -> None:
+        seen, self._seen = self._seen, []
+        for text in seen:
+            warn(text, DeterminismWarning)
 
 
 class _Order:
@@ -98,7 +121,8 @@ class _Order:
     those of a validation that goes backward, too, are not).
     """
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, hooked: _Hooked) -> None:
+        self._hooked = hooked
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._early = self._looked = 0
@@ -133,10 +157,9 @@ class _Order:
             same = all(one.grad is grad and _version(grad) == version for one, grad, version in suspects)
             self._early = self._early + 1 if same else 0
             if self._early == _EARLY:
-                warn(
+                self._hooked.say(
                     "step was called between backward() and optimizer.step(): what is saved lacks a step whose batch "
                     "is counted, so a resumed run leaves it out. Call it after optimizer.step() and scheduler.step()",
-                    DeterminismWarning,
                 )
         trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
         smallest = min(trained, key=torch.Tensor.numel, default=None)
@@ -163,8 +186,9 @@ def _version(tensor: torch.Tensor) -> int:
 class _Strangers:
     """Whether an optimizer that was not given moves the model, where none was given at all."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: Captured, hooked: _Hooked) -> None:
         self._captured = captured
+        self._hooked = hooked
         self._found = False
         me = weakref.ref(self)  # the hook is torch's, of every optimizer of the process
 
@@ -188,10 +212,9 @@ class _Strangers:
         # Prevents: one of two Checkpointers takes its hook away while torch goes through all of them. That raises in
         # the script's own step.
         self._found = True
-        warn(
+        self._hooked.say(
             f"{type(optimizer).__name__} moves the model, but optimizer= was not given: what it keeps (moments, step "
             "counts) is not saved, and a resumed run begins without it",
-            DeterminismWarning,
         )
 
 

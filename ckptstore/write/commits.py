@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -19,6 +18,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.catalog import CLOSED
 from ckptstore.formats.records import object_of
+from ckptstore.host.caller_warnings import warn
 from ckptstore.log import folding, refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
@@ -152,9 +152,7 @@ class Commits:
                 self._complain(UsageError(why))
             if (what := self.retainer.pinned()) is not None:
                 url = self.log.journal.url
-                with contextlib.suppress(Warning):  # as in `_complain`
-                    text = f"{url}: {what}; `ckpt compact {url} --gc` stores those anew, and frees the space"
-                    warnings.warn(text, stacklevel=1)
+                warn(f"{url}: {what}; `ckpt compact {url} --gc` stores those anew, and frees the space")
 
     def retire_rest(self) -> None:
         """Retire what the last batch of a term made superfluous of itself: no save follows that would."""
@@ -188,6 +186,4 @@ class Commits:
         """Say what went wrong, once: it is tried again after every save."""
         if error is not None and (why := str(error)) not in self._complaints:
             self._complaints.add(why)
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has saves to finish
-                text = f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}"
-                warnings.warn(text, stacklevel=1)
+            warn(f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}")

@@ -6,9 +6,7 @@ is told when the record is history. Only then does the checkpoint become a base.
 
 from __future__ import annotations
 
-import contextlib
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -22,6 +20,7 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
+from ckptstore.host.caller_warnings import warn
 from ckptstore.host.checks import whole
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
@@ -199,7 +198,7 @@ class Deltas:
                 self._restart()  # whether reading it failed or not: the next save shall not depend on it
             if not (isinstance(base, StoredBase) and isinstance(error, CorruptionError)):
                 raise
-            _warn(f"{self._backend.url}: base {base.id.ref} is damaged, step {step} becomes a full: {error}")
+            warn(f"{self._backend.url}: base {base.id.ref} is damaged, step {step} becomes a full: {error}")
             decision, base = self._decide(restorable, step)
             written = store(base, decision.gap)
         if self.schedule is not None:
@@ -314,7 +313,7 @@ class Deltas:
             base = self._base(identity, flat, snapshot)
         except Exception as error:  # noqa: BLE001  # warnings among them, where these are errors
             self._restart()
-            _warn(f"{self._backend.url}: {identity.ref} cannot be kept as a base, the next save is a full: {error}")
+            warn(f"{self._backend.url}: {identity.ref} cannot be kept as a base, the next save is a full: {error}")
             return False
         self._bases[number] = base
         if interrupted():
@@ -347,8 +346,3 @@ class Deltas:
         """Let go of every base. A second time does nothing."""
         self.workers.pool.shutdown()
         self._restart()
-
-
-def _warn(message: str) -> None:
-    with contextlib.suppress(Warning):  # where warnings are errors: this thread has a commit to finish
-        warnings.warn(message, stacklevel=2)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from ckptstore.errors import UsageError
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
+from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import run_all
 from ckptstore.write.filling import Filling, Layer, LayerCopy, memory
 from ckptstore.write.ledger import Labels, PendingSave
@@ -260,6 +261,7 @@ class LayeredSave:
                     layer.sources = {one: flat.tensors[one] for one in layer.names}
             self._now = flat
 
+    @warns_last
     def finish(
         self,
         state: Any = None,

@@ -19,6 +19,7 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
 from ckptstore.host.buffers import Staging
+from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import started_pool
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -249,6 +250,7 @@ class Lifetime:
         """
         self._submit(self._committer.flush_and_close).result()
 
+    @warns_last
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
         if self._process != os.getpid():

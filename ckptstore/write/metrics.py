@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptstore.formats.state import FlatState
+from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 
@@ -190,11 +190,7 @@ class Meter:
         except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to harm a save
             if not self._warned:
                 self._warned = True
-                with contextlib.suppress(Warning):  # where warnings are errors
-                    text = (
-                        f"on_metrics raised {type(error).__name__}, at step {metrics.step} and perhaps later: {error}"
-                    )
-                    warnings.warn(text, stacklevel=1)
+                warn(f"on_metrics raised {type(error).__name__}, at step {metrics.step} and perhaps later: {error}")
 
     def close(self) -> None:
         """Wait until everything is told."""

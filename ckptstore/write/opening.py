@@ -13,7 +13,7 @@ from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.records import CheckpointId, CommitRecord, ref_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import exiting
-from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, warn
+from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, WarningsLast, warn
 from ckptstore.log import refs
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
@@ -62,11 +62,12 @@ def open_writer(
     if environment is not None:
         about["environment"] = dict(environment)
     about["asked"] = parent is not None
-    term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
-    _note_rules(term, options.keep)
-    own = term.journal
-    own.backend.keep_reserve()
-    _warn(term, asked=parent is not None)
+    with WarningsLast():
+        term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
+        _note_rules(term, options.keep)
+        own = term.journal
+        own.backend.keep_reserve()
+        _warn(term, asked=parent is not None)
     return Writer(
         own,
         term,
@@ -133,11 +134,12 @@ class TermOpener:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
         about = {**self._about, "asked": parent is not None}
-        term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
-        _note_rules(term, self._keep)
-        self._keep = None  # who goes back later finds the rules that there are by then
-        term.journal.backend.keep_reserve()
-        _warn(term, asked=parent is not None)
+        with WarningsLast():
+            term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
+            _note_rules(term, self._keep)
+            self._keep = None  # who goes back later finds the rules that there are by then
+            term.journal.backend.keep_reserve()
+            _warn(term, asked=parent is not None)
         return term, info
 
 
@@ -190,7 +192,8 @@ def _warn(term: Term, *, asked: bool) -> None:
         asked: whether somebody asked for a run to continue.
     """
     # Prevents: a job that is started again and again, is stopped by the same warning each time, and never trains. So
-    # this comes after the OPEN, which says to the next one what was told.
+    # this comes after the OPEN, which says to the next one what was told. All is told at once (`WarningsLast`): the
+    # next start is told none of it.
     if term.parent is None:
         if asked:
             _warn_of_fresh_start(term)

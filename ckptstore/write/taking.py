@@ -11,9 +11,10 @@ from typing import Any, Final
 from ckptstore.errors import UsageError
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
+from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.carriers import Scope
 from ckptstore.host.progress import Progress, told
-from ckptstore.host.reentrance import refuse_within
+from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
@@ -36,6 +37,7 @@ _GRACE: Final = 2.0
 class Taking(Lifetime):
     """The calls of a `Writer` that are given a state."""
 
+    @warns_last
     def save(
         self,
         state: Any,
@@ -123,6 +125,7 @@ class Taking(Lifetime):
                 committer.saves.seen(step)
             raise
 
+    @warns_last
     def save_async(
         self,
         state: Any,
@@ -175,6 +178,7 @@ class Taking(Lifetime):
         finally:
             measured.returned()
 
+    @warns_last
     def adopt(
         self,
         snapshot: Snapshot,
@@ -264,6 +268,7 @@ class Taking(Lifetime):
                 self._check_open()  # closed by another thread, and its pool with it
             raise
 
+    @warns_last
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
         """Begin a save whose snapshot is filled layer by layer, as layers are updated (LightCheck, section III-B).
 
@@ -363,5 +368,5 @@ def _outcome(future: Future[CheckpointInfo], scope: Scope) -> BaseException | No
     return future.exception()
 
 
-SAVING: Final = frozenset(method.__code__ for method in (Taking.save, Taking.save_async, Taking.begin))
+SAVING: Final = codes_of(Taking.save, Taking.save_async, Taking.begin)
 """Calls that wait for others while they hold something that those may need."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from ckptstore.errors import UsageError, WriterClosedError
+from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
@@ -36,6 +37,7 @@ class Writer(Taking):
         since = "from nothing" if self.parent is None else f"from {self.parent.ref}"
         return f"<Writer of {self.url!r}: term {self.term}, {since}>"
 
+    @warns_last
     def wait(self) -> None:
         """Return when everything given so far is durable: what is in flight, and what waits for its batch, which is
         written now.
@@ -50,6 +52,7 @@ class Writer(Taking):
         self._told(self._committer.flush_in_time)
         self._failures.raise_unseen()
 
+    @warns_last
     def poll(self) -> None:
         """Answer now what other processes ask for (`Store.merge`, `tag`, `retire` ... beside this writer), and fold the
         log if that is due. A writer does it by itself after every save, and every `poll_seconds`.
@@ -70,6 +73,7 @@ class Writer(Taking):
         """
         return None if self._tier is None else self._tier.lag()
 
+    @warns_last
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
         """Name a checkpoint, of this term or an earlier one; a tag that exists moves.
 
@@ -94,6 +98,7 @@ class Writer(Taking):
         committer, text = self._committer, ref if isinstance(ref, str) else str(step_number(ref))
         return self._told(lambda: committer.tag(name, text))
 
+    @warns_last
     def untag(self, name: str) -> None:
         """Remove a tag; the checkpoint stays.
 
@@ -114,6 +119,7 @@ class Writer(Taking):
             self._failures.seen_error(error)
             raise
 
+    @warns_last
     def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """Go back: begin a new term that continues from an earlier checkpoint, in place of the present one.
 

@@ -62,3 +62,45 @@ def test_a_slot_that_came_since_the_listing_is_no_loss(folded: Path, monkeypatch
         writer.save({"step": 20}, 20)
     monkeypatch.setattr(store.backend, "list", stale)
     assert store.verify().damage == ()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["older", "newest"])
+@pytest.mark.parametrize("handle", ["running", "new"])
+def test_a_fold_that_is_missing_where_slots_were_deleted(folded: Path, which: int, handle: str) -> None:
+    """Both folds allow together that slots are deleted: so it shows that one of them is gone."""
+    store = ckptstore.open(folded)
+    before = [info.ref for info in store.checkpoints()]  # decodes the newest
+    folds = sorted((folded / "fold").iterdir())
+    assert len(folds) == 2
+    folds[which].unlink()
+    again = store if handle == "running" else ckptstore.open(folded)
+    report = again.verify()
+    assert [found.key for found in report.damage] == ["fold/"]
+    assert "a fold is missing: slots are deleted (log/" in report.damage[0].what
+    assert str(int(folds[1 - which].name.partition("-")[0])) in report.damage[0].what
+    assert report.lost == ()
+    assert [info.ref for info in again.checkpoints()] == before
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["older", "newest"])
+def test_a_fold_is_read_anew(folded: Path, which: int) -> None:
+    """Also one that this process has decoded before it was damaged."""
+    store = ckptstore.open(folded)
+    before = [info.ref for info in store.checkpoints()]
+    path = sorted((folded / "fold").iterdir())[which]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+    for again in (store, ckptstore.open(folded)):
+        assert [found.key for found in again.verify().damage] == [f"fold/{path.name}"]
+        assert [info.ref for info in again.checkpoints()] == before
+
+
+def test_a_writer_makes_a_fold_that_is_missing(folded: Path) -> None:
+    sorted((folded / "fold").iterdir())[0].unlink()
+    store = ckptstore.open(folded)
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(100, 180):
+            writer.save({"step": step}, step)
+    assert store.verify().ok

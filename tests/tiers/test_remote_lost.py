@@ -331,7 +331,8 @@ def test_where_warnings_are_errors_it_is_logged(folders: Place, caplog: pytest.L
         shutil.rmtree(folders.remote)
         writer.save(state(2), 2)
         until(lambda: "--anew" in caplog.text)
-        writer.close()
+        with pytest.raises(ckptstore.RemoteWarning, match="What was not brought there"):
+            writer.close()  # the caller is here to be told; all is written by then
     check(ckptstore.open(folders.here, remote=False).load(2, framework="numpy"), 2)
 
 

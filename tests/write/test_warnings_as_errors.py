@@ -1,9 +1,16 @@
-"""Where warnings are errors, one that tells of what happened before stops one start, and not every start after it."""
+"""Where warnings are errors, none is raised before what it tells of is recorded, and no step is lost by one.
+
+One that tells of what happened before stops one start, and not every start after it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +18,32 @@ import numpy as np
 import pytest
 
 import ckptstore
+import ckptstore.agent
+import ckptstore.training
+from ckptstore.agent.client import AgentWriter
 from ckptstore.frameworks import bridge
+from ckptstore.host import background
+from ckptstore.host.caller_warnings import WarningsLast, warn, warns_last
+from ckptstore.host.threads import started_pool
+from ckptstore.training import Checkpointer, LayerwiseSnapshots
+from ckptstore.write.layered import LayeredSave
+from ckptstore.write.ranks.writer import RankWriter
+from ckptstore.write.writer import Writer
 from tests.write.test_diffs import Trainer
 
 pytestmark = pytest.mark.filterwarnings("error")
+
+
+def _categories() -> list[type[Warning]]:
+    """Every warning that this package gives."""
+    found = {UserWarning}
+    for module in (ckptstore, ckptstore.training, ckptstore.agent):
+        members = (getattr(module, name) for name in module.__all__)
+        found |= {one for one in members if inspect.isclass(one) and issubclass(one, Warning)}
+    return sorted(found, key=lambda one: one.__name__)
+
+
+every_category = pytest.mark.parametrize("category", _categories())
 
 
 @pytest.fixture
@@ -89,3 +118,109 @@ def test_a_run_from_nothing(store: ckptstore.Store) -> None:
         with pytest.raises(ckptstore.FreshStartWarning, match="parent='1@1'"):
             store.writer()
         assert saved(store) is None
+
+
+def test_all_that_there_is_to_be_told_of_a_start_is_told_at_once(
+    store: ckptstore.Store, killed: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start is told nothing of it."""
+    killed(3)
+    here = bridge.environment()
+    monkeypatch.setattr(bridge, "environment", lambda: {**here, "numpy": "97"})
+    with pytest.raises(ckptstore.DeterminismWarning, match="97") as told:
+        store.writer()
+    assert "LostStepsWarning: term 1 ended without closing" in told.value.__notes__[0]
+    assert saved(store) == "3@1"
+
+
+@every_category
+@pytest.mark.parametrize("diffs", [True, False], ids=["diffs", "memory"])
+@pytest.mark.parametrize("call", ["save", "save_async"])
+def test_a_save_warns_when_it_is_recorded(
+    store: ckptstore.Store, category: type[Warning], call: str, diffs: bool
+) -> None:
+    def updates(_: object) -> list[Any]:
+        warn("said within the save", category)
+        return []
+
+    options: dict[str, Any] = {"diffs": ckptstore.DiffOptions()}
+    if not diffs:
+        options["memory"] = 48 << 20
+    with store.writer(poll_seconds=None, **options) as writer:
+        for step in (1, 2, 3):
+            with pytest.raises(category, match="said within the save"):
+                getattr(writer, call)({"w": np.full(30, step, "<f4")}, step, updates=updates)
+    assert [info.step for info in store.checkpoints()] == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert np.array_equal(store.load(step)["w"], np.full(30, step, "<f4"))
+
+
+@pytest.mark.parametrize("call", ["save", "save_async"])
+def test_updates_that_are_ignored(store: ckptstore.Store, call: str) -> None:
+    with store.writer(poll_seconds=None) as writer:
+        with pytest.raises(ckptstore.UnexplainedStepWarning, match="updates= is ignored"):
+            getattr(writer, call)({"w": np.zeros(3)}, 1, updates=[])
+        getattr(writer, call)({"w": np.ones(3)}, 2, updates=[])
+    assert [info.step for info in store.checkpoints()] == [1, 2]
+
+
+def test_a_save_that_fails_raises_its_own_error_with_what_was_to_be_said(store: ckptstore.Store) -> None:
+    with store.writer(poll_seconds=None) as writer:
+        writer.save({"w": np.zeros(3)}, 1)
+        with pytest.raises(ckptstore.StepOrderError) as failed:
+            writer.save({"w": np.zeros(3)}, 1, updates=[])
+    assert "UnexplainedStepWarning: updates= is ignored" in failed.value.__notes__[0]
+
+
+def test_calls_within_a_call_that_warns_last() -> None:
+    @warns_last
+    def outer() -> None:
+        with WarningsLast():
+            warn("first", UserWarning)
+        warn("second", ckptstore.LossyWarning)
+
+    with pytest.raises(UserWarning, match="first") as told:
+        outer()
+    assert told.value.__notes__ == ["LossyWarning: second"]
+    with pytest.raises(UserWarning, match="not held any more"):
+        warn("not held any more", UserWarning)
+
+
+@every_category
+def test_threads_of_the_package_log_it(category: type[Warning], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ckptstore"), started_pool(1, "ckptstore-test") as pool:
+        pool.submit(warn, "of a pool", category).result()
+        thread = background.start(lambda: warn("of a thread", category), "test")
+        thread.join()
+        done = threading.Event()
+
+        def at_last() -> None:
+            warn("of a timer", category)
+            done.set()
+
+        background.after(0.0, at_last)
+        assert done.wait(60)
+    assert [one.getMessage() for one in caplog.records] == [
+        f"{category.__name__}: of a {what}" for what in ("pool", "thread", "timer")
+    ]
+
+
+def test_threads_of_the_caller_are_told() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ckptstore.LossyWarning):
+        pool.submit(warn, "of the caller's pool", ckptstore.LossyWarning).result()
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Writer, "save save_async adopt begin wait poll tag untag rollback close"),
+        (RankWriter, "save save_async take_over wait tag untag rollback close"),
+        (AgentWriter, "save save_async save_filled hold begin load wait tag untag rollback close"),
+        (LayeredSave, "finish"),
+        (LayerwiseSnapshots, "save"),
+        (Checkpointer, "resume rollback step wait tag close"),
+    ],
+)
+def test_every_call_that_records_something_warns_last(kind: type, names: str) -> None:
+    for name in names.split():
+        assert hasattr(getattr(kind, name), "__wrapped__"), f"{kind.__name__}.{name} is not declared with warns_last"

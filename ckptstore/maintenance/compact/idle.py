@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +18,7 @@ from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.host import background
 from ckptstore.host.bandwidth import Bandwidth
+from ckptstore.host.caller_warnings import warn
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.progress import Advance
 from ckptstore.log.change import Change
@@ -185,8 +185,7 @@ class _Idle:
         """Say what went wrong, once."""
         if (why := f"{type(error).__name__}: {error}") not in self._said:
             self._said.add(why)
-            with contextlib.suppress(Warning):
-                warnings.warn(f"{self._journal.url}: compaction beside the saves failed: {why}", stacklevel=1)
+            warn(f"{self._journal.url}: compaction beside the saves failed: {why}")
 
     def _tell(self, done: CompactPass) -> None:
         if self._options.on_pass is None:
@@ -194,8 +193,7 @@ class _Idle:
         try:
             self._options.on_pass(done)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to harm a save
-            with contextlib.suppress(Warning):
-                warnings.warn(f"on_pass raised {type(error).__name__}: {error}", stacklevel=1)
+            warn(f"on_pass raised {type(error).__name__}: {error}")
 
 
 class _Within:

@@ -6,19 +6,22 @@ before it, and every slot that is not there must be one that the rules of foldin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from ckptstore.errors import CorruptionError, ForeignObjectError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import fold_of, object_of, slot_key
 from ckptstore.log.arriving import exists
+from ckptstore.log.folding import KEEP
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import anchor_above
 from ckptstore.log.strays import all_foreign
 from ckptstore.maintenance.verify.findings import Findings
 
 __all__ = ["SlotHashes", "check_log"]
+
+_SHOWN: Final = 4
 
 
 class SlotHashes(NamedTuple):
@@ -85,18 +88,36 @@ def _unexplained(
     # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
     folds = sorted({place[0] for key in journal.backend.list("fold/") if (place := fold_of(key))}, reverse=True)
     anchor_every = journal.format.anchor_every
-    limit = folds[1] if len(folds) > 1 else -1
+    limit = folds[KEEP - 1] if len(folds) >= KEEP else -1
     opens = {opened.seq for opened in catalog.terms.values() if opened.known}
     top = max(slots, default=-1)
     end = max(top + 1, catalog.next_seq)
 
-    def deletable(seq: int) -> bool:
+    def deletable(seq: int, limit: int) -> bool:
         # The anchor above it was created before a slot above that: whether it is still there is asked of the anchor.
         return seq <= limit and seq % anchor_every > 0 and anchor_above(seq, anchor_every) < end
 
     absent = [seq for seq in range(end) if seq not in slots and slot_key(seq) not in listed]
-    lost = [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq))]
+    lost = [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq, limit))]
+    if 0 < len(folds) < KEEP:
+        # Prevents: a deleted fold that is taken for lost slots, although the other fold has what they said.
+        covered = [seq for seq in lost if seq not in opens and deletable(seq, folds[0])]
+        if covered:
+            found.add("fold/", _fold_missing(covered, folds[0]))
+            lost = [seq for seq in lost if seq not in set(covered)]
     return [seq for seq in lost if seq < top or _is_gone(journal, seq, found)]
+
+
+def _fold_missing(slots: Sequence[int], left: int) -> CorruptionError:
+    runs = [
+        slot_key(first) if first == last else f"{slot_key(first)} to {slot_key(last)}" for first, last in _runs(slots)
+    ]
+    shown = ", ".join(runs[:_SHOWN]) + (f" and {len(runs) - _SHOWN} more" if runs[_SHOWN:] else "")
+    return CorruptionError(
+        f"a fold is missing: slots are deleted ({shown}), which takes {KEEP} folds that go beyond them, and one is "
+        f"there (through {slot_key(left)}). That one has all that they said, so nothing is lost while it is intact; a "
+        "writer makes another as it saves"
+    )
 
 
 def _is_gone(journal: Journal, seq: int, found: Findings) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -15,7 +14,7 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import Part as SegmentPart
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import FlatState
-from ckptstore.host.caller_warnings import DivergedReplicasWarning
+from ckptstore.host.caller_warnings import DivergedReplicasWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
@@ -169,8 +168,7 @@ class RankCommitter(Commits):
         except DivergedReplicasError as error:
             if self._options.diverged == "raise":
                 raise
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has a commit to finish
-                warnings.warn(f"{error}; those of the lowest rank are saved", DivergedReplicasWarning, stacklevel=1)
+            warn(f"{error}; those of the lowest rank are saved", DivergedReplicasWarning)
 
     def _commit_whole(
         self, whole: Gathered, exchange: Exchange, session: SegmentSession, labels: Labels, order: Order

@@ -27,6 +27,7 @@ from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import DiffOptions
 from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
 from ckptstore.write.steps.fed import TooLongError, digest_of, plan_fed
+from ckptstore.write.steps.unexplained import Unexplained
 
 __all__ = ["RankDiffs"]
 
@@ -55,6 +56,7 @@ class RankDiffs:
         self._choices = Choices(options.policy)
         self._step_choices = StepChoices()
         self._previous: MemoryBase | None = None
+        self._unexplained = Unexplained()
         self._depth = 0
         self._begun = time.monotonic()
 
@@ -98,6 +100,7 @@ class RankDiffs:
             if one.coded is not None:
                 assert one.snapshot is not None
                 assert one.how.after is not None
+                self._unexplained.look(one.step, one.how.after, one.coded.excess)
                 self._size = one.coded.stored / one.coded.nbytes if one.coded.nbytes else 1.0
                 self._chains.stored(one.step, one.how.after, self._size)
                 one.retained = True

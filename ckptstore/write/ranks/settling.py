@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
 from ckptstore.formats.lasting import Chains
+from ckptstore.host.caller_warnings import warn
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.deltas import RankDeltas
@@ -141,9 +141,8 @@ class Settling:
                 self._diffs.begin(info, copied(), seconds)
         except Exception as error:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save
             self.restart()  # the next delta fails here, is said to all, and a full follows
-            with contextlib.suppress(Warning):  # where warnings are errors: this thread has others to tell
-                text = f"{info.ref} cannot be kept as a base by rank {one.exchange.rank}"
-                warnings.warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}", stacklevel=1)
+            text = f"{info.ref} cannot be kept as a base by rank {one.exchange.rank}"
+            warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}")
 
     def _decided(self, one: RankSave) -> CheckpointInfo:
         committer = self._tenure.committer

@@ -20,8 +20,9 @@ from ckptstore.errors import CkptError, UsageError, WriterClosedError
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
+from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.progress import Progress, told
-from ckptstore.host.reentrance import refuse_within
+from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
@@ -84,6 +85,7 @@ class RankWriter:
         """The checkpoint this term continues from, the same on all ranks; None for a new run."""
         return self._work.tenure.parent
 
+    @warns_last
     def save(
         self,
         state: Any,
@@ -128,6 +130,7 @@ class RankWriter:
             if one.measured is not None:
                 one.measured.returned()
 
+    @warns_last
     def save_async(
         self,
         state: Any,
@@ -165,6 +168,7 @@ class RankWriter:
                 one.measured.returned()
         return PendingSave(step, done, lambda: saves.seen(step), lambda: self._hurry(work, step))
 
+    @warns_last
     def take_over(
         self,
         given: Adopted,
@@ -212,6 +216,7 @@ class RankWriter:
         self._check_open()
         self._work.tend()
 
+    @warns_last
     def wait(self) -> None:
         """Return when everything given so far is durable, or has failed; raises what nobody has been told of yet."""
         refuse_within(self, _SAVING)
@@ -219,6 +224,7 @@ class RankWriter:
         self._drain()
         self._means.failures.raise_unseen()
 
+    @warns_last
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
         """Name a checkpoint; rank 0 alone does. See `Writer.tag`."""
         refuse_within(self, _SAVING)
@@ -228,6 +234,7 @@ class RankWriter:
         assert named is not None
         return named
 
+    @warns_last
     def untag(self, name: str) -> None:
         """Remove a tag; rank 0 alone does. See `Writer.untag`."""
         refuse_within(self, _SAVING)
@@ -235,6 +242,7 @@ class RankWriter:
         self._work.only_rank_0("changes tags")
         self._work.name(name, None)
 
+    @warns_last
     def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """Go back, on every rank: begin a new term that continues from an earlier checkpoint; see `Writer.rollback`.
 
@@ -356,6 +364,7 @@ class RankWriter:
 
     # -- its end
 
+    @warns_last
     def close(self) -> None:
         """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
         if self._process != os.getpid():
@@ -440,5 +449,5 @@ def _text(ref: str | int | CheckpointInfo) -> str:
     return ref if isinstance(ref, str) else str(step_number(ref))
 
 
-_SAVING: Final = frozenset(method.__code__ for method in (RankWriter.save, RankWriter.save_async, RankWriter.take_over))
+_SAVING: Final = codes_of(RankWriter.save, RankWriter.save_async, RankWriter.take_over)
 """Calls that wait for others while they hold something that those may need."""

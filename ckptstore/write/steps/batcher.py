@@ -6,10 +6,9 @@ The committer's thread alone uses it.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -21,7 +20,7 @@ from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, N
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.caller_warnings import UnexplainedStepWarning
+from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -34,6 +33,7 @@ from ckptstore.write.steps.batch_segments import write_batch
 from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
 from ckptstore.write.steps.fed import FedStep, TooLongError, digest_of, plan_fed
 from ckptstore.write.steps.gradient_sum import Sums
+from ckptstore.write.steps.unexplained import Unexplained
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Adapting", "BecomesFullError", "DiffOptions", "Diffs", "Waiting", "Written"]
@@ -176,6 +176,7 @@ class Diffs:
         """
         self._chains = chains
         self._size = 0.0  # of the last step diff, as a part of a full
+        self._unexplained = Unexplained()
         self._missed: int | None = None  # a step that could not be coded, since the one in memory
         self.options = options
         self._draft = draft
@@ -270,6 +271,7 @@ class Diffs:
             self._missed = step
             raise
         self._missed = None
+        self._unexplained.look(step, coded.base.step, coded.excess)
         self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self._depth += 1
         self.waiting.append(Waiting(step, time.time(), done, coded, labels))
@@ -301,6 +303,7 @@ class Diffs:
         with self._advanced(fed, updates, step) as (plan, reached):
             coded = plan.encode(fed, self._workers)
             reached(coded.state)
+        self._unexplained.look(step, coded.base.step, coded.excess)
         self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self.waiting.append(Waiting(step, time.time(), done, coded, labels))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
@@ -316,6 +319,7 @@ class Diffs:
             reached(written.state)
         base, stored = written.encoding.base, written.encoding.bytes
         assert base is not None
+        self._unexplained.look(step, base.step, written.excess)
         self._stored(step, base.step, stored or 0, written.nbytes)
         entry = CheckpointEntry(self._term, step, written.state, moment, written.tensors, written.nbytes, labels.extra)
         return Written(written.segments, (written.encoding,), (entry,), dict.fromkeys(labels.tags, entry.node))
@@ -439,13 +443,11 @@ class Diffs:
 
 def _warn_unexplained(step: int, missed: int) -> None:
     """Say why a step is stored as a difference."""
-    with suppress(Warning):  # where warnings are errors: this thread has a step to store
-        warnings.warn(
-            f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
-            "could not be stored, and one step can be explained",
-            UnexplainedStepWarning,
-            stacklevel=1,
-        )
+    warn(
+        f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
+        "could not be stored, and one step can be explained",
+        UnexplainedStepWarning,
+    )
 
 
 def _digest(source: TensorSource) -> int:

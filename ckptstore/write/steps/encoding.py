@@ -25,6 +25,7 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, let_go
 from ckptstore.write.encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
 from ckptstore.write.feeding import Piece, Unit
+from ckptstore.write.steps.unexplained import Excess
 from ckptstore.write.steps.updates import Update
 
 __all__ = [
@@ -93,6 +94,7 @@ class EncodedStep:
         state: the state hash.
         nbytes: logical bytes.
         lossy: it is not what training had.
+        excess: what an optimizer moved in another way than its updates say.
     """
 
     step: int
@@ -102,6 +104,7 @@ class EncodedStep:
     state: str
     nbytes: int
     lossy: bool = False
+    excess: tuple[Excess, ...] = ()
 
     @property
     def tensors(self) -> int:
@@ -210,6 +213,15 @@ class Joined:
         parts = [_numbers(update.gradient, start, length, cut, read) for update in self.updates]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def excess(self, stored: int | None) -> Excess | None:
+        """What is too much of `stored` bytes, with which all of it is restored; None: nothing.
+
+        Args:
+            stored: None: it would be more than the tensors are.
+        """
+        numbers = sum(self.flat.tensors[update.slots[0]].nbytes for update in self.updates) // 4
+        return Excess.of(self.leader, len(self.updates), self.width, numbers, stored)
+
     def unit(self, encoding: optim.Encoding, extent: tuple[int, int], room: Mapping[str, Bytes]) -> Unit:
         """What `code_chunk` looks at.
 
@@ -252,8 +264,10 @@ def encode_step(
         lossy: `flat` is not what training had.
     """
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
-    coded = _code_joined(joined, step_choices, workers)
+    coded = list(_code_joined(joined, step_choices, workers))
     units = [unit for unit in coded if unit is not None]
+    found = (one.excess(_stored(unit)) for one, unit in zip(joined, coded, strict=True))
+    excess = () if lossy else tuple(one for one in found if one is not None)
     moved = {tensor.spec.name for unit in units for tensor in unit}
     rest = flat.tensors.keys() - moved
     plans = choose_all(flat, base, 1, choices, workers, rest)
@@ -261,7 +275,11 @@ def encode_step(
     parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
     state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
     nbytes = sum(source.nbytes for source in flat.tensors.values())
-    return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes, lossy)
+    return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes, lossy, excess)
+
+
+def _stored(unit: tuple[EncodedTensor, ...] | None) -> int | None:
+    return None if unit is None else sum(tensor.stored for tensor in unit)
 
 
 # -- what is coded together

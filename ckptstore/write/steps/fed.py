@@ -46,6 +46,7 @@ from ckptstore.write.steps.encoding import (
     unit_of,
     will_fit,
 )
+from ckptstore.write.steps.unexplained import Excess
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["FedStep", "StreamedStep", "TooLongError", "digest_of", "plan_fed"]
@@ -71,6 +72,7 @@ class StreamedStep:
         state: the state hash.
         tensors: how many there are.
         nbytes: logical bytes.
+        excess: see `EncodedStep`.
     """
 
     segments: tuple[SegmentEntry, ...]
@@ -78,6 +80,7 @@ class StreamedStep:
     state: str
     tensors: int
     nbytes: int
+    excess: tuple[Excess, ...] = ()
 
 
 _Moved = tuple[Joined, Rules]
@@ -104,6 +107,7 @@ class FedStep:
         moved: Sequence[_Moved],
         rest: Sequence[TensorPlan],
         choices: StepChoices,
+        excess: Sequence[Excess] = (),
     ) -> None:
         """
         Args:
@@ -111,6 +115,7 @@ class FedStep:
             moved: what an optimizer moved, each with how it is coded.
             rest: the other tensors.
             choices: is told what does not fit.
+            excess: of what did not fit.
         """
         self._step = step
         self._flat = flat
@@ -118,6 +123,7 @@ class FedStep:
         self._moved = moved
         self._rest = rest
         self._choices = choices
+        self._excess = list(excess)
         self._overflow = False
 
     # -- what is done
@@ -131,6 +137,7 @@ class FedStep:
                 unit = unit_of(one, encoding, rule, list(self._chunks(one, results)))
                 assert unit is not None
                 units.append(unit)
+                self._look(one, sum(tensor.stored for tensor in unit))
             coded: Iterator[Coded] = chain.from_iterable(results)
             for plan in share.rest:
                 chunks = tuple(replace(piece, payload=piece.payload.copy()) for piece in islice(coded, _count(plan)))
@@ -138,7 +145,8 @@ class FedStep:
         state = self._state(
             [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
         )
-        return EncodedStep(self._step, self._base.id, self._flat.tree, tuple(units), state, self._nbytes)
+        tree, excess = self._flat.tree, tuple(self._excess)
+        return EncodedStep(self._step, self._base.id, tree, tuple(units), state, self._nbytes, excess=excess)
 
     def write(
         self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int | None = None
@@ -172,7 +180,7 @@ class FedStep:
         state = self._state([(one.name, one.dtype, one.shape, one.hash) for one in entries])
         cost = sum(segment.size for segment in segments)
         encoding = Encoding((draft.term, self._step), KIND, self._base.id, tuple(ids), False, cost)
-        return StreamedStep(tuple(segments), encoding, state, len(entries), self._nbytes)
+        return StreamedStep(tuple(segments), encoding, state, len(entries), self._nbytes, tuple(self._excess))
 
     @property
     def _nbytes(self) -> int:
@@ -244,6 +252,10 @@ class FedStep:
                 raise TooLongError(f"step {self._step}: {one.leader!r} is not coded to less than it is")
             yield coded
 
+    def _look(self, one: Joined, stored: int) -> None:
+        if (excess := one.excess(stored)) is not None:
+            self._excess.append(excess)
+
     def _fill(
         self, share: _Share, results: Iterator[Any], made: list[TensorEntry], stream: BlockStream
     ) -> Mapping[int, Mapping[str, TensorEntry]]:
@@ -256,6 +268,7 @@ class FedStep:
                 chunks.append(replace(chunk, payload=_NOTHING))
             unit = unit_of(one, encoding, rule, chunks)
             assert unit is not None
+            self._look(one, sum(length for _, length, _ in places))
             made += [_entry(tensor, stream, () if number else places) for number, tensor in enumerate(unit)]
         # As many as belong to this segment: the rest of `results` is of the next one.
         rest = chain.from_iterable(next(results) for _ in units_of(share.rest, self._flat, None))
@@ -311,8 +324,9 @@ def plan_fed(
     """Look at `flat`, and say how it will be coded against the step before; arguments as for `encode_step`."""
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
     rules = choose_rules(joined, step_choices, workers)
-    fits = workers.pool.map(lambda one, rule: will_fit(one, rule, step_choices), joined, rules)
+    fits = list(workers.pool.map(lambda one, rule: will_fit(one, rule, step_choices), joined, rules))
+    unfit = (one.excess(None) for one, fit in zip(joined, fits, strict=True) if not fit)
     moved = [(one, rule) for one, rule, fit in zip(joined, rules, fits, strict=True) if fit]
     names = {name for one, _ in moved for update in one.updates for name in update.slots}
     rest = choose_all(flat, base, 1, choices, workers, flat.tensors.keys() - names)
-    return FedStep(step, flat, base, moved, rest, step_choices)
+    return FedStep(step, flat, base, moved, rest, step_choices, [one for one in unfit if one is not None])
