@@ -56,13 +56,13 @@ class Doubled(Dataset[int]):
     """Transforms the samples of another dataset, as scripts do with what `random_split` gives."""
 
     def __init__(self, parts: Dataset[int]) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def __len__(self) -> int:
-        return len(self._parts)  # type: ignore[arg-type]
+        return len(self.parts)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> int:
-        return 2 * self._parts[index]
+        return 2 * self.parts[index]
 
 
 class Stream(IterableDataset[int]):
@@ -232,7 +232,7 @@ def test_what_is_not_known_is_not_compared() -> None:
     assert composition(deep) is None
     assert composition(Stream(3)) is None
     endless = Doubled(Numbers(0, 3))
-    endless._parts = endless  # type: ignore[assignment]
+    endless.parts = endless  # type: ignore[assignment]
     endless.__class__ = type("Endless", (Doubled,), {"__len__": lambda _: 3})
     assert composition(endless) is not None
     assert composition(Subset(Numbers(0, 3), [])) == composition(ConcatDataset([Subset(Numbers(0, 3), [])]))
@@ -375,7 +375,7 @@ def test_what_a_sampler_counts_while_it_runs_is_no_difference() -> None:
 
 def test_large_attributes_are_not_read() -> None:
     loader = DataLoader(Numbers(0, 12), batch_sampler=Batches(LIST, data=torch.empty(1 << 26, device="meta")))
-    made = counted(loader)._made_with["made_with"]
+    made = counted(loader).state_dict()["facts"]["made_with"]
     assert set(made) == {"batch_sampler.batches", "batch_sampler.done"}
 
 

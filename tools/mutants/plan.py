@@ -99,6 +99,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/training/{name}.py": _some("changed_loaders", "training/test_loaders", "refused_states")
         for name in ("batches", "loader_facts", "loader_plans", "rest_of_epoch", "rng")
     },
+    "ckptstore/training/loader_contents.py": _some("loader_contents", "changed_loaders"),
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some("merging", "merging_diffs", "hostile_segments", "compacting", "rebuilding"),
     "ckptstore/maintenance/verify/*": (
