@@ -111,6 +111,7 @@ class FileSink(SegmentSink):
         self._path = f"{folders.root}/{key}"
         self._posix = posix
         self._room = room
+        self._save = None if room is None else room.sharing.here()
         self._settled = False  # sealed or removed: nothing is left to give up
         with writing(self._path), folders.opened(self._folder) as folder:
             try:
@@ -134,21 +135,32 @@ class FileSink(SegmentSink):
         # With blocks and length known beforehand, writes from several threads need not extend the file one by one.
         try:
             before = self._posix.fstat(descriptor).st_size
+            deleted = 0 if self._room is None else self._room.deleted
             try:
                 self._posix.fallocate(descriptor, size)
             except OSError as error:
-                if not self._freed(error):
+                if not self._freed(error, deleted):
                     raise
                 self._posix.fallocate(descriptor, size)
+            if self._room is not None:
+                self._room.sharing.allocated(self._save, size)
         except OSError:
             # Only a hint: no such call here, or no space for a guess that was too high. What counts is what the writes
             # say, and they shall find the disk as free as it was.
             with suppress(OSError):
                 self._posix.ftruncate(descriptor, before)
 
-    def _freed(self, error: OSError) -> bool:
-        """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails."""
-        return error.errno in FULL and self._room is not None and self._room.make()
+    def _freed(self, error: OSError, deleted: int) -> bool:
+        """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails; and
+        other saves that are under way come first, whose commits may retire more.
+
+        Args:
+            deleted: `Room.deleted`, before it was tried.
+        """
+        room = self._room
+        if error.errno not in FULL or room is None:
+            return False
+        return room.make() or room.sharing.outlast(self._save) or room.deleted != deleted
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `SegmentSink.write`. Misaligned blocks are slower, not wrong."""
@@ -159,10 +171,11 @@ class FileSink(SegmentSink):
                 # lose the data. (In a new file it would be over zeros.)
                 self._posix.fdatasync(self._buffered)
             while view:
+                deleted = 0 if self._room is None else self._room.deleted
                 try:
                     done = self._write_some(offset, view)
                 except OSError as error:
-                    if not self._freed(error):
+                    if not self._freed(error, deleted):
                         raise
                     continue
                 offset, view = offset + done, view[done:]
