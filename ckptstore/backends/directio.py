@@ -135,11 +135,10 @@ class FileSink(SegmentSink):
         # With blocks and length known beforehand, writes from several threads need not extend the file one by one.
         try:
             before = self._posix.fstat(descriptor).st_size
-            deleted = 0 if self._room is None else self._room.deleted
             try:
                 self._posix.fallocate(descriptor, size)
             except OSError as error:
-                if not self._freed(error, deleted):
+                if not self._freed(error):
                     raise
                 self._posix.fallocate(descriptor, size)
             if self._room is not None:
@@ -150,17 +149,13 @@ class FileSink(SegmentSink):
             with suppress(OSError):
                 self._posix.ftruncate(descriptor, before)
 
-    def _freed(self, error: OSError, deleted: int) -> bool:
+    def _freed(self, error: OSError) -> bool:
         """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails; and
-        other saves that are under way come first, whose commits may retire more.
-
-        Args:
-            deleted: `Room.deleted`, before it was tried.
-        """
+        other saves that are under way come first, whose commits may retire more."""
         room = self._room
         if error.errno not in FULL or room is None:
             return False
-        return room.make() or room.sharing.outlast(self._save) or room.deleted != deleted
+        return room.make() or room.sharing.outlast(self._save)
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `SegmentSink.write`. Misaligned blocks are slower, not wrong."""
@@ -171,11 +166,10 @@ class FileSink(SegmentSink):
                 # lose the data. (In a new file it would be over zeros.)
                 self._posix.fdatasync(self._buffered)
             while view:
-                deleted = 0 if self._room is None else self._room.deleted
                 try:
                     done = self._write_some(offset, view)
                 except OSError as error:
-                    if not self._freed(error, deleted):
+                    if not self._freed(error):
                         raise
                     continue
                 offset, view = offset + done, view[done:]

@@ -274,7 +274,6 @@ class LocalBackend(Backend):
         absent = suppress(FileNotFoundError, NotADirectoryError)
         with writing(self._path(key)), absent, self._folders.opened(folder) as handle:
             self._posix.unlink(name, handle)
-        self._room.deleted += 1
 
     def release(self, key: str) -> None:
         """See `Backend.release`."""
@@ -282,7 +281,6 @@ class LocalBackend(Backend):
         kept = False
         with writing(self._path(key)), suppress(FileNotFoundError, NotADirectoryError):
             kept = self._spare.keep(folder, name)
-        self._room.deleted += 1
         if not kept:
             self.delete(key)
 
@@ -308,20 +306,22 @@ class LocalBackend(Backend):
         def spare() -> int:
             return self._free(handle) + self._spare.nbytes()
 
+        def claimed() -> bool:
+            return sharing.claim(nbytes, lambda: self._free(handle)) or sharing.claim(nbytes, spare)
+
         tries = 0
-        while True:
-            deleted = self._room.deleted
-            if sharing.claim(nbytes, lambda: self._free(handle)) or sharing.claim(nbytes, spare):
-                return True
+        while not claimed():
             tries += 1
-            # Prevents: a save that fails because another thread deleted first, or took what this one had freed.
+            # Prevents: a save that fails because another one took what this one had freed.
             if tries < _TRIES and self._room.collect():
                 continue
             # Prevents: a save that fails beside another one whose commit retires what takes the space.
             if sharing.outlast(sharing.here()):
                 tries = 0
-            elif self._room.deleted == deleted:  # else by whom nobody waits for, as a collector beside the saves
-                return False
+                continue
+            # Prevents: a save that fails because another thread deleted first. What that left, this one has deleted.
+            return claimed()
+        return True
 
     def begin_save(self) -> SaveSpace:
         """See `Backend.begin_save`."""

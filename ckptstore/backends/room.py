@@ -36,7 +36,6 @@ class Room:
     Attributes:
         reclaim: deletes what nothing needs any more -> the bytes of it; None: nobody said how.
         sharing: the saves that are under way.
-        deleted: how often a segment was, by whichever thread.
     """
 
     def __init__(self, folders: Folders, posix: Posix, spare: SpareFiles) -> None:
@@ -48,7 +47,6 @@ class Room:
         """
         self.reclaim: Callable[[], int] | None = None
         self.sharing = Sharing()
-        self.deleted = 0
         self._folders = folders
         self._posix = posix
         self._spare = spare
