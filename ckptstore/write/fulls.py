@@ -81,7 +81,7 @@ class Fulls:
         self._copied: set[Full] = set()  # those that are being copied
         self._ended: BaseException | None = None
         self._lock = threading.Lock()
-        self._lanes = Lanes(places.limit, threads, begin_save)
+        self._lanes = Lanes(places.limit, threads, begin_save, self._end_of)
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
 
     # -- the caller's side
@@ -220,6 +220,13 @@ class Fulls:
     def commit(self, work: Callable[[], _T]) -> _T:
         """What the committer's thread makes of `work`."""
         return self._commit.submit(within(scope_here(), work)).result()
+
+    def _end_of(self, space: SaveSpace) -> None:
+        """A save has ended. Its upkeep, which was submitted before, retires it if a newer one was quicker."""
+        try:
+            self._commit.submit(space.end)
+        except RuntimeError:  # closed meanwhile
+            space.end()
 
     def tend(self) -> None:
         """Upkeep of the log, which no save waits for."""

@@ -18,18 +18,21 @@ _T = TypeVar("_T")
 class Lanes:
     """Jobs begin in the order in which they were submitted, and may end in any."""
 
-    def __init__(self, lanes: int, threads: int, begin_save: Callable[[], SaveSpace]) -> None:
+    def __init__(
+        self, lanes: int, threads: int, begin_save: Callable[[], SaveSpace], ended: Callable[[SaveSpace], object]
+    ) -> None:
         """
         Args:
             threads: those that write, of each lane.
             begin_save: `Backend.begin_save` of the medium.
+            ended: ends that, when nothing more comes of the job that may free space.
 
         Raises:
             RuntimeError: so many threads are not to be had.
         """
         self._pools: list[ThreadPoolExecutor] = []
         self._free: SimpleQueue[ThreadPoolExecutor] = SimpleQueue()
-        self._begin_save = begin_save
+        self._begin_save, self._ended = begin_save, ended
         self._under_way: set[Future[Any]] = set()
         try:
             for number in range(lanes):
@@ -51,7 +54,7 @@ class Lanes:
                 with space.within():
                     return work(writers)
             finally:
-                space.end()
+                self._ended(space)
                 self._free.put(writers)
 
         return self._watched(self._jobs.submit(run))

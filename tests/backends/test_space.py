@@ -384,6 +384,7 @@ def test_a_save_that_is_short_of_space_waits_for_those_beside_it(disk: Path, how
     backend.create = late  # type: ignore[method-assign]
     store = Store(backend)
     options: dict[str, Any] = {"group": Group(0, 1, LocalMailbox())} if how == "ranks" else {}
+    options["max_in_flight"] = 2
     noise = np.random.default_rng(0)
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, keep=["last:1"], **options) as writer:
         for step in range(1, 9):
