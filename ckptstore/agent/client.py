@@ -26,6 +26,7 @@ from ckptstore.log.refs import step_number
 from ckptstore.store import Store
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.lost import note_lost
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.updates import Updates
 
@@ -333,10 +334,10 @@ class AgentWriter:
         self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()
-        except BaseException:
+        except BaseException as lost:
             if error is None:
                 raise
-            # The body's own error is on its way; a lost save must not hide it.
+            note_lost(error, self.url, lost)
 
 
 def _text_of(ref: str | int | CheckpointInfo) -> str:

@@ -87,6 +87,8 @@ class HandingOver:
             lent = self._lend(agent, layout, step)
             measured.waited = lent.waited
             try:
+                # Prevents: a kill that costs more than `max_in_flight` saves; see `write.places`.
+                self._tenure.failures.raise_unseen()
                 if filling is not None:
                     updates = filling.fill(lent.memory, lent.offsets) or None
                 else:
@@ -226,6 +228,11 @@ class HandingOver:
         try:
             checked_layers(flat, layers)
             lent = self._lend(agent, Layout.of(flat.tensors), step)
+            try:
+                self._tenure.failures.raise_unseen()
+            except BaseException:
+                lent.give_back()
+                raise
         except BaseException as error:
             self._tenure.saves.release(step, error)
             raise

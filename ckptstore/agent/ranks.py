@@ -217,14 +217,24 @@ class RankSaves:
         done: Future[CheckpointInfo] = Future()
         begun: list[PendingSave] = []
         wanted = threading.Event()
-        given = Adopted(snapshot, gradients)
+        late = threading.Event()
+
+        def land() -> None:
+            # Prevents: a trainer that is lent the place of a step that failed before it is told so.
+            if begun and begun[0].done() and not done.done():
+                late.set()  # `ended` does
+            else:
+                snapshot.land()
+
+        given = Adopted(Snapshot(snapshot.flat, land, snapshot.free), gradients)
 
         def hand_over() -> None:
             try:
                 pending = self._writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
             except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
-                given.give_back()
                 done.set_exception(_told(error))
+                given.give_back()
+                snapshot.land()
                 return
             begun.append(pending)
             if wanted.is_set():
@@ -236,6 +246,8 @@ class RankSaves:
                 done.set_result(pending.result())
             else:
                 done.set_exception(_told(error))
+            if late.is_set():
+                snapshot.land()
 
         def hurry() -> None:
             wanted.set()  # of two that come at once, at least one sees what the other has set

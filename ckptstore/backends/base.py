@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptstore.backends.costs import Costs
+from ckptstore.backends.sharing import SaveSpace
 from ckptstore.errors import ForeignObjectError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -270,6 +271,13 @@ class Backend(ABC):
 
     def check_space(self, nbytes: int) -> None:  # noqa: B027 - most media do not know
         """Raise `StorageError` (ENOSPC) if `nbytes` of new segments cannot fit. Where that is not certain: no word."""
+
+    def begin_save(self) -> SaveSpace:
+        """A save begins, beside others of this process: short of space, it waits for them before it fails.
+
+        It waits for saves that are under way until `SaveSpace.end`: that comes after the commit, which may free space.
+        """
+        return SaveSpace()
 
     def reclaim_with(self, reclaim: Callable[[Backend], int]) -> None:  # noqa: B027 - most media have no end
         """Call `reclaim` before a write fails for want of space: it deletes what nothing needs, and gives its bytes."""

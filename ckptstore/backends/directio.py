@@ -111,6 +111,7 @@ class FileSink(SegmentSink):
         self._path = f"{folders.root}/{key}"
         self._posix = posix
         self._room = room
+        self._save = None if room is None else room.sharing.here()
         self._settled = False  # sealed or removed: nothing is left to give up
         with writing(self._path), folders.opened(self._folder) as folder:
             try:
@@ -140,6 +141,8 @@ class FileSink(SegmentSink):
                 if not self._freed(error):
                     raise
                 self._posix.fallocate(descriptor, size)
+            if self._room is not None:
+                self._room.sharing.allocated(self._save, size)
         except OSError:
             # Only a hint: no such call here, or no space for a guess that was too high. What counts is what the writes
             # say, and they shall find the disk as free as it was.
@@ -147,8 +150,12 @@ class FileSink(SegmentSink):
                 self._posix.ftruncate(descriptor, before)
 
     def _freed(self, error: OSError) -> bool:
-        """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails."""
-        return error.errno in FULL and self._room is not None and self._room.make()
+        """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails; and
+        other saves that are under way come first, whose commits may retire more."""
+        room = self._room
+        if error.errno not in FULL or room is None:
+            return False
+        return room.make() or room.sharing.outlast(self._save)
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `SegmentSink.write`. Misaligned blocks are slower, not wrong."""

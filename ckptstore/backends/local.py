@@ -41,6 +41,7 @@ from ckptstore.backends.folders import Folders, kind_of
 from ckptstore.backends.overwriting import LOCAL, Recycling, chosen_mode
 from ckptstore.backends.posix import SYSTEM, Posix, write_some
 from ckptstore.backends.room import Room
+from ckptstore.backends.sharing import SaveSpace
 from ckptstore.backends.spare_files import FULL, SpareFiles
 from ckptstore.backends.system_errors import ABSENCES, Attempt, reading, writing
 from ckptstore.errors import (
@@ -312,16 +313,37 @@ class LocalBackend(Backend):
             status = self._posix.statvfs(handle)
             if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # a tmpfs without a limit has none
                 return
-            # Prevents: a save that fails because another thread deleted first, or took what this one had freed.
-            for _ in range(_TRIES):
-                if nbytes <= self._free(handle) or nbytes <= self._free(handle) + self._spare.nbytes():
-                    return
-                if not self._room.collect():
-                    break
-            free = self._free(handle)
-            if nbytes > free and nbytes > (free := free + self._spare.nbytes()):
+            if not self._has_space(handle, nbytes):
+                free = self._free(handle) + self._spare.nbytes()
                 why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
                 raise StorageError(errno.ENOSPC, why, self.root)
+
+    def _has_space(self, handle: int, nbytes: int) -> bool:
+        sharing = self._room.sharing
+
+        def spare() -> int:
+            return self._free(handle) + self._spare.nbytes()
+
+        def claimed() -> bool:
+            return sharing.claim(nbytes, lambda: self._free(handle)) or sharing.claim(nbytes, spare)
+
+        tries = 0
+        while not claimed():
+            tries += 1
+            # Prevents: a save that fails because another one took what this one had freed.
+            if tries < _TRIES and self._room.collect():
+                continue
+            # Prevents: a save that fails beside another one whose commit retires what takes the space.
+            if sharing.outlast(sharing.here()):
+                tries = 0
+                continue
+            # Prevents: a save that fails because another thread deleted first. What that left, this one has deleted.
+            return claimed()
+        return True
+
+    def begin_save(self) -> SaveSpace:
+        """See `Backend.begin_save`."""
+        return self._room.sharing.begin()
 
     def _free(self, handle: int) -> int:
         """Bytes that are free. Root may have the blocks that are reserved for it."""

@@ -16,6 +16,7 @@ from typing import Final
 from ckptstore.backends.folders import Folders
 from ckptstore.backends.overwriting import LOCAL
 from ckptstore.backends.posix import Posix
+from ckptstore.backends.sharing import Sharing
 from ckptstore.backends.spare_files import FULL, SpareFiles
 from ckptstore.errors import CkptError
 
@@ -34,6 +35,7 @@ class Room:
 
     Attributes:
         reclaim: deletes what nothing needs any more -> the bytes of it; None: nobody said how.
+        sharing: the saves that are under way.
     """
 
     def __init__(self, folders: Folders, posix: Posix, spare: SpareFiles) -> None:
@@ -44,6 +46,7 @@ class Room:
             spare: files that go first.
         """
         self.reclaim: Callable[[], int] | None = None
+        self.sharing = Sharing()
         self._folders = folders
         self._posix = posix
         self._spare = spare

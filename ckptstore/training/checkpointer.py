@@ -49,6 +49,7 @@ from ckptstore.training.unsaved import Unsaved
 from ckptstore.training.urgency import Urgency
 from ckptstore.training.writing import GoesBack, Inherits
 from ckptstore.write.ledger import PendingSave
+from ckptstore.write.lost import name_steps
 
 __all__ = ["Checkpointer"]
 
@@ -266,7 +267,7 @@ class Checkpointer:
             try:
                 self._tenure.saving.wait()
             except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-                self._unsaved.failed(self._done, error)
+                self._failed(self._tenure, error)
 
     @warns_last
     def tag(self, name: str, ref: str | int = "latest") -> CheckpointInfo:
@@ -290,7 +291,7 @@ class Checkpointer:
             return
         if not save:
             self._remark_unsaved("close() does not save it, close(save=True) does")
-        self._closed = True
+        self._closed, tenure = True, self._tenure
         atexit.unregister(self._at_exit)
         try:
             with contextlib.ExitStack() as last:
@@ -304,7 +305,7 @@ class Checkpointer:
                 if self._tenure is not None and not self._unsaved.stopped:
                     self._finish(self._tenure, save)
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-            self._unsaved.failed(self._done, error)
+            self._failed(tenure, error)
 
     def __enter__(self) -> Self:
         return self
@@ -417,10 +418,22 @@ class Checkpointer:
 
     def _finish(self, tenure: Tenure, save: bool) -> None:
         if save and self._unsaved.last is not None:
-            self._offering.save(tenure, self._done, self._unsaved.last, ())
+            try:
+                self._offering.save(tenure, self._done, self._unsaved.last, ())
+            except Exception as error:
+                name_steps(error, [self._done])
+                raise
             self._unsaved.last = None
         tenure.finish()
         self._overlooked.ended()
+
+    def _failed(self, tenure: Tenure | None, error: Exception) -> None:
+        """Raise, or warn of, what stopped saves that were waited for: every step of them is named once."""
+        lost = [] if tenure is None or tenure.saving is None else tenure.saving.settle()
+        if lost:
+            self._unsaved.lost(lost)
+        if not any(other is error for _, other in lost):
+            self._unsaved.failed(error)
 
     def _end_term(self) -> None:
         tenure, self._tenure = self._tenure, None

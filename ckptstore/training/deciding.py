@@ -71,5 +71,5 @@ class Deciding:
         try:
             return self._urgency.after(step, moved)
         except MissingRankError as error:
-            self._unsaved.failed(step, error)
+            self._unsaved.failed(error)
             return False

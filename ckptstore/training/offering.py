@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptstore.errors import StorageError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.training.deciding import Decided, Deciding
 from ckptstore.training.explained import Explained
@@ -76,17 +75,7 @@ class Offering:
         try:
             forced = due and (urgent or save is True or bool(tags))
 
-            def offered() -> PendingSave | None:
-                return self.save(tenure, step, metrics, tags, due=due, forced=forced)
-
-            try:
-                pending = self._pacing.save(offered)
-            except StorageError as error:
-                if tenure.group is not None:  # what ranks do together they do once
-                    raise
-                self._unsaved.failed(step, error)
-                # Prevents: a step that is lost with the one before it, whose failure it was told of.
-                pending = self._pacing.save(offered)
+            pending = self._pacing.save(lambda: self.save(tenure, step, metrics, tags, due=due, forced=forced))
             if urgent and pending is not None:
                 assert tenure.saving is not None  # it has just saved
                 pending = tenure.saving.durable(pending)
@@ -94,11 +83,18 @@ class Offering:
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
             if urgent and tenure.group is not None:
                 self._urgency.settled(step)  # the other ranks end, too
-            self._unsaved.failed(step, error)
+            self._lost(tenure, step, error)
             return None
         self._urgency.pass_on()
         self._remark_pace(tenure)
         return pending
+
+    def _lost(self, tenure: Tenure, step: int, error: Exception) -> None:
+        """The step at hand is not saved: say so, once, with whatever else was not."""
+        lost = [] if tenure.saving is None else tenure.saving.settle()
+        if not any(other == step for other, _ in lost):
+            lost.append((step, error))
+        self._unsaved.lost(lost)
 
     def _remark_pace(self, tenure: Tenure) -> None:
         saving = tenure.saving
@@ -117,8 +113,21 @@ class Offering:
     ) -> PendingSave | None:
         """Offer a step, and tell of it -> as `Saving.offer`. Raises what that does, and what stopped a save before."""
         assert tenure.saving is not None  # the term is open
-        tenure.saving.settle()
-        pending = tenure.saving.offer(step, metrics, tags, due=due, forced=forced)
+        lost = tenure.saving.settle()
+        while True:
+            if lost:
+                self._unsaved.lost(lost)
+            try:
+                pending = tenure.saving.offer(step, metrics, tags, due=due, forced=forced)
+                break
+            except Exception as error:
+                # Prevents: a step that is lost with one before it, of whose failure its own call was told. It was not
+                # begun, so it can be offered again, also where other ranks save it, too.
+                lost = tenure.saving.settle()
+                if not any(earlier is error for _, earlier in lost):
+                    if lost:
+                        self._unsaved.lost(lost)
+                    raise
         self._overlooked.saved()
         if tenure.is_first:
             self._overlooked.measured(metrics)

@@ -109,7 +109,7 @@ class ReplicaSaving(Saving):
             try:
                 pending = self._offered(step, said, began, persist=persist, forced=forced)
             except self._forgiven as error:  # with an earlier save
-                self._remark_lost(error)
+                self._hear_of_agent(error)
                 self._at = None
                 pending = self._offered(step, said, began, persist=persist, forced=forced)
         except BaseException:
@@ -137,13 +137,16 @@ class ReplicaSaving(Saving):
         assert pending is not None  # it was forced
         return pending
 
-    def settle(self, again: int | None = None) -> None:
-        """See `Saving.settle`. If it raises, the step at hand is not offered."""
+    def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
+        """See `Saving.settle`. If a save failed, the next step goes whole."""
         try:
-            super().settle(again)
-        except BaseException:
+            lost = super().settle(again)
+        except BaseException:  # a warning that is an error
             self._missed()
             raise
+        if lost:
+            self._missed()
+        return lost
 
     def _missed(self) -> None:
         """A step has not reached the agent, and what it consumed is no part of the next: that goes whole."""

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 import torch
 
 from ckptstore.errors import AgentLostError, UnmadeStateError, UsageError
+from ckptstore.formats.steps_named import named_steps
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured
@@ -27,6 +28,7 @@ from ckptstore.training.strategies import Strategy
 from ckptstore.training.taken import Collected, TakenSteps
 from ckptstore.training.writing import StateWriter, TakesUpdates
 from ckptstore.write.ledger import PendingSave, check_owner
+from ckptstore.write.lost import first_of
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.opening import to_group
 
@@ -129,7 +131,7 @@ class Saving:
             try:
                 pending = self._given(step, labels, collected)
             except self._forgiven as error:  # of an earlier save; whether another agent can be had, the next try shows
-                self._remark_lost(error)
+                self._hear_of_agent(error)
                 pending = self._given(step, labels, collected)
         except BaseException:
             self._taken.put_back(collected)
@@ -156,17 +158,18 @@ class Saving:
         """Before anything is copied: a fork has neither the threads that would do it nor memory of its own for it."""
         check_owner(self._process, self._writer.term)
 
-    def settle(self, again: int | None = None) -> None:
-        """Hear of the saves that have ended. Raises what stopped the first that failed; warns of an agent's death.
+    def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
+        """Hear of the saves that have ended -> the steps of those that failed, each once, and what stopped them.
+
+        Of what an agent lost with its death, or could not make, it warns itself, and names those steps.
 
         Args:
             again: a step that is saved once more, if it was not.
         """
         ended = [one for one in self._under_way if one.done()]
         self._under_way = [one for one in self._under_way if not one.done()]
-        errors = [error for one in ended if (error := one.exception()) is not None]
-        for lost in [one for one in errors if isinstance(one, self._forgiven)][:1]:
-            self._remark_lost(lost)
+        failures = [(one.step, error) for one in ended if (error := one.exception()) is not None]
+        self._remark_lost([one for one in failures if isinstance(one[1], self._forgiven)])
         dropped = [one.step for one in ended if isinstance(error := one.exception(), _UNMADE) and error.args]
         if dropped := [step for step in dropped if step != again]:
             steps = ", ".join(map(str, dropped))
@@ -174,25 +177,22 @@ class Saving:
                 f"{self._store.url}: not saved, because the agent could not make their states: {steps}",
                 UnsavedStepWarning,
             )
-        errors = [one for one in errors if not isinstance(one, (*self._forgiven, *_UNMADE))]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"and another save: {other}")
-            raise errors[0]
+        return [one for one in failures if not isinstance(one[1], (*self._forgiven, *_UNMADE))]
 
     def wait(self) -> None:
         """Return when everything is durable. The last step is given again, if its agent died with it."""
         try:
             self._writer.wait()
         except self._forgiven as error:
-            self._remark_lost(error)
+            self._hear_of_agent(error)
         except UnmadeStateError:
             pass  # `settle` says of which step
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
         # Prevents: a step that is lost without a word, since it is not given again once the state is the next one's.
         again = lost and not self._taken.any
-        self.settle(last.step if again and last is not None else None)
+        if failures := self.settle(last.step if again and last is not None else None):
+            raise first_of(failures)
         if lost:
             self._again()
 
@@ -218,11 +218,24 @@ class Saving:
         try:
             self._writer.wait()
         except self._forgiven as error:  # of an earlier save, told a moment late by the thread that hears
-            self._remark_lost(error)
+            self._hear_of_agent(error)
             self._writer.wait()
 
-    def _remark_lost(self, error: AgentLostError) -> None:
-        warn(f"{self._store.url}: {error}; training goes on, and another agent saves the next step", UnsavedStepWarning)
+    def _hear_of_agent(self, error: AgentLostError) -> None:
+        """An agent has died, as a call says: warn of the steps that it had, now, or else of that alone."""
+        known = [one for one in self._under_way if one.done() and isinstance(one.exception(), self._forgiven)]
+        if not known:
+            self._remark_lost([(None, error)])
+
+    def _remark_lost(self, lost: Sequence[tuple[int | None, BaseException]]) -> None:
+        """Warn of an agent's death, once, with every step that it took along."""
+        if not lost:
+            return
+        (first, error), *others = lost
+        more = [step for step, _ in others if step is not None and step != first]
+        also = f"; likewise {named_steps(more)}" if more else ""
+        text = f"{error}{also}; training goes on, and another agent saves the next step"
+        warn(f"{self._store.url}: {text}", UnsavedStepWarning)
 
     def close(self) -> None:
         """Let go of memory and threads. Call it when the writer is closed."""

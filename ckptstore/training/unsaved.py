@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ckptstore.errors import WriterError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.training.settings import Settings, UnsavedStepWarning
+from ckptstore.write.lost import by_error, first_of, lost_steps
 
 __all__ = ["Unsaved"]
 
@@ -33,17 +34,30 @@ class Unsaved:
         self._url = url
         self._settings = settings
 
-    def failed(self, step: int, error: Exception) -> None:
-        """Raise, or warn and go on: a writer that is finished ends the saving, anything else one step's.
+    def lost(self, failures: Sequence[tuple[int, BaseException]]) -> None:
+        """Raise, or warn: training continues. A writer that is finished ends the saving.
 
         Args:
-            step: the last one that is done.
+            failures: every step that was lost, in the order of the failures, and what stopped it.
         """
         if self._settings.on_error == "raise":
-            raise error  # and each later call raises what the writer then says
+            raise first_of(failures)  # and each later call raises what the writer then says
+        self.stopped = self.stopped or any(isinstance(error, WriterError) for _, error in failures)
+        texts = [
+            f"{lost_steps(error, steps)}, and training goes on: {type(error).__name__}: {error}"
+            for error, steps in by_error(failures)
+        ]
+        end = "; no step is saved any more" if self.stopped else ""
+        warn(f"{self._url}: {'; '.join(texts)}{end}", UnsavedStepWarning)
+
+    def failed(self, error: Exception) -> None:
+        """As `lost`, of what concerns no step, or says itself which ones."""
+        if self._settings.on_error == "raise":
+            raise error
         self.stopped = self.stopped or isinstance(error, WriterError)
-        what = "no step is saved any more" if self.stopped else f"step {step} or one before it was not saved"
-        warn(f"{self._url}: {what}, and training goes on: {type(error).__name__}: {error}", UnsavedStepWarning)
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        end = "; no step is saved any more" if self.stopped else ""
+        warn(f"{self._url}: training goes on: {type(error).__name__}: {error}{notes}{end}", UnsavedStepWarning)
 
     def remark(self, step: int, why: str, *, follows: bool) -> None:
         """Say that the last step is in no checkpoint: its state may have been changed since, so it is not saved now.

@@ -21,6 +21,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.records import CheckpointEntry, CheckpointId
 from ckptstore.formats.state import FlatState
+from ckptstore.formats.steps_named import named_steps
 from ckptstore.host import background
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
@@ -253,8 +254,9 @@ class Committer(Commits):
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
                 self._abandoned.extend(begun)
-            first, last = waiting[0].step, waiting[-1].step
-            error.add_note(f"steps {first} to {last}, which waited for their batch, were not saved")
+            if len(waiting) > 1:
+                steps = named_steps(one.step for one in waiting)
+                error.add_note(f"{steps}, which waited for their batch, were not saved")
             self._diffs.restart()
             for one in waiting:
                 self.fail(one.step, error, one.done)

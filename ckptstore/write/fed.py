@@ -17,6 +17,7 @@ from ckptstore.write.committer import Committer
 from ckptstore.write.feeding import Feed, Feeding
 from ckptstore.write.ledger import Claim, Labels
 from ckptstore.write.metrics import Measured
+from ckptstore.write.places import Place, Places
 from ckptstore.write.steps.updates import Update, with_sparse_copies
 
 __all__ = ["FedSaves"]
@@ -28,6 +29,7 @@ class FedSaves:
     def __init__(
         self,
         memory: int,
+        places: Places,
         *,
         with_diffs: bool,
         submit: Callable[[Callable[[], None]], Future[None]],
@@ -37,11 +39,13 @@ class FedSaves:
         """
         Args:
             memory: bytes of host memory beside the base.
+            places: of saves in flight.
             submit: has the committer's thread do something.
             tend: upkeep of the log, after it.
             background: has memory touched while others work.
         """
         self.feeding = Feeding(memory, started_pool(default_threads(), "ckptstore-copy"), background)
+        self._places = places
         self._with_diffs = with_diffs
         self._submit = submit
         self._tend = tend
@@ -61,14 +65,23 @@ class FedSaves:
         """Copy `flat`, as it is coded: training goes on when this returns -> what answers with what was committed.
 
         Args:
-            now: with what waits for its batch.
+            now: with what waits for its batch. It takes no place in flight: its caller waits for it.
             progress: told how many of the state's bytes are done.
 
         Raises:
+            what stopped an earlier save, of which nobody has been told.
             UsageError: the memory does not suffice for what is coded at once.
             WriterClosedError: it was closed, or another term began.
             whatever copying raised. The step may be given again.
         """
+        place: Place | None = None
+        if not now:
+            try:
+                place, waited = self._places.take()
+            except BaseException:
+                committer.saves.release(step, None)
+                raise
+            measured.waited += waited
         claim = Claim(committer.saves, step)
         committer.saves.watch(step, claim.done)
         if not now:
@@ -89,18 +102,28 @@ class FedSaves:
                     info = committer.persist_fed(feed, step, labels=labels, claim=claim.take, progress=progress)
                     claim.done.set_result(info)
 
-            self._submit(lambda: self._work(committer, feed, step, claim, store))
+            self._submit(lambda: self._work(committer, feed, step, (claim, place), store))
             self._tend()
             measured.waited += feed.run()
         except BaseException as error:
             if not claim.give_up(error):
                 feed.over.wait()  # the committer's thread has begun it, and gives it up
+            if place is not None:
+                place.leave()
             raise
         self.feeding.prepare(nbytes)  # for the next one, if this was a full
         return claim
 
-    def _work(self, committer: Committer, feed: Feed, step: int, claim: Claim, store: Callable[[], None]) -> None:
+    def _work(
+        self,
+        committer: Committer,
+        feed: Feed,
+        step: int,
+        ends: tuple[Claim, Place | None],
+        store: Callable[[], None],
+    ) -> None:
         """In the committer's thread."""
+        claim, place = ends
         try:
             if not claim.done.done():  # else it was given up before its turn
                 store()
@@ -109,6 +132,8 @@ class FedSaves:
             raise
         finally:
             feed.finish()
+            if place is not None:
+                place.leave()
 
     @staticmethod
     def _failed(committer: Committer, feed: Feed, step: int, claim: Claim, error: BaseException) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats import streaming
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
@@ -34,6 +34,7 @@ from ckptstore.write.committer import Committer
 from ckptstore.write.lanes import Lanes
 from ckptstore.write.ledger import Claim, Labels
 from ckptstore.write.metrics import Measured
+from ckptstore.write.places import Place, Places
 from ckptstore.write.snapshot import Snapshot
 
 __all__ = ["Full", "Fulls"]
@@ -50,7 +51,8 @@ class Fulls:
 
     def __init__(
         self,
-        limit: int,
+        places: Places,
+        begin_save: Callable[[], SaveSpace],
         threads: int,
         memory: int | None,
         *,
@@ -61,9 +63,10 @@ class Fulls:
     ) -> None:
         """
         Args:
-            limit: how many may be in flight.
+            places: of saves in flight. There are as many lanes.
+            begin_save: `Backend.begin_save` of the medium.
             threads: those that write, of each.
-            memory: bytes of host memory; None: `limit` times the state.
+            memory: bytes of host memory; None: as many times the state as there are places.
             commit: the thread through which every COMMIT goes.
             tend: what that thread does after each of them.
             background: has memory touched while others work.
@@ -71,15 +74,14 @@ class Fulls:
         """
         self.memory = Arenas(memory)
         self._segment_bytes = segment_bytes
-        self._limit = limit
+        self._places = places
         self._commit = commit
         self._tend = tend
         self._background = background
-        self._slots = threading.BoundedSemaphore(limit)
         self._copied: set[Full] = set()  # those that are being copied
         self._ended: BaseException | None = None
         self._lock = threading.Lock()
-        self._lanes = Lanes(limit, threads)
+        self._lanes = Lanes(places.limit, threads, begin_save, self._end_of)
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
 
     # -- the caller's side
@@ -88,12 +90,12 @@ class Fulls:
         """Touch memory for a state of about so many bytes in the background, if none was expected before."""
         if not self.memory.held:
             # A state divides into units of half a chunk or more, each of which shares a page with the next.
-            self.memory.expect(nbytes + nbytes // 512 + (1 << 16), self._limit)
+            self.memory.expect(nbytes + nbytes // 512 + (1 << 16), self._places.limit)
             self._touch()
 
     def prepare_for(self, flat: FlatState) -> None:
         """Touch memory for such a state in the background. A second time does nothing."""
-        self.memory.expect(self._plan(flat).space, self._limit)
+        self.memory.expect(self._plan(flat).space, self._places.limit)
         self._touch()
 
     def _plan(self, flat: FlatState) -> UnitPlan:
@@ -140,19 +142,22 @@ class Fulls:
             return self._lanes.submit(lambda writers: within(scope, partial(work, writers))())
 
     def begin(self, committer: Committer, flat: FlatState, step: int, labels: Labels, measured: Measured) -> Full:
-        """Wait until fewer than `limit` are in flight, then copy `flat`: training goes on when this returns."""
-        began = time.monotonic()
+        """Wait for a place in flight, then copy `flat`: training goes on when this returns.
+
+        Raises:
+            what stopped an earlier save, of which nobody has been told; and what copying raised.
+        """
         try:
-            self._slots.acquire()
-        except BaseException as error:  # Ctrl-C
-            committer.saves.release(step, error)
+            place, waited = self._places.take()
+        except BaseException:
+            committer.saves.release(step, None)
             raise
-        measured.waited += time.monotonic() - began
+        measured.waited += waited
         full: Full | None = None
         try:
             plan = self._plan(flat)
-            self.memory.expect(plan.space, self._limit)
-            full = Full(self, committer, flat, plan, step, labels, measured)
+            self.memory.expect(plan.space, self._places.limit)
+            full = Full(self, place, committer, flat, plan, step, labels, measured)
             with self._lock:
                 if self._ended is not None:
                     raise self._ended
@@ -163,7 +168,7 @@ class Fulls:
                 self._later(streaming.prepare)
         except BaseException as error:
             if full is None:
-                self._slots.release()
+                place.leave()
                 committer.saves.release(step, error)
             else:
                 full.give_up(error)
@@ -216,13 +221,16 @@ class Fulls:
         """What the committer's thread makes of `work`."""
         return self._commit.submit(within(scope_here(), work)).result()
 
+    def _end_of(self, space: SaveSpace) -> None:
+        """A save has ended. Its upkeep, which was submitted before, retires it if a newer one was quicker."""
+        try:
+            self._commit.submit(space.end)
+        except RuntimeError:  # closed meanwhile
+            space.end()
+
     def tend(self) -> None:
         """Upkeep of the log, which no save waits for."""
         self._commit.submit(self._tend)
-
-    def leave(self) -> None:
-        """One fewer is in flight."""
-        self._slots.release()
 
     # -- the writer's side
 
@@ -256,6 +264,7 @@ class Full:
     def __init__(
         self,
         fulls: Fulls,
+        place: Place,
         committer: Committer,
         flat: FlatState,
         plan: UnitPlan,
@@ -263,6 +272,11 @@ class Full:
         labels: Labels,
         measured: Measured,
     ) -> None:
+        """
+        Args:
+            place: its place in flight.
+        """
+        self._place = place
         self._claim = Claim(committer.saves, step)
         self.done = self._claim.done
         self._fulls = fulls
@@ -379,4 +393,4 @@ class Full:
         if left:
             return
         self._arrivals.discard()
-        self._fulls.leave()
+        self._place.leave()

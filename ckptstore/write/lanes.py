@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from ckptstore.backends.sharing import SaveSpace
 from ckptstore.host.threads import started_pool
 
 __all__ = ["Lanes"]
@@ -17,16 +18,21 @@ _T = TypeVar("_T")
 class Lanes:
     """Jobs begin in the order in which they were submitted, and may end in any."""
 
-    def __init__(self, lanes: int, threads: int) -> None:
+    def __init__(
+        self, lanes: int, threads: int, begin_save: Callable[[], SaveSpace], ended: Callable[[SaveSpace], object]
+    ) -> None:
         """
         Args:
             threads: those that write, of each lane.
+            begin_save: `Backend.begin_save` of the medium.
+            ended: ends that, when nothing more comes of the job that may free space.
 
         Raises:
             RuntimeError: so many threads are not to be had.
         """
         self._pools: list[ThreadPoolExecutor] = []
         self._free: SimpleQueue[ThreadPoolExecutor] = SimpleQueue()
+        self._begin_save, self._ended = begin_save, ended
         self._under_way: set[Future[Any]] = set()
         try:
             for number in range(lanes):
@@ -43,9 +49,12 @@ class Lanes:
 
         def run() -> _T:
             writers = self._free.get()  # there is one: no more jobs run than there are lanes
+            space = self._begin_save()
             try:
-                return work(writers)
+                with space.within():
+                    return work(writers)
             finally:
+                self._ended(space)
                 self._free.put(writers)
 
         return self._watched(self._jobs.submit(run))

@@ -16,6 +16,7 @@ from ckptstore.formats.spans import Spans
 from ckptstore.host.checks import seconds, texts
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import check_new_tag
+from ckptstore.write.lost import first_of
 from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves", "check_owner"]
@@ -244,15 +245,10 @@ class Failures:
         return failures
 
     def raise_unseen(self) -> None:
-        """Raise what nobody has seen: the first failure, with a note of every other one."""
+        """Raise what nobody has seen: the first failure. Its notes name every step that was lost, each once."""
         failures = self.take()
-        if not failures:
-            return
-        _, first = failures[0]
-        for step, other in failures[1:]:
-            if other is not first:  # a batch fails as one, and says of which steps it was
-                first.add_note(f"step {step} was not saved, either: {other}")
-        raise first
+        if failures:
+            raise first_of(failures)
 
 
 class Saves:

@@ -37,6 +37,7 @@ from ckptstore.write.layered import Begun
 from ckptstore.write.ledger import Failures, Saves, check_owner
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.places import Places
 from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.snapshot import SnapshotPool
 from ckptstore.write.steps.batcher import Diffs
@@ -78,8 +79,9 @@ class Lifetime:
         self._failures = Failures()
         self._staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
+        self._places = Places(options.max_in_flight, self._failures)
         self._snapshots = SnapshotPool(
-            options.max_in_flight, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
+            self._places, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
         )
         chains = Chains(lambda: self._committer.log.catalog.keep)
         self._deltas = Deltas(
@@ -129,7 +131,8 @@ class Lifetime:
 
     def _lanes(self) -> Fulls:
         fulls = Fulls(
-            self._options.max_in_flight,
+            self._places,
+            self._backend.begin_save,
             self._options.threads,
             self._options.memory,
             commit=self._thread,
@@ -147,6 +150,7 @@ class Lifetime:
             return None
         fed = FedSaves(
             self._options.memory,
+            self._places,
             with_diffs=self._with_diffs,
             submit=self._submit,
             tend=self._tend,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import run_all
 from ckptstore.host.touching import Touching
 from ckptstore.segments.regions import LaidOutState, RegionPlan, plan_regions
+from ckptstore.write.places import Places
 
 __all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 
@@ -112,15 +112,15 @@ def _view(tensor: TensorSource) -> Bytes:
 
 
 class SnapshotPool:
-    """Memory for at most `limit` snapshots at once, kept and reused: touching fresh memory costs more than the copy.
+    """Memory for snapshots, kept and reused: touching fresh memory costs more than the copy.
 
-    `take` waits while `limit` snapshots are in flight, which bounds host memory to `limit` times the state, and what is
-    kept of them.
+    `take` waits for a place in flight. That bounds host memory to as many times the state as there are places, and what
+    is kept of them.
     """
 
     def __init__(
         self,
-        limit: int,
+        places: Places,
         background: Callable[[Callable[[], None]], object],
         segment_bytes: int = SEGMENT_BYTES,
         *,
@@ -128,13 +128,12 @@ class SnapshotPool:
     ) -> None:
         """
         Args:
-            limit: snapshots in flight.
+            places: of saves in flight.
             background: has memory touched while others work.
             segment_bytes: `Backend.segment_bytes` of the medium: copies lie as their segments will.
             kept: how many stay in memory beside those, for others to build on, as soon as there are any.
         """
-        self._slots = threading.BoundedSemaphore(limit)
-        self._limit = limit
+        self._places = places
         self._kept = kept
         self._segment_bytes = segment_bytes
         self._background = background
@@ -158,38 +157,43 @@ class SnapshotPool:
         self._prepare(self._plan(flat).size, self._out + 1)
 
     def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> tuple[Snapshot, float]:
-        """Copy every tensor of `flat`, once fewer than `limit` snapshots are in flight -> and the seconds waited."""
-        began = time.monotonic()
-        self._slots.acquire()
-        waited = time.monotonic() - began
+        """Copy every tensor of `flat`, once there is a place in flight -> and the seconds waited.
+
+        Raises:
+            what stopped an earlier save, of which nobody has been told; and what copying raised.
+        """
+        place, waited = self._places.take()
         try:
-            snapshot = self.copy(flat, pool, self._slots.release)
-            size = self._plan(flat).size
-            self._prepare(size, self._limit + self._kept)
-            if size >= streaming.LARGE:
-                with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    self._background(streaming.prepare)
-            return snapshot, waited
+            return self.placed(flat, pool, place.leave), waited
         except BaseException:
-            self._slots.release()
+            place.leave()
             raise
 
+    def placed(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:
+        """Copy every tensor of `flat`, whose save has a place in flight. `landed` is called by `Snapshot.land`."""
+        snapshot = self.copy(flat, pool, landed)
+        size = self._plan(flat).size
+        self._prepare(size, self._places.limit + self._kept)
+        if size >= streaming.LARGE:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._background(streaming.prepare)
+        return snapshot
+
     def hold(self) -> Callable[[], None]:
-        """Wait until fewer than `limit` are in flight, and count one -> what lands it. Its memory is not the pool's."""
-        self._slots.acquire()
-        return self._slots.release
+        """Take a place in flight -> what leaves it. The memory is not the pool's. Raises as `take`."""
+        return self._places.take()[0].leave
 
     def empty(self, flat: FlatState) -> Snapshot:
         """Memory for a state like `flat` at once, whatever is in flight; nothing is copied."""
         return self._laid_out(flat, lambda: None)[0]
 
     def reserve(self, flat: FlatState) -> Snapshot:
-        """Memory for a snapshot of `flat`, once fewer than `limit` are in flight. Nothing is copied: see `layered`."""
-        self._slots.acquire()
+        """Memory for a snapshot of `flat`, once there is a place in flight. Nothing is copied: see `layered`."""
+        place, _ = self._places.take()
         try:
-            return self._laid_out(flat, self._slots.release)[0]
+            return self._laid_out(flat, place.leave)[0]
         except BaseException:
-            self._slots.release()
+            place.leave()
             raise
 
     def copy(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:

@@ -13,6 +13,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
 from ckptstore.log.term import Term
 from ckptstore.write.lifetime import Begin
+from ckptstore.write.lost import note_lost
 from ckptstore.write.second_tier import Lag
 from ckptstore.write.taking import SAVING, Taking
 
@@ -168,7 +169,7 @@ class Writer(Taking):
         self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()
-        except BaseException:
+        except BaseException as lost:
             if error is None:
                 raise
-            # The body's own error is on its way; a lost save must not hide it.
+            note_lost(error, self.url, lost)

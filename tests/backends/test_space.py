@@ -371,6 +371,31 @@ def test_a_save_that_is_short_of_space_has_what_is_retired_deleted(disk: Path, h
 
 
 @pytest.mark.root
+@pytest.mark.parametrize("how", ["fulls", "ranks"])
+def test_a_save_that_is_short_of_space_waits_for_those_beside_it(disk: Path, how: str) -> None:
+    """A disk for two states: of two in flight the second fits when the first is committed, and has retired one."""
+    backend = LocalBackend(disk / "store", recycle="never")
+    create = backend.create
+
+    def late(key: str, data: bytes) -> None:
+        time.sleep(0.1)  # the next save looks for space before this one is committed
+        create(key, data)
+
+    backend.create = late  # type: ignore[method-assign]
+    store = Store(backend)
+    options: dict[str, Any] = {"group": Group(0, 1, LocalMailbox())} if how == "ranks" else {}
+    options["max_in_flight"] = 2
+    noise = np.random.default_rng(0)
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, keep=["last:1"], **options) as writer:
+        for step in range(1, 9):
+            weight = noise.integers(0, 256, 9 * MIB, np.uint8)
+            writer.save_async({"weight": weight}, step)
+    assert [info.step for info in store.checkpoints()] == [8]
+    assert np.array_equal(store.load(framework="numpy")["weight"], weight)
+    assert verify(store, threads=1).ok
+
+
+@pytest.mark.root
 def test_an_agent_that_is_short_of_space_does_likewise(disk: Path) -> None:
     store = Store(LocalBackend(disk / "store", recycle="never"))
     noise = np.random.default_rng(0)

@@ -59,7 +59,7 @@ def agree(
     exchange.post("items", holding.letter, exchange.rank)
     if exchange.rank == 0:
         return _led(exchange, holding, deadline, replicas_apart)
-    letter = exchange.first([exchange.key("division", exchange.rank), exchange.key("verdict")], deadline)
+    letter = exchange.first([exchange.key("division", exchange.rank), exchange.key("verdict")], deadline, patient=False)
     if letter is None:
         raise MissingRankError(
             f"step {exchange.step} was not saved: rank 0 did not say who writes what within {deadline.seconds:g} s"

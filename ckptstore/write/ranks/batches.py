@@ -19,6 +19,7 @@ from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, MailboxError, MissingRankError
 from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats.steps_named import named_steps
 from ckptstore.host.crash_points import crash_point
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.diffs import RankDiffs
@@ -225,7 +226,7 @@ class Batches:
             self._tenure.tell_flaw(batch[-1], error)
         self._settling.restart()
         if len(batch) > 1:
-            error.add_note(f"steps {batch[0].step} to {batch[-1].step} were to be written together")
+            error.add_note(f"{named_steps(one.step for one in batch)} were to be written together")
         for one in batch:
             one.coded = None
             self._tenure.failed(one, error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
@@ -45,7 +44,7 @@ class Bounded:
         """
         Args:
             budget: bytes of host memory; with `coded` beside the state that is coded against.
-            limit: saves in flight.
+            limit: places in flight.
             background: has memory touched while others work.
             segment_bytes: `Backend.segment_bytes` of the medium.
         """
@@ -56,33 +55,23 @@ class Bounded:
         self._limit = limit
         self._background = background
         self._segment_bytes = segment_bytes
-        self._slots = threading.BoundedSemaphore(limit)
         # Prevents: two callers who copy to what the other one waits for, while one thread writes.
         self._turn = threading.Lock()
 
-    def take(
-        self, share: FlatState, digests: Mapping[str, int]
-    ) -> tuple[Feed | ArrivingShare, Callable[[], None] | None, float]:
-        """What a share is copied through -> that, what leaves its place in flight, and the seconds waited for one.
+    def take(self, share: FlatState, digests: Mapping[str, int]) -> Feed | ArrivingShare:
+        """What a share is copied through.
 
         Args:
             digests: state digests of its tensors that are known, by name.
         """
         if self._feeding is not None:
-            return self._feeding.feed(share), None, 0.0  # it waits for its turn instead
-        began = time.monotonic()
-        self._slots.acquire()
-        waited = time.monotonic() - began
-        try:
-            tensors = tuple(
-                (name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in share.tensors.items()
-            )
-            plan = plan_units(tensors, self._segment_bytes)
-            self.memory.expect(plan.space, self._limit)
-            return ArrivingShare(share, plan, digests, self.memory, self._copiers), self._slots.release, waited
-        except BaseException:
-            self._slots.release()
-            raise
+            return self._feeding.feed(share)
+        tensors = tuple(
+            (name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in share.tensors.items()
+        )
+        plan = plan_units(tensors, self._segment_bytes)
+        self.memory.expect(plan.space, self._limit)
+        return ArrivingShare(share, plan, digests, self.memory, self._copiers)
 
     def hand_over(self, one: RankSave, submit: Callable[[RankSave], Future[None]]) -> Future[None]:
         """Have a share written that is to be copied, and copy it: training goes on when this returns.

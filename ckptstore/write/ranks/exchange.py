@@ -7,14 +7,15 @@ fails posts that under ``failed``, and everyone who waits hears of it at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ckptstore.errors import FailedRankError, MissingRankError, UnmadeStateError
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.write.ranks.mailbox import Deadline, Mailbox, fetch, post, withdraw
 from ckptstore.write.ranks.parts import pack, unpack
+from ckptstore.write.ranks.silence import Silence
 
 __all__ = ["Exchange", "attempt_id"]
 
@@ -45,6 +46,8 @@ class Exchange:
         attempt: how often the step failed before.
         rank, size: of the group.
         ended: raises if nothing shall be waited for any more.
+        silence: which ranks were waited for in vain.
+        given: when this rank was given the step, on the monotonic clock.
     """
 
     mailbox: Mailbox
@@ -54,6 +57,8 @@ class Exchange:
     rank: int
     size: int
     ended: Callable[[], None]
+    silence: Silence = field(default_factory=Silence)
+    given: float = field(default_factory=time.monotonic)
     _looked: float = field(default=0.0, init=False)
     _looked_for_ended: float = field(default=0.0, init=False)
 
@@ -64,7 +69,7 @@ class Exchange:
 
     def using(self, mailbox: Mailbox) -> Exchange:
         """The same, for another thread."""
-        return Exchange(mailbox, self.base, self.step, self.attempt, self.rank, self.size, self.ended)
+        return replace(self, mailbox=mailbox)
 
     def key(self, what: str, rank: int | None = None) -> str:
         """Key of a letter: of everyone's, or of one rank's."""
@@ -95,7 +100,8 @@ class Exchange:
             doing: what a rank that is missing did not do, for the error.
 
         Raises:
-            MissingRankError: not all came in time, or one that is missing has gone on to a later step.
+            MissingRankError: not all came in time, or one that is missing has gone on to a later step, or an earlier
+                step has waited for it in vain since this one was given.
             FailedRankError: a rank said that it failed.
         """
         keys = [self.key(what, rank) for rank in range(self.size)]
@@ -107,16 +113,29 @@ class Exchange:
                 raise error
             self._check_ended(rank for rank, key in enumerate(keys) if not self.mailbox.has([key]))
             self._look_around(keys)
+            # Prevents: N steps in flight that wait for a dead rank one after the other, for N times the time-out.
+            if self.silence.since(self.given) and (why := self.silence.about(self._missing(keys), self.given)):
+                raise MissingRankError(f"step {self.step} was not saved, {why}")
             return False
 
         if not deadline.wait(there):
-            missing = [rank for rank, key in enumerate(keys) if not self.mailbox.has([key])]
-            raise MissingRankError(self._late(missing, deadline.seconds, doing))
+            missing = self._missing(keys)
+            why = self._late(missing, deadline.seconds, doing)
+            self.silence.note(missing, self.step, why)
+            raise MissingRankError(f"step {self.step} was not saved: {why}")
         letters = [fetch(self.mailbox, key) for key in keys]
         return [letter if letter is not None else b"" for letter in letters]
 
-    def first(self, keys: list[str], deadline: Deadline) -> bytes | None:
+    def _missing(self, keys: Sequence[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self.mailbox.has([key])]
+
+    def first(self, keys: list[str], deadline: Deadline, *, patient: bool = True) -> bytes | None:
         """The letter of rank 0 at the first of these keys that has one, or None if none comes in time.
+
+        None at once if an earlier step has waited for rank 0 in vain since this one was given.
+
+        Args:
+            patient: the deadline leaves rank 0 the time to wait for others itself. Else its silence means nothing.
 
         Raises:
             MissingRankError: none will come, because rank 0 is given no such step any more.
@@ -126,11 +145,11 @@ class Exchange:
             if any(self.mailbox.has([key]) for key in keys):
                 return True
             self._check_ended((0,))
-            return False
+            return patient and self.silence.about((0,), self.given) is not None
 
-        if not deadline.wait(there):
-            return None
-        return next(letter for key in keys if (letter := fetch(self.mailbox, key)) is not None)
+        if not deadline.wait(there) and patient:
+            self.silence.note((0,), self.step, "rank 0 says nothing")
+        return next((letter for key in keys if (letter := fetch(self.mailbox, key)) is not None), None)
 
     def see(self) -> None:
         """Note that this rank knows what became of the step: it asks for nothing of it any more."""
@@ -187,7 +206,7 @@ class Exchange:
         ranks = f"rank {some}" if len(missing) == 1 else f"ranks {some}"
         places = [self.mailbox.get(f"{self.base}/at/{rank}") for rank in missing[:1]]
         last = f"; the last step of rank {missing[0]} is {int(places[0])}" if places and places[0] else ""
-        return f"step {self.step} was not saved: {ranks} did not {doing} within {seconds:g} s{last}"
+        return f"{ranks} did not {doing} within {seconds:g} s{last}"
 
     def clear(self) -> None:
         """Remove every letter of this attempt. Rank 0 does, once all ranks have seen what became of it."""

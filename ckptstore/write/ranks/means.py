@@ -12,6 +12,7 @@ from ckptstore.segments.session import SegmentSession
 from ckptstore.write.ledger import Failures
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.places import Places
 from ckptstore.write.ranks.bounded import Bounded
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
@@ -27,7 +28,7 @@ class Means:
         journal: the store's.
         group: the ranks.
         options: of this writer. `ranks`: how the ranks save together.
-        failures: what nobody has been told of.
+        failures: what nobody has been told of. `places`: of saves in flight.
         snapshots: memory for copies. `staging`: between state and medium.
         bounded: what shares are copied through under a budget; None: there is none.
         blocks: threads that write. `workers`: threads that copy, hash and code.
@@ -43,7 +44,8 @@ class Means:
         self.failures = Failures()
         self.staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
-        self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
+        self.places = Places(options.max_in_flight, self.failures)
+        self.snapshots = SnapshotPool(self.places, self._background.submit, journal.backend.segment_bytes)
         self.bounded: Bounded | None = None
         if options.memory is not None:
             self.bounded = Bounded(

@@ -11,6 +11,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
 from ckptstore.segments.regions import LaidOutState
+from ckptstore.write.places import Place
 from ckptstore.write.ranks.agreeing import agree
 from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.mailbox import Deadline
@@ -26,8 +27,8 @@ __all__ = ["prepare", "with_digests"]
 
 def prepare(
     means: Means, tenure: Tenure, one: RankSave, state: Any, updates: Updates | None, explaining: Explaining
-) -> float:
-    """Agree what this rank stores, and copy that where the caller goes on -> seconds it waited for a place.
+) -> None:
+    """Agree what this rank stores, and copy that where the caller goes on.
 
     Args:
         state: as for `RankWriter.save`, or one that was adopted. `updates`: likewise.
@@ -56,11 +57,11 @@ def prepare(
     one.digests = {} if means.ranks.diverged == "ignore" else digests_of(compared, means.workers.pool)
     one.tree = holding.tree
     one.share = share_of(holding, agreement.writes)
-    return _copied(means, one, holding, found if explaining.wanted else None)
+    _copy(means, one, holding, found if explaining.wanted else None)
 
 
-def _copied(means: Means, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> float:
-    """Copy the share, or say through what it will be copied -> seconds waited for a place.
+def _copy(means: Means, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> None:
+    """Copy the share, or say through what it will be copied.
 
     Args:
         updates: of what this rank has; None: steps are not stored as gradient diffs.
@@ -69,26 +70,22 @@ def _copied(means: Means, one: RankSave, holding: Holding, updates: Sequence[Upd
     assert one.agreement is not None
     if one.adopted is not None:
         _adopt(one, one.adopted, updates_of(holding, one.agreement.writes, updates or ()))
-        return 0.0
-    bounded, waited = means.bounded, 0.0
+        return
+    bounded = means.bounded
     if bounded is not None and (one.asynchronous or bounded.coded):
-        one.feed, leave, waited = bounded.take(one.share, _known(one.share, one.digests))
-        if leave is not None:
-            one.take_place(leave)
+        one.feed = bounded.take(one.share, _known(one.share, one.digests))
         if isinstance(one.feed, ArrivingShare):
             one.share = one.feed.state
         one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
-        return waited
+        return
     if one.asynchronous:
-        one.snapshot, waited = means.snapshots.take(one.share, means.blocks)
-        one.take_place(one.snapshot.landing())
+        one.snapshot = means.snapshots.placed(one.share, means.blocks)
     elif updates is not None:  # the next step is coded against this one
         one.snapshot = means.snapshots.copy(one.share, means.workers.pool)
     if one.snapshot is not None:
         one.share = with_digests(one.snapshot.flat, one.digests)
         own = updates_of(holding, one.agreement.writes, updates or ())
         one.updates, one.gradients = with_copies(own, means.snapshots, means.blocks)
-    return waited
 
 
 def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
@@ -96,7 +93,7 @@ def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
     assert one.share is not None
     flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
     one.snapshot = Snapshot(flat, lambda: None, given.snapshot.free)
-    one.take_place(given.snapshot.land)
+    one.take_place(Place(given.snapshot.land))
     one.share = with_digests(flat, one.digests)
     one.updates, one.gradients = updates, given.gradients
 

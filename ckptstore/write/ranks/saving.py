@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.feeding import Feed
 from ckptstore.write.ledger import Labels
 from ckptstore.write.metrics import Measured
+from ckptstore.write.places import Place
 from ckptstore.write.ranks.agreeing import Agreement
 from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.exchange import Exchange
@@ -23,7 +23,7 @@ from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Adopted", "Place", "RankSave"]
+__all__ = ["Adopted", "RankSave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,6 @@ class Adopted:
         self.snapshot.free()
         if self.gradients is not None:
             self.gradients.free()
-
-
-class Place:
-    """A place among the saves in flight. It refers to no memory, so a save's future keeps no memory alive."""
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave: Callable[[], None] | None = leave
-        self._lock = threading.Lock()
-
-    def leave(self) -> None:
-        """Let another save have it. Any thread; a second time does nothing."""
-        with self._lock:
-            leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
 
 
 @dataclass(slots=True)
@@ -121,14 +106,10 @@ class RankSave:
         """Whether the call that gave it raises what stops it."""
         return self.feed is not None and (self.feed.told or self.feed.spoiled)
 
-    def take_place(self, leave: Callable[[], None]) -> None:
-        """It has a place in flight, which it leaves when it is durable on all ranks or has failed, or in a batch.
-
-        Args:
-            leave: lets another save have the place.
-        """
+    def take_place(self, place: Place) -> None:
+        """It has a place in flight, which it leaves when it is durable on all ranks or has failed, or in a batch."""
         # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
-        place = self.place = Place(leave)
+        self.place = place
         self.done.add_done_callback(lambda _: place.leave())
 
     def leave_place(self) -> None:

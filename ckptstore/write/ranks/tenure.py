@@ -16,6 +16,7 @@ from ckptstore.write.ranks.mailbox import Mailbox
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.parts import Opening, Verdict, told
 from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.silence import Silence
 
 __all__ = ["Tenure", "unknown"]
 
@@ -55,6 +56,7 @@ class Tenure:
         self.building: int | None = None
         self._means = means
         self._attempts: dict[int, int] = {}
+        self._silence = Silence()
         box = means.group.mailbox
         self._mailbox, self.writing_box, self.settling_box, self.watching_box = (box.clone() for _ in range(4))
 
@@ -72,7 +74,7 @@ class Tenure:
         """The letters of the next attempt at a step, for the thread of its caller."""
         group = self._means.group
         attempt = self._attempts.get(step, 0)
-        return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, group.ended)
+        return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, group.ended, self._silence)
 
     def tell_flaw(self, one: RankSave, error: BaseException, *, over: bool = True) -> None:
         """This rank does not do its part of a step: tell the others, and count the attempt.

@@ -26,6 +26,8 @@ from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.refs import step_number
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
+from ckptstore.write.lost import note_lost
+from ckptstore.write.places import Place
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.preparing import prepare
 from ckptstore.write.ranks.saving import Adopted, RankSave
@@ -305,14 +307,36 @@ class RankWriter:
         tenure = self._work.tenure
         tenure.saves.check(step)
         tenure.saves.take(step)
+        place, waited = None, 0.0
+        if asynchronous and not isinstance(state, Adopted):
+            # Before anything is said of this step: if an earlier one has failed, it is not begun, here or elsewhere.
+            place, waited = self._place(step)
         one = RankSave(step, tenure.exchange(step), labels, progress, asynchronous)
+        if place is not None:
+            one.take_place(place)
         try:
-            waited = prepare(self._means, tenure, one, state, updates, self._explaining)
+            prepare(self._means, tenure, one, state, updates, self._explaining)
         except BaseException as error:
             self._flawed(one, error, began)
             raise
         self._measure(one, began, waited)
         return one
+
+    def _place(self, step: int) -> tuple[Place, float]:
+        """A place in flight, and the seconds waited. Raises what stopped an earlier save, of which nobody was told."""
+        saves = self._work.tenure.saves
+        try:
+            return self._means.places.take()
+        except Exception:
+            saves.release(step, None)
+            raise
+        except BaseException as error:  # Ctrl-C: the others, who may have given this step, need not wait for it
+            self._flawed(
+                RankSave(step, self._work.tenure.exchange(step), Labels(), None, asynchronous=True),
+                error,
+                time.monotonic(),
+            )
+            raise
 
     def _flawed(self, one: RankSave, error: BaseException, began: float) -> None:
         """This rank has no share of a step: the others are told."""
@@ -423,10 +447,10 @@ class RankWriter:
         self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()
-        except BaseException:
+        except BaseException as lost:
             if error is None:
                 raise
-            # The body's own error is on its way; a lost save must not hide it.
+            note_lost(error, self.url, lost)
 
     def _check_open(self) -> None:
         check_owner(self._process, self.term)

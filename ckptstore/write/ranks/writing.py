@@ -92,7 +92,11 @@ class Writing:
             raise one.flaw
         one.dropped = tuple(self._tenure.abandoned)  # by the commit, if there is one
         one.began = time.monotonic()
-        part = self._written(one, begun)
+        # Until it is committed: only then what it retires is free for the shares of the steps behind it.
+        space = self._means.journal.backend.begin_save()
+        one.done.add_done_callback(lambda _: space.end())
+        with space.within():
+            part = self._written(one, begun)
         if one.measured is not None:
             one.measured.stored = sum(segment.size for segment in part.segments)
         crash_point("ranks.before-part")

@@ -1,0 +1,63 @@
+"""Places of saves in flight: how many may be given and not durable, which is what a kill can cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ckptstore.write.ledger import Failures
+
+__all__ = ["Place", "Places"]
+
+
+class Place:
+    """A place among the saves in flight. It refers to no memory, so a save's future keeps no memory alive."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave: Callable[[], None] | None = leave
+        self._lock = threading.Lock()
+
+    def leave(self) -> None:
+        """Let another save have it. Any thread; a second time does nothing."""
+        with self._lock:
+            leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
+class Places:
+    """So many places. A save leaves its place when it is durable, has failed, or waits for its batch. Thread-safe.
+
+    A failure is noted in `Failures` before its save leaves its place. So a call that waited for that place finds it.
+
+    Attributes:
+        limit: how many there are.
+    """
+
+    def __init__(self, limit: int, failures: Failures) -> None:
+        """
+        Args:
+            failures: of this writer: what nobody has been told of.
+        """
+        self.limit = limit
+        self._free = threading.BoundedSemaphore(limit)
+        self._failures = failures
+
+    def take(self) -> tuple[Place, float]:
+        """Wait until a place is free -> it, and the seconds waited.
+
+        Raises:
+            what stopped an earlier save (`Failures.raise_unseen`). No place is taken then.
+        """
+        began = time.monotonic()
+        self._free.acquire()
+        waited = time.monotonic() - began
+        try:
+            # Prevents: a kill that costs more than `limit` saves. A save that has failed, of which its caller does not
+            # know, counts as one of them; this call's own would be one more.
+            self._failures.raise_unseen()
+        except BaseException:
+            self._free.release()
+            raise
+        return Place(self._free.release), waited
