@@ -215,6 +215,8 @@ def _large_odd(chain: Chain) -> bool:
 
 def _on_lines(images: dict[str, Bytes]) -> dict[str, Bytes]:
     """Small images, copied to where lines begin."""
+    if not images:
+        return {}
     block, at = aligned(sum(-(-len(image) // _LINE) * _LINE for image in images.values())), 0
     moved: dict[str, Bytes] = {}
     for name, image in images.items():
