@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.errors import MissingDependencyError, UsageError
+from ckptstore.errors import CorruptSegmentError, MissingDependencyError, UsageError
 from ckptstore.formats import compiled
 from ckptstore.formats.codecs import kernels
 
@@ -111,6 +111,28 @@ def test_whatever_a_kernel_returns_is_compared_with_numpy(which: str, monkeypatc
     with pytest.warns(compiled.KernelWarning, match="compiled kernel 'given' .* gives other bytes than numpy"):
         assert given(which) is _GIVEN[which][0]
     assert compiled.kind() == "numpy"
+
+
+@needs_numba
+def test_damage_that_numpy_does_not_find_switches_the_kernels_off() -> None:
+    """Also where no comparison shows which kernel was wrong: one that is not compared, or wrong now and then."""
+    found: list[str] = []
+
+    def work() -> str:
+        found.append(compiled.kind())
+        if len(found) == 1:
+            error = CorruptSegmentError("other bytes than were saved")
+            error.computed = True
+            raise error
+        assert compiled.doubting()
+        return "intact"
+
+    compiled.use("compiled")
+    with pytest.warns(compiled.KernelWarning, match="gave wrong bytes where numpy gives those that were saved"):
+        assert compiled.confirmed(work) == "intact"
+    assert found == ["compiled", "compiled"]
+    assert compiled.kind() == "numpy"
+    assert not compiled.doubting()
 
 
 @compiled.loop("u2", "u4!", "int", "float")

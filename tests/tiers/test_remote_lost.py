@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import time
@@ -21,6 +22,7 @@ from ckptstore.formats.records import slot_key
 from ckptstore.tiers import background
 from ckptstore.tiers.draining import Drain
 from ckptstore.tiers.pair import Pair
+from ckptstore.tiers.presence import check_same
 from ckptstore.tiers.quiet import Quiet
 from tests.tiers.conftest import Outage, Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
@@ -368,3 +370,22 @@ def test_the_newest_slot_is_what_the_view_says(folders: Place) -> None:
     theirs = folders.theirs()
     view = theirs.view()
     assert view.catalog.last == xxh3_128(theirs.backend.get(slot_key(view.end - 1)))
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_handle_of_a_folder_that_is_gone_is_a_lost_remote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As on NFS, where another machine has deleted it. What else fails says nothing of the store."""
+    remote = ckptstore.open(tmp_path / "run")
+    with remote.writer(poll_seconds=None) as writer:
+        writer.save({"w": 1}, step=1)
+    view = remote.view()
+
+    def fails(*_: object) -> bytes:
+        raise StorageError(number, "cannot read", "seg")
+
+    monkeypatch.setattr(type(remote.backend), "get", fails)
+    with pytest.raises(StorageError) as failed:
+        check_same("here", remote.journal, view)
+    assert isinstance(failed.value, RemoteLostError) is (number == errno.ESTALE)

@@ -165,7 +165,7 @@ def confirmed(work):
     with doubted():
         return work()
 
-def same(one: object, other: object) -> bool:
+def _same(one: object, other: object) -> bool:
     if one is None:
         return False
     return one == other
@@ -176,8 +176,8 @@ def same(one: object, other: object) -> bool:
         ("confirmed", "same(found, result)"),
         ("confirmed", 'distrust("a kernel", "differs")'),
         ("confirmed", "doubted()"),
-        ("same", "one is None"),
-        ("same", "one == other"),
+        ("_same", "one is None"),
+        ("_same", "one == other"),
     ]
     assert {site.kind for site in sites} == {"kernel"}
     assert not any(site.compiled for site in sites), "it is Python"

@@ -238,8 +238,11 @@ class _Finder(ast.NodeVisitor):
         if node.value is not None and self.returns and self.returns[-1] == "bool" and (self.decoder or self.protocol):
             asks = isinstance(node.value, ast.Call)  # what it asks has sites of its own
             self._atoms(node.value, True, "bounds" if self.decoder else None if asks else "rule")
-        elif node.value is not None and self.returns[-1:] == ["bool"] and (self.kernels or self.answering):
-            self._atoms(node.value, True, "kernel" if self.kernels else "fence")
+        elif node.value is not None and self.kernels and self.scopes[-1:] == ["_same"]:
+            # What other functions answer decides when numpy is asked, which is right at any time.
+            self._atoms(node.value, True, "kernel")
+        elif node.value is not None and self.answering and self.returns[-1:] == ["bool"]:
+            self._atoms(node.value, True, "fence")
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
