@@ -188,6 +188,7 @@ class _Reading:
         self.look_above = look_above
         self.above = -1  # the highest slot that is known to exist
         self.seq = 0
+        self.given_up = -1  # the last slot that this READ has taken for damaged
         self.reads = 0
         self.bad_folds: tuple[str, ...] = ()
         self.fold_seq = -1
@@ -280,7 +281,7 @@ class _Reading:
             data = self._slot(self.seq)
             self.reads += 1
             digest = xxh3_128(data)
-            if self._after_damage() and outdated(self.journal, View(self.builder.catalog, self.seq)):
+            if self.given_up == self.seq - 1 and outdated(self.journal, View(self.builder.catalog, self.seq)):
                 # Prevents: passing over a commit whose slot was whole before this one was created.
                 raise _StaleError
             record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
@@ -290,11 +291,9 @@ class _Reading:
             raise
         except ForeignObjectError:
             self.backend.list("log/")  # raises the same if not the slot but the folder is no part of a store
-            self.builder.mark_damaged(self.seq, digest)
-            return True
+            return self._give_up(digest)
         except FormatError:
-            self.builder.mark_damaged(self.seq, digest)
-            return True
+            return self._give_up(digest)
         if self._follows(record):
             self.builder.apply(record, self.seq, digest)
         elif not self.seq or (self.seq % self.fmt.anchor_every and never_deleted(self.journal, self.seq)):
@@ -326,6 +325,11 @@ class _Reading:
 
     def _after_damage(self) -> bool:
         return self.builder.catalog.damage[-1:] == (self.seq - 1,)
+
+    def _give_up(self, digest: str) -> bool:
+        self.builder.mark_damaged(self.seq, digest)
+        self.given_up = self.seq
+        return True
 
     def _lost(self) -> bool:
         """Slot `seq` is absent: True (and noted) if it was written once and is missing, not merely unwritten.

@@ -74,14 +74,7 @@ class FedSaves:
             WriterClosedError: it was closed, or another term began.
             whatever copying raised. The step may be given again.
         """
-        place: Place | None = None
-        if not now:
-            try:
-                place, waited = self._places.take()
-            except BaseException:
-                committer.saves.release(step, None)
-                raise
-            measured.waited += waited
+        place = None if now else self._place(committer, step, measured)
         claim = Claim(committer.saves, step)
         committer.saves.watch(step, claim.done)
         if not now:
@@ -113,6 +106,16 @@ class FedSaves:
             raise
         self.feeding.prepare(nbytes)  # for the next one, if this was a full
         return claim
+
+    def _place(self, committer: Committer, step: int, measured: Measured) -> Place:
+        """A place in flight for a step, whose claim is released where none is given."""
+        try:
+            place, waited = self._places.take()
+        except BaseException:
+            committer.saves.release(step, None)
+            raise
+        measured.waited += waited
+        return place
 
     def _work(
         self,

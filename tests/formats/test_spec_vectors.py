@@ -85,8 +85,8 @@ def test_a_store_holds_the_page_s_state(tmp_path: Path) -> None:
 
 def test_the_reader_from_the_page_computes_them() -> None:
     told = table()
-    whole = {"dtype": "F32", "shape": [2, 3], "global_shape": None, "offset": None}
-    empty = {"dtype": "U8", "shape": [0], "global_shape": None, "offset": None}
+    whole = {"dtype": "F32", "shape": [2, 3], "global_shape": None, "offset": None, "chunks": []}
+    empty = {"dtype": "U8", "shape": [0], "global_shape": None, "offset": None, "chunks": []}
     state = page.State(TREE, {"w": whole, "b": empty}, {"w": W.tobytes(), "b": b""}, {"w": ["w"], "b": ["b"]})
     assert page.state_hash(state) == told["state hash of the state"]
     shards = {f"w{row}": {**whole, "shape": [1, 3], "global_shape": [2, 3], "offset": [row, 0]} for row in (0, 1)}

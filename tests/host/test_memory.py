@@ -24,7 +24,7 @@ def reset(): pathlib.Path("/proc/self/clear_refs").write_text("5")
 action, url, layers = sys.argv[1], sys.argv[2], int(sys.argv[3])
 store = ckptstore.open(url)
 def state(value):
-    return {f"layer{i}": {"w": np.full(24 * MIB // 4 + i, value, np.float32)} for i in range(layers)}
+    return {f"layer{i}": {"w": np.full(24 * MIB // 4 + 32 * i, value, np.float32)} for i in range(layers)}
 if action == "save":
     saved = state(1.5)
     with store.writer() as writer:

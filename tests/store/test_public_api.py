@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 import types
@@ -274,7 +275,7 @@ def test_every_type_that_a_public_method_takes_or_returns_is_public() -> None:
     names = everything_named()
     seen: set[type] = set()
     for where, function in public_methods():
-        hints = typing.get_type_hints(function, names | function.__globals__)
+        hints = typing.get_type_hints(function, names | inspect.unwrap(function).__globals__)
         assert "return" in hints, where
         for kind in (one for hint in hints.values() for one in ours(hint)):
             assert getattr(ckptstore, kind.__name__, None) is kind, f"{where}: {kind} is not in ckptstore"

@@ -576,7 +576,8 @@ class TestFailures:
                 pending[1].result()
             with pytest.raises(ckptstore.StorageError, match="no space for the") as caught:
                 writer.wait()  # seeing one of them hides no other
-            (note,) = caught.value.__notes__
+            own, note = caught.value.__notes__
+            assert re.match(r"step [13] was not saved$", own)
             assert re.match(r"step [13] was not saved, either: \[Errno 28\] no space for the \d\. segment$", note)
             # They are written at the same time, so which of them is the first segment is nobody's promise.
             told = [str(asked.value), str(caught.value), note]

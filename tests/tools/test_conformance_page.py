@@ -31,7 +31,7 @@ from tools.conformance.comparing import differences
 from tools.conformance.ours import answer
 from tools.conformance.page.codecs import RefusedError
 from tools.conformance.page.store import Store
-from tools.golden.make_conformance import _flip, _named, _of_segments, _rewritten, _slots, make_folded
+from tools.golden.make_conformance import flip, make_folded, named, of_segments, rewritten, slot_files
 from tools.golden.make_segments import RUN, packed, state_of
 
 OTHER_RUN = "f" * 32
@@ -60,11 +60,11 @@ def test_without_its_format_a_store_is_refused(damage: str, tmp_path: Path) -> N
     assert both(folder)["latest"] == "5@1"
     path = folder / "FORMAT"
     if damage == "flipped":
-        _flip(path, 20)
+        flip(path, 20)
     elif damage == "empty":
         path.write_bytes(b"")
     elif damage == "kind":
-        _rewritten(path, lambda text: text.update(ckptstore="pin"))
+        rewritten(path, lambda text: text.update(ckptstore="pin"))
     else:
         path.unlink()
         if damage == "folder":
@@ -148,7 +148,7 @@ def _fold(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_an_older_fold_is_read_where_the_newest_is_damaged(tmp_path: Path) -> None:
     folder, (_, newest) = _folded(tmp_path)
     expected = both(folder)
-    _flip(newest, 100)
+    flip(newest, 100)
     assert both(folder) == expected
     newest.unlink()
     newest.mkdir()
@@ -204,7 +204,7 @@ def test_the_slot_after_a_fold_names_the_fold_s_last(end: str, tmp_path: Path) -
     path = folder / slot_key(seq)
     whole = path.read_bytes()
     if end == "flipped":
-        _flip(path, 100)
+        flip(path, 100)
     else:
         path.unlink()
         if end == "folder":
@@ -212,19 +212,19 @@ def test_the_slot_after_a_fold_names_the_fold_s_last(end: str, tmp_path: Path) -
     assert both(folder) == expected
     following = folder / slot_key(seq + 1)
     text = following.read_bytes()
-    _rewritten(following, lambda slot: slot.update(previous="0" * 32))  # the next OPEN: it does not continue the fold
+    rewritten(following, lambda slot: slot.update(previous="0" * 32))  # the next OPEN: it does not continue the fold
     assert both(folder).keys() == {"refused"}  # it may be a stray: an anchor is above it
     following.write_bytes(text)
     if end == "folder":
         path.rmdir()
     path.write_bytes(whole)
-    _rewritten(path, lambda slot: slot.update(later=1))
+    rewritten(path, lambda slot: slot.update(later=1))
     assert both(folder) == expected  # damage before the newest OPEN
-    for above in _slots(folder):
+    for above in slot_files(folder):
         if int(above.name) > seq + 1:
             above.unlink()
     kept = both(folder)
-    _rewritten(following, lambda slot: slot.update(previous="0" * 32))  # behind damage it is not compared
+    rewritten(following, lambda slot: slot.update(previous="0" * 32))  # behind damage it is not compared
     assert both(folder) == kept
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -237,7 +237,7 @@ def _two(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     folder = tmp_path / "store"
     words = np.arange(100, dtype="<u4")
     files = {f"{step}": _word(words, step, {"words": codecs.Raw()}) for step in (1, 2)}
-    _of_segments(folder, {name: data for name, (data, _) in files.items()})
+    of_segments(folder, {name: data for name, (data, _) in files.items()})
     (path,) = folder.glob(f"seg/*/{'2' * 32}.safetensors")
     path.write_bytes(_reindexed(path.read_bytes(), change))
     data = path.read_bytes()
@@ -246,7 +246,7 @@ def _two(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     def record(slot: dict[str, Any]) -> None:
         slot["segments"][0].update(size=len(data), header=len(header), hash=header_hash(header))
 
-    _rewritten(_slots(folder)[-1], record)
+    rewritten(slot_files(folder)[-1], record)
     return folder
 
 
@@ -300,9 +300,9 @@ def test_a_segment_whose_uses_are_wrong_is_refused(tmp_path: Path) -> None:
     assert data != path.read_bytes()
     path.write_bytes(data)
     header = data[: 8 + int.from_bytes(data[:8], "little")]
-    _rewritten(_slots(folder)[1], lambda slot: slot["segments"][0].update(hash=header_hash(header)))
-    previous = xxh3_128(_slots(folder)[1].read_bytes())
-    _rewritten(_slots(folder)[2], lambda slot: slot.update(previous=previous))
+    rewritten(slot_files(folder)[1], lambda slot: slot["segments"][0].update(hash=header_hash(header)))
+    previous = xxh3_128(slot_files(folder)[1].read_bytes())
+    rewritten(slot_files(folder)[2], lambda slot: slot.update(previous=previous))
     found = both(folder)
     assert "error" in found["checkpoints"]["1@1"]
     assert "state" in found["checkpoints"]["2@1"]
@@ -323,7 +323,7 @@ def test_the_index_may_have_any_text_of_the_same_tree(tmp_path: Path) -> None:
     def record(slot: dict[str, Any]) -> None:
         slot["segments"][0].update(size=len(data), header=len(header), hash=header_hash(header))
 
-    _rewritten(_slots(folder)[-1], record)
+    rewritten(slot_files(folder)[-1], record)
     assert both(folder) == expected
     assert "state" in expected["checkpoints"]["2@1"]
 
@@ -345,11 +345,11 @@ def test_a_retire_counts_only_for_the_term_of_its_record(tmp_path: Path) -> None
     """7.4: also of a checkpoint that the log does not have; it shows that there was a higher step."""
     folder = copied("damaged-slot", tmp_path)
     assert both(folder)["latest"] == "6@2"
-    last = _slots(folder)[-1]
+    last = slot_files(folder)[-1]
     while json.loads(last.read_bytes()[:-34]).get("checkpoints") is None:
         last = last.with_name(f"{int(last.name) - 1:020d}")
-    _rewritten(last, lambda slot: slot.update(retires=[[1, 99]]))
-    for path in _slots(folder)[int(last.name) + 1 :]:
+    rewritten(last, lambda slot: slot.update(retires=[[1, 99]]))
+    for path in slot_files(folder)[int(last.name) + 1 :]:
         path.unlink()
     assert both(folder)["latest"] == "6@2"
 
@@ -358,12 +358,12 @@ def test_a_retire_counts_only_for_the_term_of_its_record(tmp_path: Path) -> None
 def test_a_retire_of_an_unknown_checkpoint_counts(step: int, tmp_path: Path) -> None:
     """Damage before the COMMIT of the answer does not matter, unless a higher step was retired."""
     folder = copied("damage-after", tmp_path)
-    slots = _slots(folder)
+    slots = slot_files(folder)
     slots[-1].write_bytes(slots[-2].read_bytes())
-    _rewritten(slots[-1], lambda slot: slot.update(seq=int(slots[-1].name), previous=xxh3_128(slots[-2].read_bytes())))
-    _rewritten(slots[-1], lambda slot: [slot.pop(name, None) for name in ("segments", "checkpoints", "encodings")])
-    _rewritten(slots[-1], lambda slot: slot.update(retires=[[1, step]]))
-    _flip(slots[2], 100)
+    rewritten(slots[-1], lambda slot: slot.update(seq=int(slots[-1].name), previous=xxh3_128(slots[-2].read_bytes())))
+    rewritten(slots[-1], lambda slot: [slot.pop(name, None) for name in ("segments", "checkpoints", "encodings")])
+    rewritten(slots[-1], lambda slot: slot.update(retires=[[1, step]]))
+    flip(slots[2], 100)
     latest = both(folder)["latest"]
     assert isinstance(latest, dict) is (step == 99)
 
@@ -399,7 +399,7 @@ def _store_of(folder: Path, segments: list[tuple[bytes, SegmentDoc]], sizes: lis
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         rows.append({"id": doc.segment, "size": len(data), "header": len(header), "hash": header_hash(header)})
-        state = state_of(_named(doc))
+        state = state_of(named(doc))
         assert checkpoints.get(step, {"state": state})["state"] == state
         checkpoints[step] = {"step": step, "state": state, "time": 0.0, "tensors": 1, "bytes": 400}
         about = {"checkpoint": [1, step], "kind": told.kind, "base": None if told.base is None else list(told.base)}
@@ -428,7 +428,7 @@ def test_another_encoding_of_the_base_has_what_its_tree_does_not_name(
     thick = _segment("b", 1, [_entry("half", HALF, codecs.Raw()), _entry(AUX, below, codecs.Raw())])
     rounded = codecs.decode(codecs.Derive("F16"), b"", 200, codecs.as_bytes(above)).view("<u2")
     derived = _entry("half", rounded, codecs.Derive("F16"), above, of=AUX)
-    base = CheckpointId(1, 1, state_of(_named(thin[1])))
+    base = CheckpointId(1, 1, state_of(named(thin[1])))
     delta = _segment("c", 2, [_entry(AUX, above, codecs.Sub(4), below), derived], base)
     segments = [thin, thick, delta]
     folder = _store_of(tmp_path / "store", [segments[one] for one in order], [sizes[one] for one in order])

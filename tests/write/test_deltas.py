@@ -449,7 +449,7 @@ def test_a_base_that_only_a_warning_keeps_from_being_pinned(tmp_path: Path, monk
             writer.save_async({"w": weight}, 1).result()
         for step in (2, 3):
             writer.save({"w": weight + step}, step)
-    assert [(info.step, info.kind) for info in store.checkpoints()] == [(1, "full"), (2, "full"), (3, "delta")]
+    assert [(info.step, info.kind) for info in store.checkpoints()] == [(1, "full"), (2, "delta"), (3, "delta")]
 
 
 @pytest.mark.parametrize("compress_fulls", [False, True])

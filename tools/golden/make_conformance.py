@@ -54,7 +54,7 @@ from tools.golden.still import MOMENT, still
 _NONCE = "0" * 31
 
 
-def _of_segments(folder: Path, files: Mapping[str, bytes]) -> None:
+def of_segments(folder: Path, files: Mapping[str, bytes]) -> None:
     """A store of one term whose segments are given: each is one checkpoint."""
     backend = LocalBackend(folder)
     fmt = FormatFile(RUN)
@@ -72,7 +72,7 @@ def _of_segments(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _commit(doc: SegmentDoc, segment: SegmentEntry, nonce: str) -> CommitRecord:
     ((step, told),) = doc.encodings.items()
-    doc = _named(doc)
+    doc = named(doc)
     tensors = doc.tensors[step].values()
     nbytes = sum(entry.nbytes for entry in tensors)
     checkpoint = CheckpointEntry(doc.term, step, state_of(doc), MOMENT, len(tensors), nbytes)
@@ -80,7 +80,7 @@ def _commit(doc: SegmentDoc, segment: SegmentEntry, nonce: str) -> CommitRecord:
     return CommitRecord(doc.term, nonce, segments=(segment,), checkpoints=(checkpoint,), encodings=(edge,))
 
 
-def _named(doc: SegmentDoc) -> SegmentDoc:
+def named(doc: SegmentDoc) -> SegmentDoc:
     """With those tensors only that the tree of its one step names."""
     (step,) = doc.steps
     names = tensor_names(doc.trees[step])
@@ -90,12 +90,12 @@ def _named(doc: SegmentDoc) -> SegmentDoc:
 def _codecs(folder: Path) -> None:
     found = make_codecs.examples()
     base = make_codecs.base_segment(found)
-    _of_segments(folder, {"base": base, "delta": make_codecs.delta_segment(found)})
+    of_segments(folder, {"base": base, "delta": make_codecs.delta_segment(found)})
 
 
 def _steps(folder: Path) -> None:
     found = list(make_steps.examples())
-    _of_segments(folder, {"base": make_steps.base_segment(found), "steps": make_steps.step_segment(found)})
+    of_segments(folder, {"base": make_steps.base_segment(found), "steps": make_steps.step_segment(found)})
 
 
 def _small(folder: Path) -> ckptstore.Store:
@@ -109,11 +109,11 @@ def _small(folder: Path) -> ckptstore.Store:
     return store
 
 
-def _slots(folder: Path) -> list[Path]:
+def slot_files(folder: Path) -> list[Path]:
     return sorted((folder / "log").iterdir())
 
 
-def _rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """A sealed text with other members."""
     value = json.loads(path.read_bytes()[:-34])
     change(value)
@@ -129,57 +129,57 @@ def make_folded(folder: Path) -> None:
             writer.save({"step": step}, step)
         folding.fold(Journal(backend, fmt), store.view())
     folding.trim(Journal(backend, fmt), store.view())
-    for path in _slots(folder)[-1:]:
-        assert len(_slots(folder)) < int(path.name)  # some are gone
+    for path in slot_files(folder)[-1:]:
+        assert len(slot_files(folder)) < int(path.name)  # some are gone
 
 
 def _incompat(folder: Path) -> None:
     _small(folder)
-    _rewritten(_slots(folder)[-1], lambda slot: slot.update(incompat=["later"]))
+    rewritten(slot_files(folder)[-1], lambda slot: slot.update(incompat=["later"]))
 
 
 def _ro_compat(folder: Path) -> None:
     _small(folder)
-    _rewritten(_slots(folder)[-1], lambda slot: slot.update(ro_compat=["later"]))
+    rewritten(slot_files(folder)[-1], lambda slot: slot.update(ro_compat=["later"]))
 
 
 def _unknown(folder: Path) -> None:
     _small(folder)
-    _rewritten(_slots(folder)[-1], lambda slot: slot.update(later={"more": [1, 2.5, None]}))
-    _rewritten(folder / FORMAT_KEY, lambda text: text.update(later=True))
+    rewritten(slot_files(folder)[-1], lambda slot: slot.update(later={"more": [1, 2.5, None]}))
+    rewritten(folder / FORMAT_KEY, lambda text: text.update(later=True))
 
 
 def _features(operation: str) -> Callable[[Path], None]:
     def made(folder: Path) -> None:
         _small(folder)
-        _rewritten(folder / FORMAT_KEY, lambda text: text.update(features={operation: ["later"]}))
+        rewritten(folder / FORMAT_KEY, lambda text: text.update(features={operation: ["later"]}))
 
     return made
 
 
 def _major(folder: Path) -> None:
     _small(folder)
-    _rewritten(folder / FORMAT_KEY, lambda text: text.update(major=2))
+    rewritten(folder / FORMAT_KEY, lambda text: text.update(major=2))
 
 
 def _damaged_slot(folder: Path) -> None:
     store = _small(folder)
     with store.writer(parent=5, poll_seconds=None) as writer:
         writer.save({"step": 6}, 6)
-    _flip(folder / slot_key(3), 100)
+    flip(folder / slot_key(3), 100)
 
 
 def _damaged_segment(folder: Path) -> None:
     store = _small(folder)
     (segment,) = store.checkpoint(4).segments
     (path,) = folder.glob(f"seg/*/{segment}.safetensors")
-    _flip(path, 4096)
+    flip(path, 4096)
 
 
 def _unknown_rule(folder: Path) -> None:
     found = [example for example in make_steps.examples() if example.group.leader.startswith("0.9.fma.")][:1]
     base, steps = make_steps.base_segment(found), make_steps.step_segment(found, change=_other_version)
-    _of_segments(folder, {"base": base, "steps": steps})
+    of_segments(folder, {"base": base, "steps": steps})
 
 
 def _other_version(params: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _retired_folded(folder: Path) -> None:
     _retired(folder)
     store = ckptstore.open(folder)
     folding.fold(store.journal, store.view())
-    for path in _slots(folder)[1:-1]:
+    for path in slot_files(folder)[1:-1]:
         path.write_bytes(b"not needed: the fold has it")
 
 
@@ -259,14 +259,14 @@ def _back(folder: Path) -> None:
 def _back_damaged(folder: Path) -> None:
     """The same; a COMMIT of the term that latest has to search is damaged."""
     _back(folder)
-    _flip(folder / slot_key(2), 100)
+    flip(folder / slot_key(2), 100)
 
 
 def _settled(folder: Path) -> None:
     """An empty term, whose parent is still promised, behind damage."""
     store = _small(folder)
     store.writer(parent=4, poll_seconds=None).close()
-    _flip(folder / slot_key(5), 100)
+    flip(folder / slot_key(5), 100)
 
 
 def _overtaken(folder: Path) -> None:
@@ -278,14 +278,14 @@ def _overtaken(folder: Path) -> None:
         trees = {step: {"weight": {"$a": "weight"}}}
         doc = SegmentDoc(RUN, 1, f"{step}" * 32, told, parents={1: None}, trees=trees)
         files[f"{step}"] = plain(doc, [spec], digests=True)[0]
-    _of_segments(folder, files)
-    _flip(folder / slot_key(2), 100)
+    of_segments(folder, files)
+    flip(folder / slot_key(2), 100)
 
 
 def _last_slot(**members: Any) -> Callable[[Path], None]:
     def made(folder: Path) -> None:
         _small(folder)
-        _rewritten(_slots(folder)[-1], lambda slot: slot.update(members))
+        rewritten(slot_files(folder)[-1], lambda slot: slot.update(members))
 
     return made
 
@@ -302,7 +302,7 @@ def _end_folder(folder: Path) -> None:
 def _end_other(folder: Path) -> None:
     """Another record where the newest fold ends."""
     make_folded(folder)
-    _rewritten(folder / slot_key(ckptstore.open(folder).view().fold_seq), lambda slot: slot.update(later=1))
+    rewritten(folder / slot_key(ckptstore.open(folder).view().fold_seq), lambda slot: slot.update(later=1))
 
 
 def _log_link(folder: Path) -> None:
@@ -314,7 +314,7 @@ def _log_link(folder: Path) -> None:
 def _without_uses(folder: Path) -> None:
     found = make_codecs.examples()
     base = make_codecs.base_segment(found)
-    _of_segments(folder, {"base": base, "delta": _stripped(make_codecs.delta_segment(found))})
+    of_segments(folder, {"base": base, "delta": _stripped(make_codecs.delta_segment(found))})
 
 
 def _stripped(data: bytes) -> bytes:
@@ -342,12 +342,12 @@ def _orphan(folder: Path) -> None:
     """A term without checkpoints, whose parent was promised by a slot that is damaged."""
     store = _small(folder)
     store.writer(parent=5, poll_seconds=None).close()
-    _flip(folder / slot_key(5), 100)
+    flip(folder / slot_key(5), 100)
 
 
 def _damage_after(folder: Path) -> None:
     _small(folder)
-    _flip(_slots(folder)[-1], 100)
+    flip(slot_files(folder)[-1], 100)
 
 
 def _nothing(folder: Path) -> None:
@@ -356,7 +356,7 @@ def _nothing(folder: Path) -> None:
 
 def _nothing_left(folder: Path) -> None:
     _nothing(folder)
-    _flip(folder / slot_key(0), 100)
+    flip(folder / slot_key(0), 100)
 
 
 def _lost(seq: int) -> Callable[[Path], None]:
@@ -374,7 +374,7 @@ def _lost_end(folder: Path) -> None:
     store = _small(folder)
     with store.writer(poll_seconds=None) as writer:
         writer.save({"step": 6}, 6)
-    for path in _slots(folder)[7:]:
+    for path in slot_files(folder)[7:]:
         path.unlink()
 
 
@@ -397,7 +397,7 @@ def _manifest_lost(folder: Path) -> None:
         writer.save({"step": 6}, 6)
     second, third = sorted(manifests, key=manifests.__getitem__)[1:3]
     (folder / f"seg/{1:010d}/{second}.json").unlink()
-    _flip(folder / f"seg/{1:010d}/{third}.json", 100)
+    flip(folder / f"seg/{1:010d}/{third}.json", 100)
 
 
 def _fold_incompat(folder: Path) -> None:
@@ -419,16 +419,16 @@ def _every_dtype(folder: Path) -> None:
     specs += [TensorSpec("scalar", "C128", ()), TensorSpec("empty", "C64", (0, 5)), TensorSpec("wide", "BF16", (8, 16))]
     tree = {spec.name: {"$a" if row % 2 else "$t": spec.name} for row, spec in enumerate(specs)}
     doc = SegmentDoc(RUN, 1, "a" * 32, {1: StepEncoding(1, "full")}, parents={1: None}, trees={1: tree})
-    _of_segments(folder, {"plain": plain(doc, specs, digests=True)[0]})
+    of_segments(folder, {"plain": plain(doc, specs, digests=True)[0]})
 
 
 def _lossy_base(folder: Path) -> None:
     """Two segments: what is not what training had, and a delta on it, which is."""
     below, above = np.arange(3000, dtype="<u4"), np.arange(3000, dtype="<u4") // 3 * 3
     base, doc = _word_segment(below, codecs.Planes(4), b"", 1, StepEncoding(1, "full", lossy=True))
-    told = StepEncoding(1, "delta", CheckpointId(1, 1, state_of(_named(doc))))
+    told = StepEncoding(1, "delta", CheckpointId(1, 1, state_of(named(doc))))
     delta, _ = _word_segment(above, codecs.Sub(4), below, 2, told)
-    _of_segments(folder, {"base": base, "delta": delta})
+    of_segments(folder, {"base": base, "delta": delta})
 
 
 def _word_segment(
@@ -446,7 +446,7 @@ def _word_segment(
     return packed(doc, {step: entries})
 
 
-def _flip(path: Path, place: int) -> None:
+def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)

@@ -47,7 +47,7 @@ def _texts(*steps: int) -> dict[int, Step]:
     return {step: Step(tree={"step": step}) for step in steps}
 
 
-def _flip(path: Path, place: int) -> None:
+def flip(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
@@ -55,7 +55,7 @@ def _flip(path: Path, place: int) -> None:
 
 def _spoil(hand: Hand, made: Made) -> None:
     """A wrong bit in the first chunk of a segment."""
-    _flip(hand.folder / f"seg/{made.term:010d}/{made.entry['id']}.safetensors", made.entry["header"])
+    flip(hand.folder / f"seg/{made.term:010d}/{made.entry['id']}.safetensors", made.entry["header"])
 
 
 # ---------------------------------------------------------------------------------------- hashes and identities
@@ -490,7 +490,7 @@ def _bit(at: int, until: int) -> Callable[[Path], None]:
         hand.open()
         hand.promise(hand.segment(_texts(1)))
         _anchored(hand, until)
-        _flip(folder / slot_key(at), 100)
+        flip(folder / slot_key(at), 100)
 
     return made
 
@@ -507,7 +507,7 @@ def _retire_above(folded: bool) -> Callable[[Path], None]:
         if folded:
             _closed(hand)
         hand.commit()
-        _flip(folder / slot_key(hand.seq - 1), 100)
+        flip(folder / slot_key(hand.seq - 1), 100)
         hand.commit(checkpoints=[made.checkpoint(3)], encodings=[made.encoding(3)])
 
     return made
@@ -521,7 +521,7 @@ def _highest(folder: Path) -> None:
     hand.promise(made, 1, highest=8)
     _closed(hand)
     hand.commit()
-    _flip(folder / slot_key(hand.seq - 1), 100)
+    flip(folder / slot_key(hand.seq - 1), 100)
     hand.commit(checkpoints=[made.checkpoint(3)], encodings=[made.encoding(3)])
 
 
@@ -535,7 +535,7 @@ def _before(folder: Path) -> None:
     made = hand.segment(_texts(10, 11, 12))
     hand.promise(made, 10, 11)
     hand.commit()
-    _flip(folder / slot_key(hand.seq - 1), 100)
+    flip(folder / slot_key(hand.seq - 1), 100)
     told = {"checkpoints": [made.checkpoint(12)], "encodings": [made.encoding(12)]}
     hand.commit(retires=[[1, 9], [2, 11], [1, 99]], highest=12, **told)
 
@@ -566,7 +566,7 @@ def _loose(folder: Path) -> None:
     hand.open()
     lost = [hand.segment({1: Step([_word(1)]), 2: Step([_coded(2)])}) for _ in range(2)]
     hand.commit(*lost)
-    _flip(folder / slot_key(hand.seq - 1), 100)
+    flip(folder / slot_key(hand.seq - 1), 100)
     made = hand.segment({step: Step([_word(step)]) for step in (1, 2, 3, 4)})
     hand.promise(
         made,
