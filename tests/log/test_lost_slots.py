@@ -418,7 +418,7 @@ class TestAudit:
         store.backend.delete(store.backend.list("fold/")[-1])
         found = ckptstore.verify(store).damage
         assert "a fold is missing" in next(one.what for one in found if one.key == "fold/")
-        assert len(found) < 12
+        assert len([one for one in found if one.key.startswith(("log/", "fold/"))]) < 12  # these have no segments
 
 
 class TestLostEnd:

@@ -544,7 +544,7 @@ def test_ctrl_c_while_it_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> 
     medium = Medium(monkeypatch, 20, held=False)
     store = new()
     truth = {1: random(1), 2: random(2), 3: random(3)}
-    with store.writer(memory=LEAST, poll_seconds=None, deltas=1) as writer:
+    with store.writer(memory=LEAST, poll_seconds=None, deltas=1, max_in_flight=2) as writer:
         medium.may[0].clear()
         writer.save_async(dict(truth[1]), 1)  # a full, which does not become durable yet
         with monkeypatch.context() as patched:
