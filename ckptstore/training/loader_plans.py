@@ -88,7 +88,8 @@ def _changed(
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
         what = (
-            f"the epoch begins anew: the {out} that were given out come a second time, and none is left out"
+            f"the epoch begins anew: the {out} that were given out come a second time if the loader "
+            "still has them, and none is left out"
             if given
             else "the epoch begins anew, and nothing of it had been given out"
         )

@@ -41,6 +41,8 @@ from tests.write.rank_threads import as_ranks  # noqa: E402
 # torchdata asks torch for something that torch has given up.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
+TWICE = "that were given out come a second time if the loader still has them, and none is left out"
+
 
 def taken(batches: Iterator[Any], count: int = 10**9) -> list[list[int]]:
     found = []
@@ -242,7 +244,7 @@ def test_another_order_begins_the_epoch_anew(options: dict[str, Any], differs: s
     loader = DataLoader(data, batch_size=2, **options)
     batches, said = resumed(loader, state)
     assert differs in said
-    assert said.endswith("the 4 samples that were given out come a second time, and none is left out")
+    assert said.endswith(f"the 4 samples {TWICE}")
     assert [one.prevents for one in batches.compare(state)][-1]
     assert len(flat(taken(iter(batches)))) == len(loader.sampler)
     assert batches.epoch == 0
@@ -284,10 +286,7 @@ def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
 def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any, after: Any, differs: str) -> None:
     _, state = cut_off(kind(list(range(12)), batch_size=2, sampler=before), 2)
     batches, said = resumed(kind(list(range(12)), batch_size=2, sampler=after), state)
-    assert said == (
-        f"loader: {differs}; the epoch begins anew: the 4 samples that were given out come a second time, and none is "
-        "left out"
-    )
+    assert said == f"loader: {differs}; the epoch begins anew: the 4 samples {TWICE}"
     assert [one.prevents for one in batches.compare(state)][-1]
     assert len(flat(taken(iter(batches)))) == len(after)
 
@@ -453,7 +452,7 @@ def test_batches_of_a_sampler_s_own_making() -> None:
     assert said == ""
     assert flat(first) + flat(taken(iter(batches))) == list(range(7))
     batches, said = resumed(loader(BatchSampler), state)
-    assert said.endswith("the 2 batches that were given out come a second time, and none is left out")
+    assert said.endswith(f"the 2 batches {TWICE}")
     assert flat(taken(iter(batches))) == list(range(7))
 
 

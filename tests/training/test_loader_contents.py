@@ -38,6 +38,7 @@ from ckptstore.training.loader_contents import composition  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 
 ANEW = "the epoch begins anew"
+TWICE = "that were given out come a second time if the loader still has them, and none is left out"
 OTHER = "the dataset has other samples than it had, or in another order"
 
 
@@ -213,7 +214,7 @@ def test_datasets_that_are_made_of_others(name: str, shared: bool) -> None:
         assert first == now[:2] or name == "indices that are no numbers"
     else:
         assert f"{OTHER} (Subset, ConcatDataset)" in said
-        assert f"{ANEW}: the 2 samples that were given out come a second time, and none is left out" in said
+        assert f"{ANEW}: the 2 samples {TWICE}" in said
         assert rest == now
 
 
