@@ -87,10 +87,16 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descript
         AgentError: it cannot be started, or is another trainer's.
         and what opening the store for writing raises.
     """
+    beginning = Path(__file__).with_name("beginning.py")
+    if not beginning.is_file():
+        raise AgentError(
+            f"no agent can be started: {beginning} is no file (is ckptstore imported from a zip archive?); an agent is "
+            "a process that runs this file: install ckptstore, or unpack the archive, or save without an agent"
+        )
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     log = place.log()
     try:
-        command = [*_python(), str(Path(__file__).with_name("beginning.py")), str(its.fileno()), json.dumps(_paths())]
+        command = [*_python(), str(beginning), str(its.fileno()), json.dumps(_paths())]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

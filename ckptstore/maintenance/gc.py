@@ -2,7 +2,8 @@
 
 1. READ.
 2. List the pins: only now, so that whoever pinned what was live in this view is seen, and whoever pins later finds out
-   by its own second READ.
+   by its own second READ. If no pin is found and something would be deleted, a listing that has the
+   segments has to have no pins, either.
 3. Delete segments dropped in that view, or unreferenced in it with a term below its newest, unless pinned. Never the
    current term's: its writer, and who prepares a request to it, may be about to name them.
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, UsageError
+from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable, counted
 from ckptstore.formats.records import object_of
@@ -45,6 +46,7 @@ _ENTRY: Final = 512
 _HEADER: Final = 64 << 10
 """Bytes of a segment's header, generously: for each tensor, and for the rest."""
 _SEGMENT: Final = ".safetensors"
+_LOOKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ def collect(
     # 1. READ.
     catalog = read(journal, look_above=True).catalog
     # 2. List pins.
-    pins = (watch or PinWatch(backend)).survey()
+    watch = watch or PinWatch(backend)
+    pins = watch.survey()
     keys = backend.list("seg/")
     strangers = [key for key in keys if object_of(key) is None]
     sizes: dict[str, int] = {}
@@ -129,6 +132,8 @@ def collect(
             sizes[key] = _size(backend, key)
         except ForeignObjectError:
             strangers.append(key)
+    if sizes:
+        pins = _confirmed(pins, watch, backend)
     claimed = {key for key in sizes if pins.unreadable or _identity(key) in pins.segments}
     segments = tuple(key for key in sizes if key not in claimed)
     spare = 0
@@ -150,6 +155,37 @@ def collect(
         tuple(sorted(strangers)),
         spare,
         damage_of(catalog),
+    )
+
+
+def _confirmed(pins: Survey, watch: PinWatch, backend: Backend) -> Survey:
+    """`pins`; where there are none, what another look finds if a listing with the segments in it has pins, too.
+
+    Raises:
+        StorageError: the listings contradict each other.
+    """
+    # Prevents: a pinned segment that is deleted because a proxy answered the listing of ``pins/`` with a page of its
+    # own. Clients of object stores take any XML that they do not know for a listing of nothing.
+    for _ in range(_LOOKS):
+        if pins.alive or pins.dead or pins.unreadable or not _has_pins(backend):
+            return pins
+        pins = watch.survey()  # also where a reader has come meanwhile
+    raise _contradiction(backend, "pins")
+
+
+def _has_pins(backend: Backend) -> bool:
+    """Whether a listing that has the segments has pins, too. Raises as `_confirmed`."""
+    folders = backend.folders("")
+    if "seg" not in folders:
+        raise _contradiction(backend, "segments")
+    return "pins" in folders and any(key.startswith("pins/") for key in backend.list(""))  # it may be an empty folder
+
+
+def _contradiction(backend: Backend, what: str) -> StorageError:
+    return StorageError(
+        f"{backend.url}: one listing shows {what}, and another none: something between here and the medium (a proxy, a "
+        "login page) may answer listings in its place. Nothing was deleted: check the endpoint and the proxies, then "
+        "run gc again"
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -294,6 +295,21 @@ def test_a_vendored_package_is_the_agent_s_as_well(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(vendored / "agent" / "beginning.py")
     assert "Warning" not in done.stderr
+
+
+def test_an_agent_of_a_package_in_an_archive_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    archive = tmp_path / "vendor.zip"
+    with zipfile.ZipFile(archive, "w") as zipped:
+        for folder, name in (("ckptstore", "ckptstore"), ("formats", "ckptstore/formats")):
+            for path in (ROOT / folder).rglob("*.py"):
+                zipped.write(path, f"{name}/{path.relative_to(ROOT / folder)}")
+    script = f"import sys; sys.path.insert(0, {str(archive)!r})\n{_PLAIN}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"{archive}/ckptstore/agent/beginning.py is no file" in done.stderr
+    assert "install ckptstore, or unpack the archive, or save without an agent" in done.stderr
 
 
 def test_an_agent_of_another_version_is_replaced_with_a_warning(

@@ -16,7 +16,7 @@ import pytest
 
 from ckptstore.backends.base import OBJECT_LIMIT
 from ckptstore.backends.local import LocalBackend
-from ckptstore.errors import ForeignObjectError, ReadOnlyError, UsageError
+from ckptstore.errors import ForeignObjectError, ReadOnlyError, StorageError, UsageError
 from ckptstore.formats.records import Node, pin_key, segment_key
 from ckptstore.formats.retention import droppable
 from ckptstore.formats.texts import decode_pin, encode_pin
@@ -319,3 +319,45 @@ def test_a_linked_folder_of_all_segments_is_refused(store: Store, tmp_path: Path
 def test_a_loop_of_links_is_not_walked(store: Store, tmp_path: Path) -> None:
     (tmp_path / "store" / "seg" / "again").symlink_to("..")
     assert collect(store.journal).strangers == ("seg/again",)
+
+
+class BehindAProxy(LocalBackend):
+    """The first `wrong` listings of the pins are answered by another page, which counts as a listing of nothing."""
+
+    asked, wrong = 0, 1
+
+    def list(self, prefix: str) -> list[str]:
+        self.asked += prefix == "pins/"
+        return [] if prefix == "pins/" and self.asked <= self.wrong else super().list(prefix)
+
+
+def test_one_wrong_listing_of_the_pins_frees_nothing(store: Store, tmp_path: Path) -> None:
+    (segment,) = collect(store.journal, dry_run=True).segments
+    backend = BehindAProxy(tmp_path / "store")
+    with Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]]):
+        done = collect(Journal(backend))
+    assert (done.segments, done.pinned, backend.asked) == ((), (segment,), 2)
+    assert segment in segments(store)
+
+
+def test_nothing_goes_while_the_folders_are_not_listed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (segment,) = collect(store.journal, dry_run=True).segments
+    backend = BehindAProxy(tmp_path / "store")
+    monkeypatch.setattr(backend, "folders", lambda _prefix: [])
+    reader = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
+    with reader, pytest.raises(StorageError, match="one listing shows segments, and another none"):
+        collect(Journal(backend))
+    assert segment in segments(store)
+
+
+def test_nothing_goes_while_listings_of_the_pins_lack_what_others_show(store: Store, tmp_path: Path) -> None:
+    (segment,) = collect(store.journal, dry_run=True).segments
+    backend = BehindAProxy(tmp_path / "store")
+    backend.wrong = 100
+    reader = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
+    with reader, pytest.raises(StorageError, match="one listing shows pins, and another none"):
+        collect(Journal(backend))
+    assert segment in segments(store)
+    assert collect(Journal(backend)).segments == (segment,)  # no pin: the folder is there, and empty
