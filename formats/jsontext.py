@@ -100,6 +100,9 @@ def loads(
         # Decoded here: of bytes Python would also take UTF-16 and UTF-32, in which the brackets above go uncounted.
         # Lone surrogates are let through: a document inside a header may have them, and they are escaped when written.
         letters = text.decode("utf-8", "surrogatepass")
+        if _RAW_SURROGATE.search(text):
+            # Prevents: two texts, of two surrogates and of the character that they stand for, with one canonical form.
+            letters = _escaped(letters, what)
         # Ours are called for every number, and take ten times as long as Python's: only where a number may be too long
         # or too large (or a string looks like one).
         long = _LONG_NUMBER.search(text) is not None
@@ -114,6 +117,13 @@ def loads(
         raise
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: not JSON: {error}") from error
+
+
+def _escaped(letters: str, what: str) -> str:
+    """Surrogates as escapes: so a high and a low one are joined to one character, however each was written."""
+    if _BROKEN_ESCAPE.search(letters):
+        raise FormatError(f"{what}: not JSON: a backslash before a surrogate")
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", letters)
 
 
 def _check_marks(text: bytes, what: str, max_marks: int) -> None:
@@ -168,6 +178,9 @@ _CLOSED = re.compile(rb'(?:[^"]*+"[^"\\]*+(?:\\.[^"\\]*+)*+")*+[^"]*+', re.DOTAL
 _PIECE = 1 << 18
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS // 3 + 1))  # a number has at most three parts
 _LARGE_NUMBER = re.compile(rb"[eE]\+?[0-9]{3}|(?<![0-9])[0-9]{300}")
+_RAW_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BROKEN_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[\ud800-\udfff]")
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 

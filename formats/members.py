@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from ckptstore.errors import FormatError
 from ckptstore.formats.records import CheckpointId, Node, valid_tag
 
-__all__ = ["MAX_INT", "MAX_TERM", "Members", "hexadecimal", "is_time", "natural"]
+__all__ = ["MAX_INT", "MAX_TERM", "Members", "hexadecimal", "is_term", "is_time", "natural"]
 
 MAX_INT = 2**53
 """Largest number in a record: what every JSON reader represents exactly."""
@@ -26,6 +26,11 @@ _T = TypeVar("_T")
 def natural(value: Any) -> bool:
     """Whether `value` is an integer in 0..2^53 (and no bool)."""
     return type(value) is int and 0 <= value <= MAX_INT
+
+
+def is_term(value: Any) -> bool:
+    """Whether `value` is an integer in 1..`MAX_TERM`."""
+    return natural(value) and 1 <= value <= MAX_TERM
 
 
 def is_time(value: Any) -> bool:
@@ -156,6 +161,6 @@ class Members:
 
 
 def _node(value: Any) -> Node | None:
-    if type(value) is list and len(value) == 2 and natural(value[0]) and value[0] > 0 and natural(value[1]):
+    if type(value) is list and len(value) == 2 and is_term(value[0]) and natural(value[1]):
         return (value[0], value[1])
     return None

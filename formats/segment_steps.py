@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from ckptstore.formats.members import Members, hexadecimal, is_time, natural
+from ckptstore.formats.members import Members, hexadecimal, is_term, is_time, natural
 from ckptstore.formats.records import CheckpointId
 
 __all__ = ["Part", "Ranks", "StepEncoding", "read_parents", "read_ranks", "read_steps", "step_columns"]
@@ -94,7 +94,7 @@ def read_steps(members: Members) -> dict[int, StepEncoding]:
     steps = members.items("steps", lambda step: step if natural(step) else None, "steps")
     if not steps or any(left >= right for left, right in pairwise(steps)):
         members.refuse("steps", "a list of ascending steps")
-    terms = members.items("terms", lambda term: term if natural(term) and term else None, "terms")
+    terms = members.items("terms", lambda term: term if is_term(term) else None, "terms")
     kinds = members.names("kinds")
     times = members.items("times", lambda time: float(time) if is_time(time) else None, "numbers of seconds")
     bases = members.items("bases", _base, "[term, step, state] or null")
@@ -154,11 +154,11 @@ def _base(value: Any) -> CheckpointId | object | None:
         return _NOTHING
     if type(value) is not list or len(value) != 3 or not hexadecimal(value[2]):
         return None
-    return CheckpointId(*value) if natural(value[0]) and natural(value[1]) and value[0] else None
+    return CheckpointId(*value) if is_term(value[0]) and natural(value[1]) else None
 
 
 def _parent(value: Any) -> tuple[int, CheckpointId | None] | None:
-    if type(value) is not list or len(value) != 2 or not natural(value[0]) or not value[0]:
+    if type(value) is not list or len(value) != 2 or not is_term(value[0]):
         return None
     parent = _base(value[1])
     if parent is None:

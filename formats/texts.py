@@ -58,6 +58,11 @@ MANIFEST_LIMIT: Final = 256 * 1024 * 1024
 KNOWN_FEATURES: Final[frozenset[str]] = frozenset({KEEP})
 """Names in ``incompat``, ``ro_compat`` and FORMAT's ``features`` that this version understands."""
 
+_OF_COMMITS: Final = frozenset(
+    {"segments", "checkpoints", "encodings", "drops", "retires", "tags", "requests", "swept", KEEP}
+    | {told.CLOSED, told.HIGHEST, told.LACKS}
+)
+"""Members of a COMMIT that a slot with a manifest leaves to it."""
 _TAIL: Final = 34  # line feed, 32 hex digits, line feed
 
 
@@ -186,6 +191,9 @@ def _from_manifest(
     manifest, size, digest = pointer.digest("id"), pointer.number("size"), pointer.digest("hash")
     if fetch is None or size > MANIFEST_LIMIT:
         raise FormatError(f"{what}: a manifest of {size} bytes")
+    if doubled := sorted(_OF_COMMITS & slot.rest().keys()):
+        # Prevents: what a slot says beside its manifest passed over without a word.
+        raise FormatError(f"{what}: has a manifest, and beside it the member {doubled[0]!r}")
     data = fetch(manifest_key(term, manifest), size)
     what = f"{what}, manifest {manifest}"
     if len(data) != size or xxh3_128(data) != digest:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import hashing, jsontext
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.codecs import WITHOUT_BASE
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.shards import state_parts
 from ckptstore.formats.state import tensor_names
 from ckptstore.log import refs
@@ -46,7 +48,7 @@ class Opened(Restorable):
     Attributes:
         catalog: the log as it was read to open this.
         entry: the checkpoint in it.
-        plan: how it is restored.
+        plan: how it is restored, from the first encoding that is read.
         readers: the plan's segments, by id.
         avoided: segments that were not used, because they are damaged.
         base: what is held in memory, on which the plan's first encoding builds; None: it builds on nothing.
@@ -204,12 +206,46 @@ def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _A
         claim(journal, choose_plan, lambda chosen: chosen[1].segments, since=attempt.since) as (view, (entry, chosen)),
         ExitStack() as stack,
     ):
-        entries = (view.catalog.segments[segment] for segment in chosen.segments)
-        readers = opened_readers(journal.backend, entries, partial(_open, journal), stack)
-        base = next((one for one in attempt.bases if one.id == chosen.encodings[0].base), None)
-        found = Opened(view.catalog, entry, chosen, readers, avoid, base, journal.backend.cheap_looks)
+        needed = _Needed(journal, view.catalog, chosen)
+        readers = opened_readers(journal.backend, needed.entries(), needed.open, stack)
+        used = replace(chosen, encodings=tuple(needed.encodings))
+        base = next((one for one in attempt.bases if one.id == used.encodings[0].base), None)
+        found = Opened(view.catalog, entry, used, readers, avoid, base, journal.backend.cheap_looks)
         found.check_identity()
         yield found
+
+
+class _Needed:
+    """What of a plan is read: its encodings from the last one down, to one in which no entry has a base tensor.
+
+    Prevents: an intact checkpoint called damaged, because a segment is that nothing in it builds on.
+
+    Attributes:
+        encodings: those that are read, in the order of application.
+    """
+
+    def __init__(self, journal: Journal, catalog: Catalog, chosen: Plan) -> None:
+        self.encodings: list[Encoding] = []
+        self._journal, self._catalog, self._chosen = journal, catalog, chosen
+        self._docs: dict[str, SegmentDoc] = {}
+
+    def open(self, entry: SegmentEntry) -> SegmentReader:
+        """Open a segment."""
+        reader = _open(self._journal, entry)
+        self._docs[entry.id] = reader.doc
+        return reader
+
+    def entries(self) -> Iterator[SegmentEntry]:
+        """The segments to open, each once. Whether more follow, those that were opened tell."""
+        for encoding in reversed(self._chosen.encodings):
+            self.encodings.insert(0, encoding)
+            for segment in encoding.segments:
+                if segment not in self._docs:
+                    yield self._catalog.segments[segment]
+            step = encoding.checkpoint[1]
+            tensors = (self._docs[segment].tensors.get(step, {}) for segment in encoding.segments)
+            if all(tensor.codec in WITHOUT_BASE for own in tensors for tensor in own.values()):
+                return
 
 
 def opened_readers(

@@ -48,6 +48,7 @@ __all__ = [
     "SMALL_POLICY",
     "THRIFTY",
     "TINY",
+    "WITHOUT_BASE",
     "Buffer",
     "Codec",
     "CodecChoice",
@@ -82,10 +83,13 @@ __all__ = [
     "word_size",
 ]
 
+_KINDS: tuple[type[Raw | Planes | Xor | Sub | Prefix | Derive], ...] = (Raw, Planes, Xor, Sub, Prefix, Derive)
 CODECS: Mapping[str, Callable[[Mapping[str, Any]], Codec]] = MappingProxyType(
-    {kind.name: kind.parse for kind in (Raw, Planes, Xor, Sub, Prefix, Derive)}
+    {kind.name: kind.parse for kind in _KINDS}
 )
 """Every codec's parser of parameters, by name."""
+WITHOUT_BASE = frozenset(kind.name for kind in _KINDS if kind.base_ratio != 1)
+"""Codecs of tensors that build on no tensor of another checkpoint."""
 
 
 def codec(name: str, params: Mapping[str, Any]) -> Codec:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import FormatError
-from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
+from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal, is_time, natural
 from ckptstore.formats.records import CheckpointId
 
 HASH = "0123456789abcdef" * 2
@@ -134,7 +134,7 @@ def test_texts_flags_and_objects() -> None:
 def test_lists() -> None:
     assert of(x=["a", ""]).names("x") == ("a", "")
     assert of(x=[HASH, HASH[::-1]]).ids("x") == (HASH, HASH[::-1])
-    assert of(x=[[1, 0], [2**53, 2**53]]).nodes("x") == ((1, 0), (2**53, 2**53))
+    assert of(x=[[1, 0], [MAX_TERM, 2**53]]).nodes("x") == ((1, 0), (MAX_TERM, 2**53))
     for take in (lambda found: found.names("x"), lambda found: found.ids("x"), lambda found: found.nodes("x")):
         assert take(of()) == take(of(x=[])) == ()
         for value in ({}, "ab", 1, False, None):
@@ -143,7 +143,7 @@ def test_lists() -> None:
         refused(value, lambda found: found.names("x"), "a list of strings")
     for value in ([HASH, HASH[:-1]], [1]):
         refused(value, lambda found: found.ids("x"), "a list of uuids")
-    for bad in ([0, 1], [1, -1], [1], [1, 2, 3], (1, 2), [2**53 + 1, 1], [1, 2**53 + 1], [True, 1], [1, True], None):
+    for bad in ([0, 1], [1, -1], [1], [1, 2, 3], (1, 2), [MAX_TERM + 1, 1], [1, 2**53 + 1], [True, 1], [1, True], None):
         refused([[1, 1], bad], lambda found: found.nodes("x"), r"a list of \[term, step\]")
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ FOLD_NAME = re.compile("[0-9]{20}-.{16}", re.ASCII)
 TYPES = {"closed": bool, "highest": int, "lacks": int, "reached": int, "remote": str, "manifest": dict, "writer": dict}
 TYPES |= dict.fromkeys(("segments", "checkpoints", "encodings", "drops", "retires", "swept", "keep", "ro_compat"), list)
 TYPES |= {"tags": dict, "requests": dict}
+OF_COMMITS = {"segments", "checkpoints", "encodings", "drops", "retires", "tags", "requests", "swept", "keep"}
+OF_COMMITS |= {"closed", "lacks", "highest"}
 
 
 class DamagedError(Exception):
@@ -93,7 +95,7 @@ def unsealed(data: bytes) -> dict[str, Any]:
     text = data[:-34]
     if data[-34:] != b"\n" + xxhash.xxh3_128_hexdigest(text).encode() + b"\n":
         raise DamagedError
-    found = json.loads(text)
+    found = segments.parsed(text)
     if not isinstance(found, dict):
         raise DamagedError
     return found
@@ -121,7 +123,8 @@ def read(folder: Path) -> Catalog:
     catalog, seq = newest_fold(folder, format_file["run"])
     if seq:
         check_end(folder, catalog, seq - 1, format_file["run"])
-    terms = [path for path in (folder / "seg").glob("*") if re.fullmatch("[0-9]{10}", path.name, re.ASCII)]
+    named = [path for path in (folder / "seg").glob("*") if re.fullmatch("[0-9]{10}", path.name, re.ASCII)]
+    terms = [path for path in named if path.is_dir() and not path.is_symlink()]
     catalog.written = max((int(path.name) for path in terms if counts(path, format_file["run"])), default=0)
     names = [path.name for path in (folder / "log").glob("*")]
     slots = sorted(int(name) for name in names if len(name) == 20 and name.isascii() and name.isdecimal())
@@ -145,14 +148,25 @@ def never_deleted(folder: Path, seq: int, every: int) -> bool:
 
 def counts(term: Path, run: str) -> bool:
     """READ 4: whether a folder below ``seg/`` has an object that does not say that it is another run's."""
-    objects = [path for path in term.iterdir() if path.is_file() and not path.name.startswith(".")]
+    objects = list(objects_of(term))
     return len(objects) > LOOKED_INTO or any(run_of(path) in (run, None) for path in objects)
+
+
+def objects_of(folder: Path) -> Iterator[Path]:
+    """All but folders, in the folder and in those below it. A name that begins with a dot is passed over."""
+    for path in folder.iterdir():
+        if path.name.startswith("."):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from objects_of(path)
+        else:
+            yield path
 
 
 def run_of(path: Path) -> str | None:
     """The run that a segment or a manifest names; None: nobody can tell."""
     try:
-        data = path.read_bytes()
+        data = text_of(path)
         found = (unsealed(data) if path.suffix == ".json" else segments.read(data))["run"]
     except Exception:  # noqa: BLE001  # whatever is wrong with it, it says nothing
         return None
@@ -208,6 +222,8 @@ def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
     for name, node in slot.get("tags", {}).items():
         if not TAG_NAME.fullmatch(name) or not (node is None or is_node(node)):
             raise DamagedError
+    if not all(map(is_node, slot.get("retires", []))):
+        raise DamagedError
     if any(not isinstance(one.get("metadata", {}), dict) for one in slot.get("checkpoints", [])):
         raise DamagedError
 
@@ -231,8 +247,10 @@ def continues(catalog: Catalog, slot: dict[str, Any]) -> bool:
 
 def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
     """7.3"""
-    if "manifest" not in slot:
+    if not slot.get("manifest"):
         return slot
+    if OF_COMMITS & slot.keys():
+        raise DamagedError
     pointer = slot["manifest"]
     path = folder / "seg" / f"{slot['term']:010d}" / f"{pointer['id']}.json"
     data = text_of(path)
@@ -316,7 +334,7 @@ def fold_of(data: bytes, digest16: str) -> tuple[dict[str, Any], bytes]:
         return {}, b""
     try:
         line, _, columns = zstandard.decompress(frame, max_output_size=1 << 30).partition(b"\n")
-        found = json.loads(line)
+        found = segments.parsed(line)
     except (ValueError, zstandard.ZstdError):
         return {}, b""
     return (found if isinstance(found, dict) else {}), columns

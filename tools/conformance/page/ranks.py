@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from tools.conformance.page.codecs import RefusedError
+
 MAPPINGS = ("$dict", "$odict", "$counter")
 GONE = object()
+LEVELS = 200
 NAN = "NaN"
 SCALARS: dict[str, Any] = {"BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "F16": "<f2"}
 SCALARS |= {"U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8"}
@@ -23,15 +27,50 @@ SCALARS |= {"F8_E8M0": ml_dtypes.float8_e8m0fnu, "C64": "<c8", "C128": "<c16"}
 
 def unranked(tree: Any) -> Any:
     """A tree in which the union of its nodes is in place of each `$ranks`."""
+    found = list(bodies_of(tree))
+    require(len({len(places) for places, _ in found}) < 2)
+    require(not any(list(bodies_of(nodes)) for _, nodes in found))
+    return present(replaced(tree, 0)) if found else tree
+
+
+def require(holds: bool) -> None:
+    if not holds:
+        raise RefusedError("a tree of ranks")
+
+
+def present(node: Any) -> Any:
+    require(node is not GONE)
+    return node
+
+
+def bodies_of(node: Any) -> Iterator[tuple[list[Any], list[Any]]]:
+    """The bodies of all `$ranks`, but for those within others."""
+    if isinstance(node, dict) and list(node) == ["$ranks"]:
+        body = node["$ranks"]
+        require(isinstance(body, list) and len(body) == 2 and all(isinstance(part, list) and part for part in body))
+        places, nodes = body
+        require(all(one is None or (type(one) is int and 0 <= one < len(nodes)) for one in places))
+        yield places, nodes
+    elif isinstance(node, dict | list):
+        for one in node.values() if isinstance(node, dict) else node:
+            yield from bodies_of(one)
+
+
+def replaced(tree: Any, around: int) -> Any:
+    require(around <= LEVELS)
     if isinstance(tree, list):
-        return [unranked(element) for element in tree]
+        return [present(replaced(element, around + 1)) for element in tree]
     if not isinstance(tree, dict):
         return tree
     if list(tree) == ["$ranks"]:
         places, nodes = tree["$ranks"]
-        named = dict.fromkeys(place for place in places if place is not None)
-        return union([nodes[place] for place in named]) if named else GONE
-    members = {key: unranked(value) for key, value in tree.items()}
+        named = [nodes[place] for place in dict.fromkeys(places) if place is not None]
+        for node in named:
+            replaced(node, around + 3)
+        return union(named) if named else GONE
+    members = {key: replaced(value, around + 1) for key, value in tree.items()}
+    if tag_of(tree) is not None:
+        members = {key: present(value) for key, value in members.items()}
     return {key: value for key, value in members.items() if value is not GONE}
 
 

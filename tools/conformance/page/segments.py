@@ -25,6 +25,23 @@ def lengths(nbytes: int) -> list[int]:
     return [min(1 << 24, nbytes - start) for start in range(0, nbytes, 1 << 24)]
 
 
+def parsed(text: bytes) -> Any:
+    """JSON. Section 1: a high surrogate and a low one behind it are one character, however each is written."""
+    return joined(json.loads(text.decode("utf-8", "surrogatepass")))
+
+
+def joined(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    if isinstance(value, list):
+        return [joined(one) for one in value]
+    if isinstance(value, dict):
+        members = {joined(name): joined(one) for name, one in value.items()}
+        require(len(members) == len(value))
+        return members
+    return value
+
+
 def require(holds: bool) -> None:
     if not holds:
         raise RefusedError("a segment")
@@ -41,6 +58,11 @@ def entry(name: str, dtype: str, shape: list[int], chunks: list[Any], **more: An
     return found | {"global_shape": None, "offset": None, "digest": None} | more
 
 
+def check_name(name: str) -> None:
+    """5.3: what no entry of a segment is called."""
+    require(name != "__metadata__" and not any("\ud800" <= letter <= "\udfff" for letter in name))
+
+
 def as_number(cell: str | None) -> int | None:
     return None if cell is None else int(cell, 16)
 
@@ -51,7 +73,9 @@ def read_plain(members: dict[str, Any], document: dict[str, Any], start: int) ->
     hashes = iter(cells(document.pop("hashes")))
     digests = cells(document.pop("digests", "-" * 16 * len(members)))
     tensors = {}
+    require("uses" not in document)
     for place, (name, info) in enumerate(members.items()):
+        check_name(name)
         begin, end = info["data_offsets"]
         dtype = known(logical.get(place, info["dtype"]))
         chunks, at = [], start + begin
@@ -70,7 +94,11 @@ def read_plain(members: dict[str, Any], document: dict[str, Any], start: int) ->
 
 def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> dict[str, Any]:
     tensor_rows, codec_rows = index.pop("tensors"), index.pop("codecs")
-    uses = {code for code, _ in codec_rows} | {params["rule"]["rule"] for _, params in codec_rows if "rule" in params}
+    rules = [params["rule"] for _, params in codec_rows if isinstance(params.get("rule"), dict)]
+    uses = {code for code, _ in codec_rows} | {rule["rule"] for rule in rules if isinstance(rule.get("rule"), str)}
+    for name, dtype, *_ in tensor_rows:
+        check_name(name)
+        known(dtype)
     require(document.pop("uses", sorted(uses)) == sorted(uses))
     stored_lengths, counts = index.pop("length"), index.pop("counts")
     offsets = [start + sum(stored_lengths[:row]) for row in range(len(stored_lengths))]
@@ -83,9 +111,10 @@ def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> 
     for step, (tensor, codec), digest in zip(steps, columns, digests, strict=True):
         (name, dtype, shape, *shard), (code, params) = tensor_rows[tensor], codec_rows[codec]
         chunks = []
-        for logical in lengths(math.prod(shape) * ITEM[known(dtype)]):
+        for logical in lengths(math.prod(shape) * ITEM[dtype]):
             row = next(chunk)
             length = stored_lengths[row]
+            require(code != "raw" or length == logical)
             cell = next(stored) if length else xxhash.xxh3_64_hexdigest(b"")
             found = {"offset": offsets[row], "length": length, "logical": logical, "stored_hash": cell}
             chunks.append(found | {"decoded_hash": cell if code == "raw" else next(decoded)})
@@ -112,24 +141,33 @@ def encodings(document: dict[str, Any]) -> dict[str, Any]:
 def read(data: bytes) -> dict[str, Any]:
     (length,) = struct.unpack("<Q", data[:8])
     start = 8 + length
-    members = json.loads(data[8:start])
-    document = json.loads(members.pop("__metadata__")["ckptstore"])
+    members = parsed(data[8:start])
+    document = parsed(members.pop("__metadata__")["ckptstore"].encode("utf-8", "surrogatepass"))
     if document["form"] == "plain":
         tensors = read_plain(members, document, start)
     else:
         begin, end = members["ckptstore/index"]["data_offsets"]
         stored, pointer = data[start + begin : start + end], document.pop("index")
         require(xxhash.xxh3_128_hexdigest(stored) == pointer["hash"])
-        index = json.loads(zstandard.decompress(stored, max_output_size=pointer["length"]))
+        index = parsed(zstandard.decompress(stored, max_output_size=pointer["length"]))
         tensors = read_packed(document, index, start)
+        require(not document.keys() & (index.keys() - {"trees"}))
         document |= index
     known = ["run", "term", "segment", "generation", "trees", "incompat", "ro_compat"]
     doc = {name: document.pop(name) for name in known} | {"tensors": tensors, "encodings": encodings(document)}
+    check_parents(document["parents"])
     doc["parents"] = {str(term): parent for term, parent in document.pop("parents")}
     require((document.pop("version"), document.pop("form")) in [(1, "plain"), (1, "packed")])
     require(not doc["incompat"])
     check_ranks(document, [int(step) for step in doc["encodings"]])
     return doc | {"extra": document}
+
+
+def check_parents(rows: list[Any]) -> None:
+    """5.1: ascending by term; a parent is of an earlier term."""
+    terms = [term for term, _ in rows]
+    require(all(type(term) is int and 1 <= term <= 9999999999 for term in terms) and terms == sorted(set(terms)))
+    require(all(parent is None or 1 <= parent[0] < term for term, parent in rows))
 
 
 def check_ranks(document: dict[str, Any], steps: list[int]) -> None:

@@ -15,6 +15,7 @@ from tools.conformance.page import codecs, log, ranks, segments, steps
 from tools.conformance.page.codecs import RefusedError
 
 CHUNK = 1 << 24
+WITH_BASE = ("xor", "sub", "step")
 
 
 class LostError(Exception):
@@ -22,22 +23,68 @@ class LostError(Exception):
 
 
 class State:
-    """A restored checkpoint."""
+    """What one way leads to. A tensor is decoded when it is asked for: damage that no tensor needs does not matter."""
 
-    def __init__(
-        self, tree: Any, tensors: dict[str, dict[str, Any]], images: dict[str, bytes], parts: dict[str, list[str]]
-    ) -> None:
-        self.tree, self.tensors, self.images, self.parts = tree, tensors, images, parts
-        named = [tensors[key] for keys in parts.values() for key in keys]
-        hashes = [chunk["decoded_hash"] for tensor in named for chunk in tensor["chunks"]]
-        self.proved = None not in hashes  # 4: else it is refused, and others may build on it
+    def __init__(self, trees: list[Any], tensors: dict[str, dict[str, Any]], files: dict[str, bytes], below: Any):
+        self.trees, self.tensors, self.files, self.below = trees, tensors, files, below
+        self.images: dict[str, bytes] = {}
+        self.tree: Any = None
+        self.parts: dict[str, list[str]] = {}
+
+    def image(self, key: str) -> bytes:
+        if key not in self.images:
+            self.decode(key)
+        return self.images[key]
+
+    def payloads(self, key: str) -> list[bytes]:
+        return [payload(self.files[key], chunk) for chunk in self.tensors[key]["chunks"]]
+
+    def of_base(self, key: str) -> bytes:
+        """5.4: the base tensor has the same name, dtype and shape."""
+        below = {} if self.below is None else self.below.tensors
+        if key not in below or any(below[key][name] != self.tensors[key][name] for name in ("dtype", "shape")):
+            raise LostError("not in the base")
+        return self.below.image(key)
+
+    def decode(self, key: str) -> None:
+        tensor = self.tensors[key]
+        params = {name: value for name, value in tensor["params"].items() if name != "of"}
+        if tensor["codec"] == "step":
+            self.images |= taken(self, params.get("leader", key))
+            return
+        base, wide = b"", 1
+        if "of" in tensor["params"]:
+            of = self.tensors.get(tensor["params"]["of"])
+            if not derivable(of, tensor):
+                raise LostError("nothing to derive from")
+            base, wide = self.image(tensor["params"]["of"]), 2
+        elif tensor["codec"] in WITH_BASE:
+            base = self.of_base(key)
+        self.images[key] = b"".join(
+            codecs.decode(tensor["codec"], params, data, chunk["logical"], base[wide * k * CHUNK :][: wide * CHUNK])
+            for k, (data, chunk) in enumerate(zip(self.payloads(key), tensor["chunks"], strict=True))
+        )
+
+    def prove(self, state: str) -> None:
+        """5.1, 5.4, 4: what is compared of the checkpoint that is given away, and of none that it builds on."""
+        if len(self.trees) != 1:
+            raise LostError("not one tree")
+        self.tree = self.trees[0]
+        self.parts = {name: parts_of(name, self.tensors) for name in names_of(self.tree)}
+        for key in [key for keys in self.parts.values() for key in keys]:
+            for k, chunk in enumerate(self.tensors[key]["chunks"]):
+                found = xxhash.xxh3_64_hexdigest(self.image(key)[k * CHUNK : (k + 1) * CHUNK])
+                if chunk["decoded_hash"] != found:
+                    raise LostError("decoded bytes, or no hash of them")
+        if state_hash(self) != state:
+            raise LostError("another state")
 
 
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.catalog = log.read(folder)
-        self.ways_of: dict[log.Node, list[State | LostError | RefusedError]] = {}
+        self.ways_of: dict[log.Node, list[State]] = {}
 
     def answer(self) -> dict[str, Any]:
         latest: Any
@@ -67,7 +114,7 @@ class Store:
         tensors = {}
         for name, keys in state.parts.items():
             one = state.tensors[keys[0]]
-            image, shape = state.images[name] if keys == [name] else put_together(state, keys), one["global_shape"]
+            image, shape = state.image(name) if keys == [name] else put_together(state, keys), one["global_shape"]
             tensors[name] = {
                 "dtype": one["dtype"],
                 "shape": shape or one["shape"],
@@ -87,47 +134,52 @@ class Store:
         }
 
     def restore(self, node: log.Node) -> State:
-        """By the first encoding that leads there."""
+        """By the first way that gives the state. 7.4: whatever makes one fail, the others are tried."""
         reason: Exception = LostError("no path")
         for way in self.ways(node):
-            if isinstance(way, State) and way.proved:
-                return way
-            reason = LostError("a decoded hash is missing") if isinstance(way, State) else way
-        raise reason
-
-    def ways(self, node: log.Node) -> list[State | LostError | RefusedError]:
-        """What each encoding of a checkpoint gives, or why it gives nothing."""
-        if node not in self.ways_of:
-            self.ways_of[node] = []  # a ring of encodings leads nowhere
-            self.ways_of[node] = [self.way(node, edge) for edge in self.catalog.encodings.get(node, [])]
-        return self.ways_of[node]
-
-    def way(self, node: log.Node, edge: dict[str, Any]) -> State | LostError | RefusedError:
-        """5.4: of tensors that the tree of the base does not name its encodings may differ, so that each is tried."""
-        reason: LostError | RefusedError = LostError("no path to the base")
-        bases: list[State | LostError | RefusedError | None] = [None]
-        if edge["base"] is not None:
-            base = (edge["base"][0], edge["base"][1])
-            if self.catalog.checkpoints.get(base, {}).get("state") != edge["base"][2]:
-                return LostError("the base is not there")
-            bases = [*self.ways(base)]
-        for below in bases:
-            if isinstance(below, LostError | RefusedError):
-                reason = below
-                continue
             try:
-                state = self.apply(node, edge, below)
-                if state_hash(state) != self.catalog.checkpoints[node]["state"]:
-                    raise LostError("another state")
+                way.prove(self.catalog.checkpoints[node]["state"])
             except (LostError, RefusedError) as error:
                 reason = error
                 continue
-            return state
-        return reason
+            return way
+        raise reason
 
-    def apply(self, node: log.Node, edge: dict[str, Any], below: State | None) -> State:
+    def ways(self, node: log.Node) -> list[State]:
+        """Every way to a checkpoint whose segments say what the log says."""
+        if node not in self.ways_of:
+            self.ways_of[node] = []  # a ring of encodings leads nowhere
+            edges = [edge for edge in self.catalog.encodings.get(node, []) if self.leads(edge, {node})]
+            self.ways_of[node] = [way for edge in edges for way in self.of_edge(node, edge)]
+        return self.ways_of[node]
+
+    def leads(self, edge: dict[str, Any], seen: set[log.Node]) -> bool:
+        """7.4: whether an encoding leads from nothing to its checkpoint, as the catalog says."""
+        if any(segment not in self.catalog.segments for segment in edge["segments"]):
+            return False
+        if edge["base"] is None:
+            return True
+        base = (edge["base"][0], edge["base"][1])
+        if self.catalog.checkpoints.get(base, {}).get("state") != edge["base"][2] or base in seen:
+            return False
+        return any(self.leads(below, seen | {base}) for below in self.catalog.encodings.get(base, []))
+
+    def of_edge(self, node: log.Node, edge: dict[str, Any]) -> list[State]:
+        """5.4: of tensors that the tree of the base does not name its encodings may differ, so that each is tried."""
+        try:
+            trees, tensors, files = self.opened(node, edge)
+        except (LostError, RefusedError):
+            return []
+        bases: list[State | None] = [None]
+        if any(tensor["codec"] in WITH_BASE for tensor in tensors.values()):
+            bases = [] if edge["base"] is None else [*self.ways((edge["base"][0], edge["base"][1]))]
+        return [State(trees, tensors, files, below) for below in bases]
+
+    def opened(
+        self, node: log.Node, edge: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, dict[str, Any]], dict[str, bytes]]:
         tensors: dict[str, dict[str, Any]] = {}
-        stored: dict[str, list[bytes]] = {}
+        files: dict[str, bytes] = {}
         step, trees = str(node[1]), []
         for segment in edge["segments"]:
             data, doc = self.segment(segment)
@@ -141,12 +193,8 @@ class Store:
                 if key in tensors:
                     raise LostError("in two segments")
                 tensors[key] = tensor | {"params": keyed(tensor, own)}
-                stored[key] = [payload(data, chunk) for chunk in tensor["chunks"]]
-        if len(trees) != 1:
-            raise LostError("not one tree")
-        parts = {name: parts_of(name, tensors) for name in names_of(trees[0])}
-        images = decoded(tensors, stored, {} if below is None else fitting(below, tensors))
-        return State(trees[0], tensors, images, parts)
+                files[key] = data
+        return trees, tensors, files
 
     def segment(self, identity: str) -> tuple[bytes, dict[str, Any]]:
         entry = self.catalog.segments.get(identity)
@@ -160,16 +208,6 @@ class Store:
         if (doc["run"], doc["term"], doc["segment"]) != (self.catalog.run, entry["term"], identity):
             raise LostError("another segment")
         return data, doc
-
-
-def fitting(below: State, tensors: dict[str, dict[str, Any]]) -> dict[str, bytes]:
-    """The images of the base tensors: of the same name, dtype and shape."""
-    same = [key for key in tensors if key in below.images]
-    return {
-        key: below.images[key]
-        for key in same
-        if all(tensors[key][name] == below.tensors[key][name] for name in ("dtype", "shape"))
-    }
 
 
 def names_of(tree: Any) -> Iterator[str]:
@@ -240,7 +278,7 @@ def put_together(state: State, keys: list[str]) -> bytes:
     whole = np.zeros([*first["global_shape"], size], np.uint8)
     for key in keys:
         shard = state.tensors[key]
-        whole[box_of(shard)] = np.frombuffer(state.images[key], np.uint8).reshape([*shard["shape"], size])
+        whole[box_of(shard)] = np.frombuffer(state.image(key), np.uint8).reshape([*shard["shape"], size])
     return whole.tobytes()
 
 
@@ -257,51 +295,21 @@ def payload(data: bytes, chunk: dict[str, Any]) -> bytes:
     return found
 
 
-def decoded(
-    tensors: dict[str, dict[str, Any]], stored: dict[str, list[bytes]], below: dict[str, bytes]
-) -> dict[str, bytes]:
-    """The images of a step's tensors: those that derive from others last."""
-    images: dict[str, bytes] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["codec"] == "derive"):
-        if tensor["codec"] == "step":
-            if "leader" not in tensor["params"]:
-                images |= taken(tensor["params"], tensors, stored[name], below)
-            continue
-        params = {key: value for key, value in tensor["params"].items() if key != "of"}
-        if "of" in tensor["params"] and not derivable(tensors.get(tensor["params"]["of"]), tensor):
-            raise LostError("nothing to derive from")
-        base = images[tensor["params"]["of"]] if "of" in tensor["params"] else below.get(name, b"")
-        if tensor["codec"] in ("xor", "sub") and name not in below:
-            raise LostError("not in the base")
-        wide = 2 if tensor["codec"] == "derive" else 1
-        parts = [
-            codecs.decode(tensor["codec"], params, data, chunk["logical"], base[wide * k * CHUNK :][: wide * CHUNK])
-            for k, (data, chunk) in enumerate(zip(stored[name], tensor["chunks"], strict=True))
-        ]
-        images[name] = b"".join(parts)
-    for name, tensor in tensors.items():
-        for k, chunk in enumerate(tensor["chunks"]):
-            found = xxhash.xxh3_64_hexdigest(images[name][k * CHUNK : (k + 1) * CHUNK])
-            if chunk["decoded_hash"] not in (None, found):
-                raise LostError("decoded bytes")
-    return images
-
-
 def derivable(of: dict[str, Any] | None, tensor: dict[str, Any]) -> bool:
     return of is not None and (of["dtype"], of["shape"]) == ("F32", tensor["shape"]) and of["codec"] != "derive"
 
 
-def taken(
-    params: dict[str, Any], tensors: dict[str, dict[str, Any]], payloads: list[bytes], below: dict[str, bytes]
-) -> dict[str, bytes]:
+def taken(state: State, leader: str) -> dict[str, bytes]:
     """The images of a group's tensors."""
+    tensors, params = state.tensors, state.tensors[leader]["params"]
     members = params["members"]
-    if any(slot not in below for member in members for slot in member):
-        raise LostError("not in the base")
-    old = [np.frombuffer(b"".join(below[member[slot]] for member in members), "<u4") for slot in range(len(members[0]))]
+    old = [
+        np.frombuffer(b"".join(state.of_base(member[slot]) for member in members), "<u4")
+        for slot in range(len(members[0]))
+    ]
     parts = [
         steps.decode(params["encoding"], params["rule"], data, [one[k << 22 : (k + 1) << 22] for one in old])
-        for k, data in enumerate(payloads)
+        for k, data in enumerate(state.payloads(leader))
     ]
     images: dict[str, bytes] = {}
     for slot in range(len(old)):
@@ -337,5 +345,5 @@ def state_hash(state: State) -> str:
         places = [
             b"" if key == name else numbers(state.tensors[key]["offset"] + state.tensors[key]["shape"]) for key in keys
         ]
-        part(b"".join(place + tensor_hash(state.images[key]) for place, key in zip(places, keys, strict=True)))
+        part(b"".join(place + tensor_hash(state.image(key)) for place, key in zip(places, keys, strict=True)))
     return str(hasher.hexdigest())

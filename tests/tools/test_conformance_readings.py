@@ -1,0 +1,294 @@
+"""Sentences of SPEC.md that once had two readings: ours and the reader from the page take the same one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptstore.formats import codecs
+from ckptstore.formats.records import CheckpointId, segment_key, slot_key
+from ckptstore.formats.segment import header_length
+from ckptstore.formats.texts import seal
+from tests.tools.test_conformance_page import OTHER_RUN, _folded, _reindexed, both
+from tools.golden.by_hand import Hand, Made, Step, changed_document, entry
+from tools.golden.make_conformance import flip, rewritten
+
+WORDS = np.arange(40, dtype="<u4")
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def hand(tmp_path: Path) -> Hand:
+    found = Hand(tmp_path / "store")
+    found.open()
+    return found
+
+
+def word(more: int = 0, codec: codecs.Codec | None = None, base: int | None = None, **wrong: Any) -> Any:
+    on = None if base is None else WORDS + np.uint32(base)
+    return entry("words", WORDS + np.uint32(more), codec, on, **wrong)
+
+
+def fates(hand: Hand) -> dict[str, bool]:
+    """Whether each checkpoint is restored."""
+    return {ref: "state" in told for ref, told in both(hand.folder)["checkpoints"].items()}
+
+
+def indexed(change: Change) -> Callable[[bytes], bytes]:
+    return lambda data: _reindexed(data, change)
+
+
+def path_of(hand: Hand, made: Made) -> Path:
+    return hand.folder / segment_key(made.term, made.entry["id"])
+
+
+# ---------------------------------------------------------------------------------------- segments
+
+
+def test_rank_members_stand_in_the_document_or_the_index_and_not_in_both(hand: Hand) -> None:
+    """5.1; and the array of a step in `ranks` may be empty."""
+    told = {"rank": [[1, 3]], "ranks": [[1, []]]}
+    hand.promise(hand.segment({1: Step([word()])}, extra=told))
+    hand.promise(hand.segment({2: Step([word(2)])}, changed_document(lambda found: found.update(ranks=[[2, []]]))))
+    document = changed_document(lambda found: found.update(rank=[[3, 0]]))
+    hand.promise(hand.segment({3: Step([word(3)])}, document, extra={"rank": [[3, 0]]}))
+    wrong = changed_document(lambda found: found.update(rank=[[9, 0]]))
+    hand.promise(hand.segment({4: Step([word(4)])}, wrong))
+    assert fates(hand) == {"1@1": True, "2@1": True, "3@1": False, "4@1": False}
+
+
+DOCUMENTS: dict[str, tuple[Change, bool]] = {
+    "keep is no feature of segments": (lambda found: found.update(incompat=["keep"]), False),
+    "parents of other terms": (lambda found: found.update(parents=[[1, None], [7, [5, 3, OTHER_RUN]]]), True),
+    "parents that descend": (lambda found: found.update(parents=[[2, None], [1, None]]), False),
+    "a parent of a later term": (lambda found: found.update(parents=[[1, [1, 3, OTHER_RUN]]]), False),
+    "a parent of a term of eleven digits": (lambda found: found.update(parents=[[10**10, None]]), False),
+    "number 0 of another segment": (lambda found: found.update(parts=[[1, OTHER_RUN, 0, 2]]), True),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(name: str, hand: Hand) -> None:
+    change, taken = DOCUMENTS[name]
+    hand.promise(hand.segment({1: Step([word()])}, changed_document(change)))
+    assert fates(hand) == {"1@1": taken}
+
+
+@pytest.mark.parametrize("told", [{}, {"format": "np"}, {"format": 7}])
+def test_format_of_the_metadata_does_not_matter(told: dict[str, Any], hand: Hand) -> None:
+    def change(data: bytes) -> bytes:
+        size = header_length(data, len(data), "a test")
+        members = json.loads(data[8:size])
+        members["__metadata__"] = told | {"ckptstore": members["__metadata__"]["ckptstore"]}
+        return data[:8] + json.dumps(members).encode().ljust(size - 8) + data[size:]
+
+    hand.promise(hand.segment({1: Step([word()])}, change))
+    assert fates(hand) == {"1@1": True}
+
+
+INDEXES: dict[str, tuple[Change, bool]] = {
+    "rows twice": (
+        lambda found: (found["tensors"].extend(found["tensors"]), found["codecs"].extend(found["codecs"])),
+        True,
+    ),
+    "a row that no entry uses": (lambda found: found["tensors"].append(["more", "F32", [2]]), True),
+    "one of an unknown dtype": (lambda found: found["tensors"].append(["more", "F4_LATER", [2]]), False),
+    "one of no name": (lambda found: found["tensors"].append(["__metadata__", "F32", [2]]), False),
+    "one with a surrogate": (lambda found: found["tensors"].append(["\ud800", "F32", [2]]), False),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_rows_of_an_index(name: str, hand: Hand) -> None:
+    change, taken = INDEXES[name]
+    hand.promise(hand.segment({1: Step([word()])}, indexed(change)))
+    assert fates(hand) == {"1@1": taken}
+
+
+def test_a_raw_chunk_of_another_length_refuses_the_segment(hand: Hand) -> None:
+    """5.3: also where it is of an entry that no tensor needs."""
+    made = entry("aside", WORDS, codecs.Planes(4))
+    change = indexed(lambda found: [row.__setitem__(0, "raw") or row[1].clear() for row in found["codecs"][1:]])
+    hand.promise(hand.segment({1: Step([word(), made], {"words": {"$t": "words"}})}))
+    hand.promise(hand.segment({2: Step([word(2), made], {"words": {"$t": "words"}})}, change))
+    assert fates(hand) == {"1@1": True, "2@1": False}
+
+
+def test_a_high_and_a_low_surrogate_are_one_character(hand: Hand) -> None:
+    """1: escaped, or as three bytes each; the state hash is of the character."""
+    spellings = [b"\\ud83d\\ude00", b"\xed\xa0\xbd\xed\xb8\x80", b"\\ud83d\xed\xb8\x80", b"\xed\xa0\xbd\\uDE00"]
+    for step, text in enumerate(spellings, 1):
+        tree = {"words": {"$t": "words"}, "says": "\U0001f600"}
+        made = hand.segment({step: Step([word(step)], tree)}, lambda data, text=text: _spelled(data, text))  # type: ignore[misc]
+        hand.promise(made)
+    assert fates(hand) == {f"{step}@1": True for step in range(1, 5)}
+
+
+def _spelled(data: bytes, text: bytes) -> bytes:
+    with pytest.MonkeyPatch.context() as patch:
+        own = lambda value: json.dumps(value).encode().replace(b"\\ud83d\\ude00", text)  # noqa: E731
+        patch.setattr("tests.tools.test_conformance_page.dumps", own)
+        return _reindexed(data, lambda index: None)
+
+
+# ---------------------------------------------------------------------------------------- ways
+
+
+def test_nothing_of_a_base_is_compared_but_what_is_stored(hand: Hand) -> None:
+    """5.4: its decoded hashes are its own matter."""
+    base = hand.segment({1: Step([word(1, codecs.Planes(4), decoded_hash="0" * 16)])})
+    hand.promise(base)
+    hand.promise(hand.segment({2: Step([word(2, codecs.Sub(4), 1)], base=base.identity(1))}))
+    other = CheckpointId(1, 1, OTHER_RUN)
+    hand.promise(hand.segment({3: Step([word(3, codecs.Sub(4), 1)], base=other)}))
+    assert fates(hand) == {"1@1": False, "2@1": True, "3@1": False}
+
+
+@pytest.mark.parametrize("damage", ["header", "missing", "chunk"])
+def test_damage_in_a_base_that_no_tensor_needs(damage: str, hand: Hand) -> None:
+    """7.4: whether the base leads further, the catalog alone says."""
+    base = hand.segment({1: Step([word(1)])})
+    hand.promise(base)
+    hand.promise(hand.segment({2: Step([word(2)], base=base.identity(1))}))
+    hand.promise(hand.segment({3: Step([word(3, codecs.Sub(4), 1)], base=base.identity(1))}))
+    hand.promise(hand.segment({4: Step([word(4, codecs.Sub(4), 2)], base=hand_identity(2))}))
+    lone = hand.segment({5: Step([word(5)])})
+    hand.commit(lone, checkpoints=[lone.checkpoint(5)])  # no encoding leads to it
+    hand.promise(hand.segment({6: Step([word(6)], base=lone.identity(5))}))
+    path = path_of(hand, base)
+    if damage == "missing":
+        path.unlink()
+    else:
+        flip(path, 100 if damage == "header" else base.entry["header"])
+    assert fates(hand) == {"1@1": False, "2@1": True, "3@1": False, "4@1": True, "5@1": False, "6@1": False}
+
+
+def hand_identity(step: int) -> CheckpointId:
+    return CheckpointId(1, step, Step([word(step)]).state)
+
+
+RANKS: dict[str, tuple[Any, bool]] = {
+    "right": ({"$ranks": [[0, None, 1], [1, 2]]}, True),
+    "no array": ({"$ranks": [0, [1]]}, False),
+    "no places": ({"$ranks": [[], [1]]}, False),
+    "a place beyond the nodes": ({"$ranks": [[0, 2, 0], [1, 2]]}, False),
+    "a boolean place": ({"$ranks": [[0, True, 0], [1, 2]]}, False),
+    "of another number of ranks": ([{"$ranks": [[0, 1], [1, 2]]}, {"$ranks": [[0, 1, 1], [1, 2]]}], False),
+    "within another": ({"$ranks": [[0, 1], [1, {"a": {"$ranks": [[0, 1], [1, 2]]}}]]}, False),
+    "null for all in an array": ([{"$ranks": [[None, None], [1]]}], False),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_of_wrong_form(name: str, hand: Hand) -> None:
+    """3.3: a reader that takes the union refuses them."""
+    node, taken = RANKS[name]
+    hand.promise(hand.segment({1: Step([word()], {"words": {"$t": "words"}, "x": node})}))
+    assert fates(hand) == {"1@1": taken}
+
+
+def test_a_reader_that_hands_the_tree_on_does_not_count_its_levels(hand: Hand) -> None:
+    """3.1; one that takes a union does."""
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    hand.promise(hand.segment({1: Step(tree={"deep": deep})}))
+    hand.promise(hand.segment({2: Step(tree={"deep": deep[0], "n": {"$ranks": [[0, 1], [1, 2]]}})}))
+    hand.promise(hand.segment({3: Step(tree={"deep": deep, "n": {"$ranks": [[0, 1], [1, 2]]}})}))
+    assert fates(hand) == {"1@1": True, "2@1": True, "3@1": False}
+
+
+# ---------------------------------------------------------------------------------------- the log
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("link", True),
+        ("below", True),
+        (".hidden", False),
+        ("unsealed", True),
+        ("sealed", False),
+        ("empty below", False),
+    ],
+)
+def test_objects_above_the_newest_term(name: str, lost: bool, hand: Hand) -> None:
+    """READ 4"""
+    hand.promise(hand.segment({1: Step([word()])}))
+    above = hand.folder / "seg" / "0000000009"
+    above.mkdir()
+    if name == "link":
+        (above / "link").symlink_to(hand.folder / "FORMAT")
+    elif name.endswith("below"):
+        (above / "sub").mkdir()
+        if name == "below":
+            (above / "sub" / "notes").write_bytes(b"mine")
+    elif name == ".hidden":
+        (above / name).write_bytes(b"mine")
+    else:
+        path = above / f"{'0' * 32}.json"
+        path.write_bytes(seal({"ckptstore": "commit", "run": OTHER_RUN}))
+        if name == "unsealed":
+            flip(path, path.stat().st_size - 3)
+    assert isinstance(both(hand.folder)["latest"], dict) is lost
+
+
+MEMBERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "unknown": ({"later": 1}, True),
+    "tags": ({"tags": {"a": [1, 1]}}, False),
+    "drops": ({"drops": []}, False),
+    "closed": ({"closed": True}, False),
+    "highest": ({"highest": 3}, False),
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_slot_with_a_manifest_has_no_members_of_a_commit(name: str, hand: Hand) -> None:
+    """7.3"""
+    more, taken = MEMBERS[name]
+    made = hand.segment({1: Step([word()])})
+    told = {"checkpoints": [made.checkpoint(1)], "encodings": [made.encoding(1)], "segments": [made.entry]}
+    hand.in_manifest(told)
+    rewritten(hand.folder / slot_key(hand.seq - 1), lambda slot: slot.update(more))
+    assert (both(hand.folder)["latest"] == "1@1") is taken
+
+
+def test_an_empty_manifest_is_none(hand: Hand) -> None:
+    hand.promise(hand.segment({1: Step([word()])}), manifest={})
+    assert both(hand.folder)["latest"] == "1@1"
+
+
+@pytest.mark.parametrize("term", [0, 10**10])
+def test_a_node_of_no_term_makes_its_slot_damaged(term: int, hand: Hand) -> None:
+    hand.promise(hand.segment({1: Step([word()])}))
+    hand.commit(retires=[[term, 1]])
+    hand.commit(tags={"a": [1, 1]})
+    found = both(hand.folder)
+    assert isinstance(found["latest"], dict)
+    assert "state" in found["checkpoints"]["1@1"]
+
+
+@pytest.mark.parametrize("more", [{"ckptstore": "merge"}, {"incompat": ["later"]}, {"seq": 0}, {"run": OTHER_RUN}])
+def test_what_lies_at_the_end_slot_of_a_fold(more: dict[str, Any], tmp_path: Path) -> None:
+    """8: a whole text of this run and number is a record of another history, whatever its kind and features."""
+    folder, (_, newest) = _folded(tmp_path)
+    expected = both(folder)
+    rewritten(folder / slot_key(int(newest.name[:20])), lambda slot: slot.update(more))
+    found = both(folder)
+    assert "refused" not in found
+    assert found["checkpoints"] == expected["checkpoints"]
+
+
+def test_missing_decoded_hashes_are_those_of_one_way_alone(hand: Hand) -> None:
+    """4, 5.5"""
+    made = word(1, codecs.Planes(4), decoded_hash=None)
+    state = Step([word(1)]).state
+    base = hand.segment({1: Step([made])})
+    hand.promise(base, checkpoints=[base.checkpoint(1, state=state)])
+    hand.promise(hand.segment({2: Step([word(2, codecs.Sub(4), 1)], base=CheckpointId(1, 1, state))}))
+    assert fates(hand) == {"1@1": False, "2@1": True}
