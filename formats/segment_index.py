@@ -104,9 +104,6 @@ def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, 
         tensors[step] = {entry.name: entry for entry in islice(entries, count)}
         if len(tensors[step]) != count:
             raise FormatError(f"{where}: a tensor twice in step {step}")
-    twice = sorted(columns.keys() & doc.extra.keys())
-    if twice:
-        raise FormatError(f"{where}: a member that the header has, too: {twice[0]!r:.80}")
     return replace(doc, trees=trees, tensors=tensors, extra={**doc.extra, **columns})
 
 

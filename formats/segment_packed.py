@@ -104,6 +104,7 @@ def read_packed(
         FormatError: not a document or index of this version.
         CorruptSegmentError: the index's hash is wrong, or payload, index and chunks do not fill the file.
     """
+    names = frozenset(document.rest()) | {"form"}
     doc = read_identity(document, where)
     pointer = Members(document.mapping("index"), f"{where}: index")
     told = document.rules(USES)
@@ -119,6 +120,8 @@ def read_packed(
     where = f"{where}: index at byte {header_size + payload}"
     index = _decompressed(pointer, read(header_size + payload, length), where)
     found = read_index(doc, Members(index, where), payload, header_size, where)
+    if twice := sorted(names & index.keys()):
+        raise FormatError(f"{where}: a member that the header has, too: {twice[0]!r:.80}")
     if told is not None and list(told) != uses_of(index):
         raise FormatError(f"{where}: uses {uses_of(index)!r:.200}, the header says {told!r:.200}")
     return found

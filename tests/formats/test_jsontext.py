@@ -46,6 +46,8 @@ def test_round_trip_keeps_types_and_order(value: Any) -> None:
         (b" " * 10_001, "at most 10000"),
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
+        (b'"\\\xed\xa0\xbd"', "a backslash before a surrogate"),
+        (b'"\\\\\\\xed\xb8\x80"', "a backslash before a surrogate"),
         (b"", "not JSON"),
     ],
 )

@@ -23,6 +23,7 @@ from ckptstore.formats import dtypes
 from ckptstore.formats.dtypes import DTYPES
 from ckptstore.formats.hashing import chunk_hash, header_hash, tensor_hash, xxh3_128
 from ckptstore.formats.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents
+from ckptstore.formats.members import MAX_TERM
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import (
     Chunk,
@@ -376,7 +377,7 @@ def entries(draw: st.DrawFn, name: str) -> TensorEntry:
 
 encodings = st.builds(
     StepEncoding,
-    st.integers(1, 2**53),
+    st.integers(1, MAX_TERM),
     st.sampled_from(["full", "delta", "later"]),
     st.none() | st.builds(CheckpointId, st.integers(1, 9), st.integers(0, 9), st.just("a" * 32)),
     st.floats(-(2.0**53), 2.0**53),
@@ -447,7 +448,7 @@ def test_twenty_steps_of_a_thousand_tensors_stay_small_and_quick() -> None:
 
 
 def test_a_header_is_planned_for_any_payload_and_generation() -> None:
-    told = StepEncoding(2**53, "gradient", CheckpointId(2**53, 2**53, "f" * 32), -(2.0**53) / 3)
+    told = StepEncoding(MAX_TERM, "gradient", CheckpointId(MAX_TERM, 2**53, "f" * 32), -(2.0**53) / 3)
     many = replace(DRAFT, encodings=dict.fromkeys(range(2**53 - 299, 2**53 + 1), told), trees={})
     size = plan_packed(many)
     header, index = encode_packed(replace(many, generation=2**53), 0, size)

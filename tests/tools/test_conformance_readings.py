@@ -96,6 +96,7 @@ INDEXES: dict[str, tuple[Change, bool]] = {
         lambda found: (found["tensors"].extend(found["tensors"]), found["codecs"].extend(found["codecs"])),
         True,
     ),
+    "a member that the document has": (lambda found: found.update(run=OTHER_RUN), False),
     "a row that no entry uses": (lambda found: found["tensors"].append(["more", "F32", [2]]), True),
     "one of an unknown dtype": (lambda found: found["tensors"].append(["more", "F4_LATER", [2]]), False),
     "one of no name": (lambda found: found["tensors"].append(["__metadata__", "F32", [2]]), False),

@@ -146,12 +146,13 @@ def read(data: bytes) -> dict[str, Any]:
     if document["form"] == "plain":
         tensors = read_plain(members, document, start)
     else:
+        names = set(document)
         begin, end = members["ckptstore/index"]["data_offsets"]
         stored, pointer = data[start + begin : start + end], document.pop("index")
         require(xxhash.xxh3_128_hexdigest(stored) == pointer["hash"])
         index = parsed(zstandard.decompress(stored, max_output_size=pointer["length"]))
+        require(not names & index.keys())
         tensors = read_packed(document, index, start)
-        require(not document.keys() & (index.keys() - {"trees"}))
         document |= index
     known = ["run", "term", "segment", "generation", "trees", "incompat", "ro_compat"]
     doc = {name: document.pop(name) for name in known} | {"tensors": tensors, "encodings": encodings(document)}
