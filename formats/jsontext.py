@@ -97,17 +97,11 @@ def loads(
         return found
 
     try:
-        # Decoded here: of bytes Python would also take UTF-16 and UTF-32, in which the brackets above go uncounted.
-        # Lone surrogates are let through: a document inside a header may have them, and they are escaped when written.
-        letters = text.decode("utf-8", "surrogatepass")
-        if _RAW_SURROGATE.search(text):
-            # Prevents: two texts, of two surrogates and of the character that they stand for, with one canonical form.
-            letters = _escaped(letters, what)
         # Ours are called for every number, and take ten times as long as Python's: only where a number may be too long
         # or too large (or a string looks like one).
         long = _LONG_NUMBER.search(text) is not None
         return json.loads(
-            letters,
+            _letters(text, what),
             parse_constant=refuse,
             parse_int=integer if long else None,
             parse_float=real if long or _LARGE_NUMBER.search(text) else None,
@@ -119,10 +113,16 @@ def loads(
         raise FormatError(f"{what}: not JSON: {error}") from error
 
 
-def _escaped(letters: str, what: str) -> str:
-    """Surrogates as escapes: so a high and a low one are joined to one character, however each was written."""
+def _letters(text: bytes, what: str) -> str:
+    """The text's characters. Surrogates become escapes: so a high and a low one are joined, however each is written."""
+    # Decoded here: of bytes Python would also take UTF-16 and UTF-32, in which brackets go uncounted.
+    # Lone surrogates are let through: a document inside a header may have them, and they are escaped when written.
+    letters = text.decode("utf-8", "surrogatepass")
+    if text.isascii() or not _RAW_SURROGATE.search(text):
+        return letters
     if _BROKEN_ESCAPE.search(letters):
         raise FormatError(f"{what}: not JSON: a backslash before a surrogate")
+    # Prevents: two texts, of two surrogates and of the character that they stand for, with one canonical form.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", letters)
 
 

@@ -209,6 +209,7 @@ def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _A
         needed = _Needed(journal, view.catalog, chosen)
         readers = opened_readers(journal.backend, needed.entries(), needed.open, stack)
         used = replace(chosen, encodings=tuple(needed.encodings))
+        readers = {segment: readers[segment] for segment in used.segments}  # in the plan's order
         base = next((one for one in attempt.bases if one.id == used.encodings[0].base), None)
         found = Opened(view.catalog, entry, used, readers, avoid, base, journal.backend.cheap_looks)
         found.check_identity()

@@ -19,6 +19,7 @@ from ckptstore.errors import FormatError
 from ckptstore.formats import folds, jsontext, texts
 from ckptstore.formats.catalog import Catalog, CatalogBuilder, TermEntry
 from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.members import MAX_TERM
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, OpenRecord
 from tools.fuzz import seeds
 
@@ -275,7 +276,7 @@ def test_the_newest_term_of_a_fold_is_one_of_its_terms(term: int) -> None:
 # Lines of parents
 
 
-@pytest.mark.parametrize("parent", [1, 2, 2**53])
+@pytest.mark.parametrize("parent", [1, 2, MAX_TERM])
 def test_a_term_whose_parent_is_not_older_is_refused(parent: int) -> None:
     """Whoever follows the parents of such terms would never come to an end."""
     record = OpenRecord(1, CheckpointId(parent, 5, HEX), HEX, 0.0, {})

@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_term_does_not_count(tmp_path: Path) -> None:
     assert both(folder)["latest"] == "11@1"
 
 
-def _folded(tmp_path: Path) -> tuple[Path, list[Path]]:
+def folded_store(tmp_path: Path) -> tuple[Path, list[Path]]:
     folder = tmp_path / "store"
     make_folded(folder)
     return folder, sorted((folder / "fold").iterdir())
@@ -146,7 +146,7 @@ def _fold(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_an_older_fold_is_read_where_the_newest_is_damaged(tmp_path: Path) -> None:
-    folder, (_, newest) = _folded(tmp_path)
+    folder, (_, newest) = folded_store(tmp_path)
     expected = both(folder)
     flip(newest, 100)
     assert both(folder) == expected
@@ -157,7 +157,7 @@ def test_an_older_fold_is_read_where_the_newest_is_damaged(tmp_path: Path) -> No
 
 
 def test_of_several_folds_of_a_slot_the_greatest_name_is_read_first(tmp_path: Path) -> None:
-    folder, (_, newest) = _folded(tmp_path)
+    folder, (_, newest) = folded_store(tmp_path)
     promised = both(folder)["checkpoints"]
 
     def orphaned(fold: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ def test_of_several_folds_of_a_slot_the_greatest_name_is_read_first(tmp_path: Pa
 
 
 def test_a_fold_s_name_that_is_none_is_passed_over(tmp_path: Path) -> None:
-    folder, (_, newest) = _folded(tmp_path)
+    folder, (_, newest) = folded_store(tmp_path)
     expected = both(folder)
     for name in ("99999999999999999999", f"{'9' * 21}-{'f' * 16}", f"{'9' * 20}-{'f' * 15}", "notes"):
         shutil.copyfile(newest, newest.with_name(name))
@@ -239,7 +239,7 @@ def _two(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     files = {f"{step}": _word(words, step, {"words": codecs.Raw()}) for step in (1, 2)}
     of_segments(folder, {name: data for name, (data, _) in files.items()})
     (path,) = folder.glob(f"seg/*/{'2' * 32}.safetensors")
-    path.write_bytes(_reindexed(path.read_bytes(), change))
+    path.write_bytes(reindexed(path.read_bytes(), change))
     data = path.read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
 
@@ -265,7 +265,7 @@ def _word(
     return packed(SegmentDoc(RUN, 1, segment, {step: told}, parents={1: None}, trees={step: tree}), {step: entries})
 
 
-def _reindexed(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+def reindexed(data: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     """A packed segment with another index."""
     start = 8 + int.from_bytes(data[:8], "little")
     members = json.loads(data[8:start])
@@ -315,7 +315,7 @@ def test_the_index_may_have_any_text_of_the_same_tree(tmp_path: Path) -> None:
     (path,) = folder.glob(f"seg/*/{'2' * 32}.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.dumps", lambda value: json.dumps(value, indent=1).encode())
-        path.write_bytes(_reindexed(path.read_bytes(), lambda index: None))
+        path.write_bytes(reindexed(path.read_bytes(), lambda index: None))
     data = path.read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
     assert b"\n" in header
@@ -464,7 +464,7 @@ def test_whatever_refuses_an_encoding_another_one_leads_to_the_checkpoint(
     """7.4: if one way fails the others are tried."""
     planes = _segment("a", 1, [_entry("half", HALF, codecs.Planes(2))])
     plain = _segment("b", 1, [_entry("half", HALF, codecs.Raw())])
-    bad = _reindexed(planes[0], change)
+    bad = reindexed(planes[0], change)
     folder = _store_of(tmp_path / "store", [(bad, planes[1]), plain], [1, 9000])
     assert both(folder)["checkpoints"]["1@1"]["tensors"]["half"]["hash"] == xxh3_128(HALF.tobytes())
     (folder / "seg" / "0000000001" / f"{'b' * 32}.safetensors").unlink()

@@ -14,7 +14,7 @@ from ckptstore.formats import codecs
 from ckptstore.formats.records import CheckpointId, segment_key, slot_key
 from ckptstore.formats.segment import header_length
 from ckptstore.formats.texts import seal
-from tests.tools.test_conformance_page import OTHER_RUN, _folded, _reindexed, both
+from tests.tools.test_conformance_page import OTHER_RUN, both, folded_store, reindexed
 from tools.golden.by_hand import Hand, Made, Step, changed_document, entry
 from tools.golden.make_conformance import flip, rewritten
 
@@ -40,7 +40,7 @@ def fates(hand: Hand) -> dict[str, bool]:
 
 
 def indexed(change: Change) -> Callable[[bytes], bytes]:
-    return lambda data: _reindexed(data, change)
+    return lambda data: reindexed(data, change)
 
 
 def path_of(hand: Hand, made: Made) -> Path:
@@ -134,7 +134,7 @@ def _spelled(data: bytes, text: bytes) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         own = lambda value: json.dumps(value).encode().replace(b"\\ud83d\\ude00", text)  # noqa: E731
         patch.setattr("tests.tools.test_conformance_page.dumps", own)
-        return _reindexed(data, lambda index: None)
+        return reindexed(data, lambda index: None)
 
 
 # ---------------------------------------------------------------------------------------- ways
@@ -277,7 +277,7 @@ def test_a_node_of_no_term_makes_its_slot_damaged(term: int, hand: Hand) -> None
 @pytest.mark.parametrize("more", [{"ckptstore": "merge"}, {"incompat": ["later"]}, {"seq": 0}, {"run": OTHER_RUN}])
 def test_what_lies_at_the_end_slot_of_a_fold(more: dict[str, Any], tmp_path: Path) -> None:
     """8: a whole text of this run and number is a record of another history, whatever its kind and features."""
-    folder, (_, newest) = _folded(tmp_path)
+    folder, (_, newest) = folded_store(tmp_path)
     expected = both(folder)
     rewritten(folder / slot_key(int(newest.name[:20])), lambda slot: slot.update(more))
     found = both(folder)
