@@ -227,9 +227,27 @@ def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signal.SIGTERM)
 
 
+def _unraisable(ignored: sys.UnraisableHookArgs) -> None:
+    from ckptstore.host import background
+
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(ignored.exc_type)
+    if number is None:
+        sys.__unraisablehook__(ignored)
+    else:
+        # Prevents: a command that never ends, because its signal came while a finalizer ran. Python ignores
+        # what a finalizer raises. By then the finalizer has returned.
+        background.after(0.05, lambda: os.kill(os.getpid(), number))
+
+
+def heed_signals() -> None:
+    """Have SIGTERM end this process as Ctrl-C does, whatever it is doing."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.unraisablehook = _unraisable
+
+
 def main() -> NoReturn:
     """Entry point of the ``ckpt`` script."""
-    signal.signal(signal.SIGTERM, _terminated)
+    heed_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name or a sign that the terminal cannot show is no error

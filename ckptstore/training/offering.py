@@ -37,8 +37,8 @@ class Offering:
             pacing: measures what saves take.
             urgency: is told when an urgent step is durable.
             unsaved: is told what stops a save.
-            overlooked: is told of steps and saves, and says what is strange about them.
-            explained: hands on their metrics.
+            overlooked: gets each step and save, and warns of what looks wrong in the script.
+            explained: gets their metrics.
         """
         self._deciding = deciding
         self._pacing = pacing

@@ -245,7 +245,7 @@ class Failures:
         return failures
 
     def raise_unseen(self) -> None:
-        """Raise what nobody has seen: the first failure. Its notes name every step that was lost, each once."""
+        """Raise the first failure that no call has raised yet. Its notes name every lost step once."""
         failures = self.take()
         if failures:
             raise first_of(failures)

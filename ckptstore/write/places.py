@@ -38,7 +38,7 @@ class Places:
     def __init__(self, limit: int, failures: Failures) -> None:
         """
         Args:
-            failures: of this writer: what nobody has been told of.
+            failures: of this writer that no call has raised yet.
         """
         self.limit = limit
         self._free = threading.BoundedSemaphore(limit)

@@ -111,3 +111,24 @@ def test_a_run_is_followed_until_a_signal_comes(tmp_path: Path, number: int, cod
     assert [path.name for path in tmp_path.iterdir() if path.name != "run"] == [out.name]  # no half-written file
     assert not list((tmp_path / "run" / "pins").glob("*"))
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", 143)])
+def test_a_signal_that_comes_while_a_finalizer_runs_is_heard(name: str, code: int) -> None:
+    """Python ignores what a finalizer raises, so a command went on as if nothing had come."""
+    script = f"""
+import os, signal, time, weakref
+from ckptstore.cli.main import heed_signals
+signal.signal(signal.SIGINT, signal.default_int_handler)
+heed_signals()
+class Thing: pass
+thing = Thing()
+def end():
+    os.kill(os.getpid(), signal.{name})
+    time.sleep(0.2)
+weakref.finalize(thing, end)
+del thing
+time.sleep({PATIENCE})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=PATIENCE / 2)
+    assert done.returncode in (code, -signal.Signals[name])

@@ -1,4 +1,4 @@
-"""A step diff that takes more bytes than an explained step is told of, whatever the reason, and has the right bits."""
+"""A step diff that takes more bytes than an explained step causes a warning, and has the right bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ each_writer = pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 
 @contextmanager
 def told() -> Iterator[list[str]]:
-    """The unexplained steps that are told of."""
+    """The unexplained steps that a warning names."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

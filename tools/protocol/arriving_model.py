@@ -45,8 +45,8 @@ class ArrivingRules:
     gives_up: bool = True
     growth_counts: bool = True  # the pauses are counted from the last growth
     reads_after_successor: bool = True  # what was read before the successor was seen decides nothing
-    view_looks: bool = True  # whoever reads on from a view whose last slot was torn looks at that slot
-    looks_back: bool = True  # whoever finds what follows a slot that was given up reads that slot once more
+    view_looks: bool = True  # a reader that continues from a view whose last slot was torn looks at that slot
+    looks_back: bool = True  # a reader that finds the slot after one that it gave up reads that one again
     open_looks: bool = True  # an OPEN over a torn slot counts only if the slot is the same when the OPEN is there
     commit_looks: bool = True  # a commit is acknowledged only if nothing follows it when it is whole
 

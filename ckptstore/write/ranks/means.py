@@ -28,7 +28,7 @@ class Means:
         journal: the store's.
         group: the ranks.
         options: of this writer. `ranks`: how the ranks save together.
-        failures: what nobody has been told of. `places`: of saves in flight.
+        failures: those that no call has raised yet. `places`: of saves in flight.
         snapshots: memory for copies. `staging`: between state and medium.
         bounded: what shares are copied through under a budget; None: there is none.
         blocks: threads that write. `workers`: threads that copy, hash and code.
