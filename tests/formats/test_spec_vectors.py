@@ -83,15 +83,22 @@ def test_a_store_holds_the_page_s_state(tmp_path: Path) -> None:
     assert store.tree("latest") == TREE
 
 
+def held(tensors: dict[str, dict[str, Any]], images: dict[str, bytes], parts: dict[str, list[str]]) -> page.State:
+    """A state whose tensors are decoded."""
+    state = page.State([TREE], tensors, {}, None)
+    state.tree, state.images, state.parts = TREE, images, parts
+    return state
+
+
 def test_the_reader_from_the_page_computes_them() -> None:
     told = table()
     whole = {"dtype": "F32", "shape": [2, 3], "global_shape": None, "offset": None, "chunks": []}
     empty = {"dtype": "U8", "shape": [0], "global_shape": None, "offset": None, "chunks": []}
-    state = page.State(TREE, {"w": whole, "b": empty}, {"w": W.tobytes(), "b": b""}, {"w": ["w"], "b": ["b"]})
+    state = held({"w": whole, "b": empty}, {"w": W.tobytes(), "b": b""}, {"w": ["w"], "b": ["b"]})
     assert page.state_hash(state) == told["state hash of the state"]
     shards = {f"w{row}": {**whole, "shape": [1, 3], "global_shape": [2, 3], "offset": [row, 0]} for row in (0, 1)}
     images = {"b": b"", **{f"w{row}": W[row].tobytes() for row in (0, 1)}}
-    cut = page.State(TREE, {**shards, "b": empty}, images, {"w": ["w0", "w1"], "b": ["b"]})
+    cut = held({**shards, "b": empty}, images, {"w": ["w0", "w1"], "b": ["b"]})
     assert page.state_hash(cut) == told["state hash, `w` in two shards of a row each"]
     assert page.tensor_hash(W.tobytes()).hex() == told["tensor hash of `w`"]
     assert replace(entry("b", B), name="c").hash == told["tensor hash of `b`, which has no chunks"]
