@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class _Listener:
         self._socket = place.listen()
         self._wake = wake
         self._arrived: Channel | None = None
+        self._lock = threading.Lock()
         self._bell, self._bells = socket.socketpair()
         background.start(self._accept, "agent-accept")
 
@@ -126,13 +128,25 @@ class _Listener:
                 connection.close()  # root reaches it all the same, and has no business here
                 continue
             channel = Channel(connection, wake=self._wake)
-            serving = self.serving
-            if self._arrived is not None or (serving is not None and serving.alive()):
+            if not self._admitted(channel):
                 channel.post({"event": "broken", "error": error_form(AgentBusyError(_BUSY.format(os.getpid())))})
                 channel.finish(1.0)
-            else:
-                self._arrived = channel
+
+    def _admitted(self, channel: Channel) -> bool:
+        """Whether a trainer is served next: none is that is alive, and none waits that has not given up."""
+        with self._lock:
+            serving, before = self.serving, self._arrived
+            if serving is not None and serving.alive():
+                return False
+            # Prevents: a trainer refused for one that hung up while this process was stopped.
+            if before is not None and before.alive():
+                return False
+            self._arrived = channel
+            if before is None:
                 self._bells.send(b"!")
+        if before is not None:
+            before.close()
+        return True
 
     def waits(self) -> bool:
         """Whether a trainer has come that is not served yet; for any thread."""
@@ -144,9 +158,10 @@ class _Listener:
         ready = select.select([bell, self._wake], [], [], seconds)[0]
         if bell not in ready or self._wake in ready:
             return None
-        self._bell.recv(1)
-        self.serving, self._arrived = self._arrived, None
-        return self.serving
+        with self._lock:
+            self._bell.recv(1)
+            self.serving, self._arrived = self._arrived, None
+            return self.serving
 
     def close(self) -> None:
         """Take no more."""

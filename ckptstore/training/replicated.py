@@ -91,6 +91,7 @@ class ReplicaSaving(Saving):
         self._plans_left = _PLANS
         self._at: int | None = None  # the newest step that the agent has, or will have
         self._held: FlatState | None = None  # that, as it was taken apart, while it is in memory alone
+        self._given_save: PendingSave | None = None  # the newest step's save, once it is given to the medium
         self._owed = False  # it is in memory alone
         self._wrong: Counter[str] = Counter()
         self._remarked = False
@@ -115,11 +116,15 @@ class ReplicaSaving(Saving):
         except BaseException:
             self._missed()
             raise
-        if pending is not None:
-            self._owed = False
-            self._under_way.append(pending)
+        if pending is None:
+            return None
+        self._owed = False
+        if pending is not self._given_save:
+            self._given_save = pending
             if self._retention is not None:
                 pending.when_done(self._retention.durable)
+        if pending not in self._under_way:
+            self._under_way.append(pending)
         return pending
 
     def _has_place(self) -> bool:
@@ -235,7 +240,10 @@ class ReplicaSaving(Saving):
 
     def _persisted(self, replicated: Replicated, step: int, labels: Labels, began: float) -> PendingSave | None:
         held, self._held = self._held, None
-        return None if held is None else replicated.persist(held, step, labels, began)
+        if held is None:
+            # Prevents: a run that ends with an error, because its last step was given to the medium before it was due.
+            return self._given_save
+        return replicated.persist(held, step, labels, began)
 
     def _advanced(
         self,

@@ -21,6 +21,8 @@ import ckptstore
 import ckptstore.agent
 from ckptstore import AgentSilentError
 from ckptstore.agent import SilentAgentWarning, link
+from ckptstore.agent.place import Place
+from ckptstore.agent.starting import found
 from ckptstore.agent.stopped import state_of, stopped
 from tests.agent.inside import answers
 from tests.agent.lives import ROOT, advance, alive, begun, kill, truth, until
@@ -119,9 +121,8 @@ def test_closing_ends_and_the_agent_finishes_later(tmp_path: Path) -> None:
     assert ckptstore.open(tmp_path / "s").latest_step() == 1
 
 
-@pytest.mark.usefixtures("hurried")
-@pytest.mark.filterwarnings("ignore::ckptstore.DeterminismWarning")  # the one that left it had no torch; this may
-def test_one_that_was_left_and_is_stopped_is_named(tmp_path: Path) -> None:
+def _left(store: Path) -> int:
+    """An agent that has saved step 0 and whose trainer was killed -> its process."""
     script = """
 import os, sys
 import ckptstore.agent
@@ -131,10 +132,14 @@ writer.save(begun(), 0)
 print(writer.agent_pid, flush=True)
 os._exit(9)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "s"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    pid = int(done.stdout)
+    done = subprocess.run([sys.executable, "-c", script, store], cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(done.stdout)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.filterwarnings("ignore::ckptstore.DeterminismWarning")  # the one that left it had no torch; this may
+def test_one_that_was_left_and_is_stopped_is_named(tmp_path: Path) -> None:
+    pid = _left(tmp_path / "s")
     _stop(pid)
     with pytest.warns(SilentAgentWarning), pytest.raises(AgentSilentError, match=f"kill -CONT {pid}"):
         ckptstore.agent.writer(tmp_path / "s")
@@ -142,6 +147,25 @@ os._exit(9)
     with ckptstore.agent.writer(tmp_path / "s") as writer:
         assert writer.step == 0
         assert writer.agent_pid == pid
+
+
+def test_a_trainer_is_not_refused_for_those_that_gave_up_while_the_agent_was_stopped(tmp_path: Path) -> None:
+    pid = _left(tmp_path / "s")
+    _stop(pid)
+    place = Place(str(tmp_path / "s"), "")
+    for _ in range(3):
+        connection = place.connect()
+        assert connection is not None
+        connection.close()
+    timer = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
+    timer.start()
+    agent = found(place, lambda *_: None, lambda *_: None)
+    timer.join()
+    assert agent is not None
+    assert agent.greeting["newest"]["step"] == 0
+    agent.link.call("close")
+    agent.left()
+    until(lambda: not alive(pid))
 
 
 _LOOP = """

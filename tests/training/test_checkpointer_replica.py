@@ -209,6 +209,20 @@ def test_steps_that_are_not_due_are_in_memory_and_an_agent_that_dies_is_replaced
     assert shim_kills.digest(store.load()["model"]) == shim_kills.digest(script.model.state_dict())
 
 
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_run_may_end_with_a_step_that_was_given_whole_before_it_was_due(tmp_path: Path, settled: bool) -> None:
+    script = Script(tmp_path / "run", save_every=3)
+    with script.checkpointer:
+        script.checkpointer.resume()
+        pending = script.train(0)
+        assert pending is not None, "the first state is handed over whole, although it is not due"
+        if settled:
+            script.checkpointer.wait()
+    assert pending.result().step == 1
+    assert ckptstore.open(tmp_path / "run").latest_step() == 1
+    assert len(ckptstore.open(tmp_path / "run").checkpoints()) == 1
+
+
 def test_going_back_begins_with_a_whole_state(tmp_path: Path, wholes: list[int]) -> None:
     script = Script(tmp_path / "run")
     with script.checkpointer:
