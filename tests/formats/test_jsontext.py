@@ -46,6 +46,7 @@ def test_round_trip_keeps_types_and_order(value: Any) -> None:
         (b" " * 10_001, "at most 10000"),
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
+        (b"\xef\xbb\xbf{}", "BOM"),
         (b'"\\\xed\xa0\xbd"', "a backslash before a surrogate"),
         (b'"\\\\\\\xed\xb8\x80"', "a backslash before a surrogate"),
         (b"", "not JSON"),
@@ -55,6 +56,22 @@ def test_refuses(text: bytes, complaint: str) -> None:
     with pytest.raises(FormatError, match=complaint) as caught:
         load(text)
     assert "here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "canonical"),
+    [
+        (b"3e-324", b"5e-324"),
+        (b"1e-400", b"0.0"),
+        (b"-1e-400", b"-0.0"),
+        (b"1125899906842624.25", b"1125899906842624.2"),
+        (b"1125899906842624.3", b"1125899906842624.2"),
+        (b"9007199254740993.0", b"9007199254740992.0"),
+    ],
+)
+def test_the_canonical_text_of_a_float_is_the_nearest_of_the_shortest(number: bytes, canonical: bytes) -> None:
+    """SPEC 1: state hashes depend on it."""
+    assert jsontext.dumps(load(number)) == canonical
 
 
 def test_brackets_inside_strings_are_not_depth() -> None:

@@ -246,3 +246,39 @@ def test_values_too_deep_for_their_ranks_are_refused() -> None:
 def test_what_is_no_tree_of_ranks_is_refused(body: str) -> None:
     with pytest.raises(FormatError):
         ranked.of_rank(json.loads(body), 0)
+
+
+def deep(value: Any, around: int) -> Any:
+    """A value with so many arrays around it."""
+    for _ in range(around):
+        value = [value]
+    return value
+
+
+NAN = {"$float": "nan"}
+READ_TWICE: dict[str, tuple[Any, Any]] = {
+    "nodes that are the same": ({"a": {"$ranks": [[0, 1], [5, 5]]}}, {"a": 5}),
+    "a place for all": ({"a": {"$ranks": [[0, 0], [5]]}}, {"a": 5}),
+    "beside another member": ({"a": {"$ranks": 1, "b": 1}, "c": {"$ranks": [[0], [2]]}}, None),
+    "as the body of a tag": ({"$odict": {"$ranks": [[0, 1], [{"x": 1}, {"y": 2}]]}}, {"$odict": {"x": 1, "y": 2}}),
+    "a key twice": ({"$ranks": [[0, 1], [{"$dict": [[1, 2], [True, 3]]}, {"$dict": [[1, 5]]}]]}, FormatError),
+    "a NaN twice": ({"$ranks": [[0, 1], [{"$dict": [[NAN, 2], [NAN, 3]]}, {"$dict": [[1, 5]]}]]}, FormatError),
+    "a key twice alone": ({"$ranks": [[0, 0], [{"$dict": [[1, 2], [True, 3]]}]]}, {"$dict": [[1, 2], [True, 3]]}),
+    "200 around null": ([deep(None, 199), {"$ranks": [[0], [1]]}], [deep(None, 199), 1]),
+    "201 around null": ([deep(None, 200), {"$ranks": [[0], [1]]}], FormatError),
+    "201 around an empty array": ([deep([], 200), {"$ranks": [[0], [1]]}], FormatError),
+}
+
+
+@pytest.mark.parametrize("name", READ_TWICE)
+def test_sentences_about_the_union_that_had_two_readings(name: str) -> None:
+    """SPEC 3.3 and 3.1: ours and the reader made from the page take the same reading."""
+    tree, wanted = READ_TWICE[name]
+    if wanted is FormatError:
+        with pytest.raises(FormatError):
+            ranked.of_rank(tree, None)
+        with pytest.raises(page.RefusedError):
+            page.unranked(tree)
+        return
+    wanted = wanted or {"a": tree["a"], "c": 2}
+    assert text(ranked.of_rank(tree, None)) == text(wanted) == text(page.unranked(tree))

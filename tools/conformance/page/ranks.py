@@ -120,14 +120,16 @@ def of_mappings(kind: str, nodes: list[Any]) -> Any:
     keys: list[Any] = []
     values: list[list[Any]] = []
     for body in bodies:
+        own: set[int] = set()
         for key, value in body.items() if isinstance(body, dict) else body:
-            at = next((at for at, known in enumerate(keys) if same_key(known, key)), None)
-            if at is None:
+            at = next((at for at, known in enumerate(keys) if same_key(known, key)), len(keys))
+            require(at not in own)
+            own.add(at)
+            if at == len(keys):
                 keys.append(key)
-                values.append([value])
-            else:
-                values[at].append(value)
-    pairs = [[key, union(own)] for key, own in zip(keys, values, strict=True)]
+                values.append([])
+            values[at].append(value)
+    pairs = [[key, union(found)] for key, found in zip(keys, values, strict=True)]
     if not objects:
         return {kind: pairs}
     members = dict(pairs)
