@@ -161,6 +161,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("load", "targets")
     },
     "ckptstore/restore/fallback.py": _some("fallback", "conformance_page"),
+    "ckptstore/restore/ways.py": _some("fallback", "verify_and_load"),
+    "ckptstore/restore/trying.py": _some("verify_and_load"),
     "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),

@@ -3,7 +3,8 @@
 1. Read what every segment says of itself, and what is left of the log (`described`, `evidence`).
 2. Put both together (`candidates`): what the log promises, and where it is not whole what segments make up.
 3. Read every byte of that, compare every description, decode every state (`verify.examine`): only then it is kept.
-4. Copy it (`copies.transfer`), verified again on the way; write anew what is intact in a segment that is not.
+4. Copy it (`copies.transfer`), verified again on the way; write anew what is intact in a segment that is not, and what
+   a load restores although something of the way is damaged.
 
 Killed at any instant, it leaves a place that is no store yet; the same command goes on with it.
 """
@@ -25,6 +26,7 @@ from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
+from ckptstore.log.journal import Journal
 from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.choosing import lines_of
 from ckptstore.maintenance.copies.copying import check_apart, check_known
@@ -34,10 +36,12 @@ from ckptstore.maintenance.repair.candidates import Candidates, candidates
 from ckptstore.maintenance.repair.described import survey
 from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, on_its_way, read_log
 from ckptstore.maintenance.repair.judging import Verdict, judge
-from ckptstore.maintenance.repair.rewriting import Rewritten, rewrite
+from ckptstore.maintenance.repair.rewriting import Rewritten, rewrite, rewrite_as_fulls
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, edge_of
+from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
 from ckptstore.restore.plan import Plan, plan_all
+from ckptstore.restore.trying import try_restoring
 
 __all__ = ["Repaired", "repair"]
 
@@ -56,7 +60,8 @@ class Repaired(HtmlTable):
         found: those of `kept` of which the log says nothing: segments alone do.
         unproven: those of `found` whose hash nothing else repeats. Their tensors are what was saved; a change of the
             rest of the state, in an uncompressed segment, would not have been noticed.
-        rewritten: those of `kept` that were written anew, because their segment is damaged elsewhere.
+        rewritten: those of `kept` that were written anew, because their segment is damaged elsewhere, or because what
+            leads to them is damaged where they do not need it.
         tags: tags that are lost, with the REF of the checkpoint that is.
         damage: everything that is wrong with the old store's objects.
         latest: REF of the new store's latest checkpoint; None: it has none.
@@ -104,9 +109,11 @@ def repair(
     with alone(target, make=True):
         replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
         found = Findings(Tally(progress))
-        verdict = _examined(source, run, options.catalog, found, threads)
+        journal = Journal(source, format_file)
+        verdict = _examined(journal, options.catalog, found, threads)
         crash_point("repair.judged")
         written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
+        rewrite_as_fulls(journal, replica, options.catalog, verdict.otherwise, threads, written)
         part = _part(options, log, verdict, written, replica.catalog)
         supply = _Supply(source, target, run, threads, found.tally.advance)
         supply.there = {entry.id for entry in written.segments}
@@ -119,23 +126,31 @@ def repair(
     return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
 
 
-def _examined(source: Backend, run: str, catalog: Catalog, found: Findings, threads: int) -> Verdict:
+def _examined(journal: Journal, everything: Catalog, found: Findings, threads: int) -> Verdict:
     """What is intact. Every encoding that is kept was decoded on a base that is kept.
 
     Where a planned encoding is damaged and another of its checkpoint is not, what builds on it is examined once more.
     """
     lost: dict[Node, str] = {}
+    catalog, gone, restorable = everything, None, dict[Node, Plan]()
     while True:
         flaws = Findings(found.tally)
         plans = {node: one for node, one in plan_all(catalog).items() if isinstance(one, Plan)}
-        examine(source, run, catalog, plans, flaws, threads, deep=True)
-        verdict = judge(source, catalog, flaws)
+        examine(journal.backend, journal.run, catalog, plans, flaws, threads, deep=True)
+        if gone is None:
+            gone = lost_checkpoints(journal, catalog, plans, flaws, threads)
+            restorable = {node: one for node, one in plans.items() if node not in gone.nodes | gone.unknown}
+        verdict = judge(journal.backend, catalog, flaws)
         found.damage.update(flaws.damage)
         found.unread.update(flaws.unread)
         verdict.lost = lost = {**verdict.lost, **lost}
         kept = {edge_of(edge) for edge in (*verdict.edges, *verdict.rewritten)}
         planned = {edge_of(edge) for one in plans.values() for edge in one.encodings}
         if all(edge in kept for edge in planned if edge[0] in verdict.nodes):
+            # Prevents: a checkpoint that is dropped, although a load restores it.
+            for node in lost.keys() & restorable.keys():
+                verdict.otherwise[node] = try_restoring(journal, everything, node, threads)
+                del lost[node]
             return verdict
         catalog = _reduced(catalog, verdict)
 
@@ -211,7 +226,9 @@ def _report(
         lost={ref_of(node): why for node, why in sorted(lost.items()) if node not in made.checkpoints},
         found=tuple(ref_of(node) for node in made.checkpoints if node in options.found),
         unproven=tuple(ref_of(node) for node in made.checkpoints if node in options.unproven),
-        rewritten=tuple(ref_of(node) for node in sorted({edge.checkpoint for edge in verdict.rewritten})),
+        rewritten=tuple(
+            ref_of(node) for node in sorted({*verdict.otherwise, *(edge.checkpoint for edge in verdict.rewritten)})
+        ),
         tags={name: ref_of(node) for name, node in sorted(catalog.tags.items()) if node not in made.checkpoints},
         damage=tuple(dict.fromkeys(damage)),
         latest=None if newest is None else newest.ref,

@@ -39,7 +39,7 @@ from ckptstore.log.reading import read
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
-from ckptstore.maintenance.verify.lost_checkpoints import casualties
+from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
 from ckptstore.maintenance.verify.one_checkpoint import restricted
 from ckptstore.restore.plan import Plan, plan_all
 
@@ -128,7 +128,7 @@ def verify(
     plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
     _check_log(catalog, planned, found)
     examine(journal.backend, journal.run, catalog, plans, found, threads, deep=deep)
-    report = _report(journal, catalog, plans, keys, found, deep)
+    report = _report(journal, catalog, plans, keys, found, threads, deep=deep)
     if ref is None:
         return report
     committed = {segment.key for segment in everything.segments.values()}
@@ -220,12 +220,16 @@ def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionErr
 
 
 def _report(
-    journal: Journal, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
+    journal: Journal,
+    catalog: Catalog,
+    plans: dict[Node, Plan],
+    keys: list[str],
+    found: Findings,
+    threads: int,
+    *,
+    deep: bool,
 ) -> VerificationReport:
-    flawed = {segment for _, segments, _ in found.flaws for segment in segments}
-    bad = frozenset(found.bad_segments | found.bad_chunks.keys() | flawed)
-    intact = plan_all(catalog, avoid=bad)
-    gone = casualties(journal.backend, catalog, plans.values(), found)
+    gone = lost_checkpoints(journal, catalog, plans, found, threads)
     restorable: list[str] = []
     lost: list[str] = []
     unknown: list[str] = []
@@ -233,12 +237,12 @@ def _report(
     affected: dict[str, list[str]] = {}
     for node, entry in sorted(catalog.checkpoints.items()):
         planned = plans.get(node)
-        if planned is not None and (node not in gone or isinstance(intact[node], Plan)):
+        if planned is not None and node not in gone.nodes and node not in gone.unknown:
             restorable.append(entry.ref)
             latest = entry
             continue
         segments = planned.segments if planned is not None else ()
-        (lost if found.unread_segments.isdisjoint(segments) else unknown).append(entry.ref)
+        (unknown if node in gone.unknown else lost).append(entry.ref)
         for segment in segments:
             affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
