@@ -13,20 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
 from ckptstore.errors import StoreNotFoundError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
-from ckptstore.formats.records import Encoding, Node, SegmentEntry, ref_of
+from ckptstore.formats.records import Encoding, FormatFile, Node, SegmentEntry, ref_of
 from ckptstore.formats.retention import needed
 from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.journal import Journal
+from ckptstore.log.reading import overtaken
 from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.choosing import lines_of
 from ckptstore.maintenance.copies.copying import check_apart, check_known
@@ -46,6 +47,8 @@ from ckptstore.restore.trying import try_restoring
 __all__ = ["Repaired", "repair"]
 
 LogState = Literal["whole", "damaged", "gone"]
+_LOOKS: Final = 3
+"""How often a store is looked at, if each time its last slot was damaged and is whole in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,47 @@ def repair(
     """Make a store of what is intact of a damaged one. See `ckptstore.repair`."""
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(source, target)
+    look = _look(source, run)
+    with alone(target, make=True):
+        run, format_file = look.format_file.run, look.format_file
+        replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
+        journal = Journal(source, format_file)
+        for _ in range(_LOOKS):
+            found = Findings(Tally(progress))
+            verdict = _examined(journal, look.options.catalog, found, threads)
+            # Prevents: steps that are cut off, because the writer of the last slot was stopped for longer than a reader
+            # waits for a torn slot.
+            if not overtaken(journal, look.log.judged):
+                break
+            look = _look(source, run)
+        log, options = look.log, look.options
+        crash_point("repair.judged")
+        written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
+        rewrite_as_fulls(journal, replica, options.catalog, verdict.otherwise, threads, written)
+        part = _part(options, log, verdict, written, replica.catalog)
+        supply = _Supply(source, target, run, threads, found.tally.advance)
+        supply.there = {entry.id for entry in written.segments}
+        transfer = Transfer(part, replica, supply)
+        found.tally.total += sum(entry.size for entry in transfer.missing() if entry.id not in supply.there)
+        transfer.run()
+        replica.finish()
+    all_damage = [*look.damage, *(Damage(*one) for one in found.damage)]
+    all_damage += [Damage(key, what) for key, what in found.unread.items()]
+    return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a damaged place holds of one run."""
+
+    format_file: FormatFile
+    log: Log
+    options: Candidates
+    damage: tuple[Damage, ...]
+
+
+def _look(source: Backend, run: str | None) -> _Look:
+    """Read what segments say, and what is left of the log. Raises as `repair`."""
     keys = source.list("")
     told, damage = survey(source, keys)
     run = choose_run(source, keys, told, run)
@@ -106,24 +150,7 @@ def repair(
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
         raise StoreNotFoundError(f"{source.url}: nothing of a checkpoint is left of run {run}")
-    with alone(target, make=True):
-        replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
-        found = Findings(Tally(progress))
-        journal = Journal(source, format_file)
-        verdict = _examined(journal, options.catalog, found, threads)
-        crash_point("repair.judged")
-        written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
-        rewrite_as_fulls(journal, replica, options.catalog, verdict.otherwise, threads, written)
-        part = _part(options, log, verdict, written, replica.catalog)
-        supply = _Supply(source, target, run, threads, found.tally.advance)
-        supply.there = {entry.id for entry in written.segments}
-        transfer = Transfer(part, replica, supply)
-        found.tally.total += sum(entry.size for entry in transfer.missing() if entry.id not in supply.there)
-        transfer.run()
-        replica.finish()
-    all_damage = [*bad, *log.damage, *damage, *(Damage(*one) for one in found.damage)]
-    all_damage += [Damage(key, what) for key, what in found.unread.items()]
-    return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
+    return _Look(format_file, log, options, (*bad, *log.damage, *damage))
 
 
 def _examined(journal: Journal, everything: Catalog, found: Findings, threads: int) -> Verdict:

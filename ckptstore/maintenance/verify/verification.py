@@ -35,7 +35,7 @@ from ckptstore.log import refs
 from ckptstore.log.arriving import exists, fold_bytes, slot_bytes, text_bytes
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.reading import overtaken, read
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
@@ -52,6 +52,8 @@ _LIMITS: Final = {
     "req": texts.MANIFEST_LIMIT,
 }
 """Folder -> bytes that an object in it may have."""
+_LOOKS: Final = 3
+"""How often a store is checked, if each time a slot that was damaged is whole in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,31 @@ def verify(
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
+    for _ in range(_LOOKS):
+        judged: dict[int, str] = {}
+        report = _verified(journal, ref, judged, progress, threads, deep=deep)
+        # Prevents: an intact store called damaged, because its writer was slow: stopped for longer than a reader waits
+        # for a torn slot, and done before this ends.
+        if not overtaken(journal, judged):
+            break
+    return report
+
+
+def _verified(
+    journal: Journal,
+    ref: str | int | None,
+    judged: dict[int, str],
+    progress: Progress | None,
+    threads: int,
+    *,
+    deep: bool,
+) -> VerificationReport:
+    """`verify`, once; `judged` takes the slots that are called damaged, each with the hash of its bytes."""
     keys = journal.backend.list("")
     found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
     journal = Journal(journal.backend, format_file)
-    everything = catalog = _history(journal, keys, found)
+    everything = catalog = _history(journal, keys, found, judged)
     if ref is not None:
         target = refs.resolve(everything, ref)
         ref, catalog = target.ref, restricted(everything, target.node)
@@ -156,8 +178,8 @@ def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
     return format_file
 
 
-def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
-    """Every slot, fold, pin and request, whether the newest view needs it or not."""
+def _history(journal: Journal, keys: list[str], found: Findings, judged: dict[int, str]) -> Catalog:
+    """Every slot, fold, pin and request, whether the newest view needs it or not; `judged`: see `_verified`."""
     backend = journal.backend
     slots: dict[int, SlotHashes] = {}
 
@@ -165,8 +187,9 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
         seq = slot_of(key)
         if seq is None:
             raise FormatError(f"{key}: not the name of a log slot")
+        judged[seq] = xxh3_128(data)
         record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
-        slots[seq] = SlotHashes(xxh3_128(data), record.previous)
+        slots[seq] = SlotHashes(judged.pop(seq), record.previous)
         return record
 
     def fold(key: str, data: bytes) -> object:
@@ -195,7 +218,10 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    catalog = read(journal, look_above=True, tell=False).catalog
+    view = read(journal, look_above=True, tell=False)
+    catalog = view.catalog
+    if view.end - 1 in view.damage:
+        judged[view.end - 1] = catalog.last
     check_log(journal, catalog, slots, keys, found)
     return catalog
 
