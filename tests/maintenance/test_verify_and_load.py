@@ -69,7 +69,7 @@ def test_of_the_conformance_set(name: str, tmp_path: Path) -> None:
         return  # what nobody may read
     good = agree(store, but=frozenset(ref for of, ref in ONLY_DEEP if of == name))
     if good:
-        mended = ckptstore.repair(folder, tmp_path / "mended")
+        mended = ckptstore.repair(folder, tmp_path / "mended", run=store.run)
         assert good <= set(mended.kept), mended.lost
         assert not any(failing(ckptstore.open(tmp_path / "mended")).values())
 
