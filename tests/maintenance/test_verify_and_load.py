@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore import CkptError, Store
+from ckptstore import CkptError, ReadOnlyError, Store
 from ckptstore.backends.base import Backend
 from ckptstore.formats import codecs
 from tests.maintenance.stores import grown
@@ -69,7 +69,10 @@ def test_of_the_conformance_set(name: str, tmp_path: Path) -> None:
         return  # what nobody may read
     good = agree(store, but=frozenset(ref for of, ref in ONLY_DEEP if of == name))
     if good:
-        mended = ckptstore.repair(folder, tmp_path / "mended", run=store.run)
+        try:
+            mended = ckptstore.repair(folder, tmp_path / "mended", run=store.run)
+        except ReadOnlyError:
+            return  # only a newer version writes what this store needs
         assert good <= set(mended.kept), mended.lost
         assert not any(failing(ckptstore.open(tmp_path / "mended")).values())
 

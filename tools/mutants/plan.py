@@ -124,6 +124,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("changing", "retiring", "tagging")
     },
     **{f"ckptstore/log/{name}.py": _some("arriving", "damaged_log") for name in ("arriving", "telling")},
+    "ckptstore/log/listings.py": _some("maintenance/test_verification", "maintenance/test_gc"),
     "ckptstore/log/looks.py": _some("following/test_following", "arriving", "replaced"),
     "ckptstore/log/replica.py": _some("arriving", "copying", "copies_at_once", "tiers/test_tiers"),
     "ckptstore/log/term.py": (*_LOG, *_some("arriving")),

@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
-from ckptstore.errors import StoreNotFoundError
+from ckptstore.errors import CorruptionError, StoreNotFoundError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import Encoding, FormatFile, Node, SegmentEntry, ref_of
@@ -27,6 +27,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.journal import Journal
+from ckptstore.log.listings import every_object
 from ckptstore.log.reading import overtaken
 from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.choosing import lines_of
@@ -67,7 +68,7 @@ class Repaired(HtmlTable):
             leads to them is damaged where they do not need it.
         tags: tags that are lost, with the REF of the checkpoint that is.
         damage: everything that is wrong with the old store's objects.
-        latest: REF of the new store's latest checkpoint; None: it has none.
+        latest: REF of the new store's latest checkpoint; None: it has none, or ``latest`` is an error there, too.
         segments, nbytes: what was written this time.
     """
 
@@ -137,7 +138,7 @@ class _Look:
 
 def _look(source: Backend, run: str | None) -> _Look:
     """Read what segments say, and what is left of the log. Raises as `repair`."""
-    keys = source.list("")
+    keys = every_object(source, "Nothing was repaired: check the endpoint and the proxies, then run repair again")
     told, damage = survey(source, keys)
     run = choose_run(source, keys, told, run)
     format_file, bad = format_of(source, run)
@@ -244,7 +245,10 @@ def _report(
     work: tuple[Copies, Rewritten],
 ) -> Repaired:
     lost = {**options.broken, **verdict.lost}
-    newest = made.latest()
+    try:
+        newest = made.latest()
+    except CorruptionError:  # a term continues from a state that is not the one that is there
+        newest = None
     catalog, (supply, written) = options.catalog, work
     return Repaired(
         run=run,

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final
 
-from ckptstore.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError
+from ckptstore.errors import (
+    CkptError,
+    CorruptionError,
+    CorruptLogError,
+    FormatError,
+    KeyNotFoundError,
+    StorageError,
+)
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
@@ -35,10 +42,11 @@ from ckptstore.log import refs
 from ckptstore.log.arriving import exists, fold_bytes, slot_bytes, text_bytes
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
+from ckptstore.log.listings import every_object
 from ckptstore.log.reading import overtaken, read
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
-from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
+from ckptstore.maintenance.verify.log_check import UNSAID, SlotHashes, check_folds_listed, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
 from ckptstore.maintenance.verify.one_checkpoint import restricted
 from ckptstore.restore.plan import Plan, plan_all
@@ -138,7 +146,7 @@ def _verified(
     deep: bool,
 ) -> VerificationReport:
     """`verify`, once; `judged` takes the slots that are called damaged, each with the hash of its bytes."""
-    keys = journal.backend.list("")
+    keys = every_object(journal.backend, UNSAID)
     found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
     journal = Journal(journal.backend, format_file)
@@ -218,7 +226,11 @@ def _history(journal: Journal, keys: list[str], found: Findings, judged: dict[in
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    view = read(journal, look_above=True, tell=False)
+    try:
+        view = read(journal, look_above=True, tell=False)
+    except CorruptLogError:
+        check_folds_listed(journal.backend, keys)
+        raise
     catalog = view.catalog
     if view.end - 1 in view.damage:
         judged[view.end - 1] = catalog.last
