@@ -129,11 +129,12 @@ class CorruptSegmentError(CorruptionError):
 
     Attributes:
         computed: the stored bytes match their checksum, and what is decoded from them is not what was saved.
-        lacking: ids of the segments of a base's encoding that has not what is built on it; another one may.
+        lacking: ids of the segments of a base's encoding that has not what is built on it; another one may. None: it is
+            something else that is wrong.
     """
 
     computed: bool = False
-    lacking: frozenset[str] = frozenset()
+    lacking: frozenset[str] | None = None
 
 
 class CorruptLogError(CorruptionError):

@@ -26,7 +26,7 @@ from ckptstore.formats.columns import (
     SlotRows,
     ascending,
 )
-from ckptstore.formats.members import MAX_INT, Members, hexadecimal
+from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal
 
 __all__ = ["ColumnReader", "Tables", "columns_size", "write_tables"]
 
@@ -38,6 +38,8 @@ _SHAPES: Final = {
     "encodings": EncodingRows.SHAPE,
 }
 """The columns of each table, in order; behind them, of the encodings, one of as many numbers as they have uses."""
+_TERMS: Final = {"term": 1, "base's term": 0}
+"""Columns of terms -> the least; 0: there is none."""
 _NOTHING: Final = bytes(DIGEST)
 _BELOW_LIMIT: Final = bytes(range(MAX_INT >> 48))
 
@@ -236,7 +238,12 @@ class _Table:
         return rows
 
     def _all(self, shape: str, names: Sequence[str]) -> list[Column]:
-        return [self.column(letter, name) for letter, name in zip(shape, names, strict=True)]
+        columns = [self.column(letter, name) for letter, name in zip(shape, names, strict=True)]
+        for name, column in zip(names, columns, strict=True):
+            # Prevents: a term that a fold takes, and a slot, a segment and the name of a folder do not.
+            if name in _TERMS and len(column) and not _TERMS[name] <= min(column) <= max(column) <= MAX_TERM:
+                raise FormatError(f"{self._what}, {name}: a term out of range, at most {MAX_TERM}")
+        return columns
 
     def _loose(self) -> list[bytes]:
         text = self._members.text("loose")

@@ -16,7 +16,7 @@ from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.columns import ascending
 from ckptstore.formats.fold_columns import ColumnReader, Tables, columns_size, write_tables
 from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.members import MAX_INT, Members, hexadecimal, is_time, natural
+from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal, is_term, is_time, natural
 from ckptstore.formats.records import KEEP, CheckpointId, Node
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
@@ -241,6 +241,13 @@ class _Columns:
             self._left.refuse(name, "a list of integers in 0..2^53")
         return value
 
+    def terms(self) -> list[int]:
+        """Terms; 0 is none."""
+        value = self.numbers("term")
+        if max(value, default=0) > MAX_TERM:
+            self._left.refuse("term", f"terms, at most {MAX_TERM}")
+        return value
+
     def flags(self, name: str) -> list[bool]:
         value = self.numbers(name)
         if not {0, 1}.issuperset(value):
@@ -271,7 +278,7 @@ class _Columns:
 
     def identities(self, name: str) -> list[CheckpointId | None]:
         table = _Columns(self._left.rest().pop(name, None), f"{self._what}, {name}")
-        terms = self._measured(name, table.numbers("term"), None)
+        terms = self._measured(name, table.terms(), None)
         steps = table.numbers("step")
         states = iter(table.digests("state", sum(map(bool, terms))))
         return [
@@ -345,7 +352,7 @@ def _rules_among(
 
 
 def _read_terms(columns: _Columns, what: str) -> dict[int, TermEntry]:
-    terms, parents, times = columns.numbers("term"), columns.identities("parent"), columns.times("time")
+    terms, parents, times = columns.terms(), columns.identities("parent"), columns.times("time")
     seqs, known, place = columns.numbers("seq"), columns.flags("known"), columns.numbers("writer")
     parent_found, nonces = columns.flags("found"), columns.digests("nonce")
     if not ascending([0, *terms]):
@@ -379,8 +386,8 @@ def _read_requests(found: Members) -> dict[str, str | None]:
 
 
 def _manifest(value: Any) -> tuple[str, tuple[int, int]] | None:
-    if type(value) is list and len(value) == 3 and hexadecimal(value[0]) and all(map(natural, value[1:])):
-        return (value[0], (value[1], value[2])) if value[1] else None
+    if type(value) is list and len(value) == 3 and hexadecimal(value[0]) and is_term(value[1]) and natural(value[2]):
+        return value[0], (value[1], value[2])
     return None
 
 

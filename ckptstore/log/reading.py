@@ -16,13 +16,15 @@ Slots are created once, in order, and never changed. Two facts carry every decis
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import (
+    CkptError,
     CorruptLogError,
     ForeignObjectError,
     FormatError,
@@ -39,7 +41,17 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.strays import all_foreign
 from ckptstore.log.telling import tell_damage
 
-__all__ = ["PATIENT", "Patience", "View", "anchor_above", "damaged_folds", "never_deleted", "outdated", "read"]
+__all__ = [
+    "PATIENT",
+    "Patience",
+    "View",
+    "anchor_above",
+    "damaged_folds",
+    "never_deleted",
+    "outdated",
+    "overtaken",
+    "read",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +183,21 @@ def outdated(journal: Journal, view: View) -> bool:
         return xxh3_128(journal.backend.get(slot_key(view.end - 1), SLOT_LIMIT)) != view.catalog.last
     except (KeyNotFoundError, ForeignObjectError):
         return False
+
+
+def overtaken(journal: Journal, judged: Mapping[int, str]) -> bool:
+    """Whether a slot that was taken for damaged has other bytes now: somebody was still writing it.
+
+    For whoever reports damage after a long look at other things. (Who reads the log again finds out by `outdated`.)
+
+    Args:
+        judged: slot -> hash of the bytes that it had.
+    """
+    for seq, digest in judged.items():
+        with contextlib.suppress(CkptError):  # it is not read any better now
+            if xxh3_128(journal.backend.get(slot_key(seq), SLOT_LIMIT)) != digest:
+                return True
+    return False
 
 
 class _StaleError(Exception):

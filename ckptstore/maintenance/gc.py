@@ -32,6 +32,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.checkpoints import damage_of
 from ckptstore.log.journal import Journal
+from ckptstore.log.listings import LOOKS, contradiction
 from ckptstore.log.pins import DEAD_AFTER, REFRESH_EVERY, PinWatch, Survey
 from ckptstore.log.reading import read
 
@@ -46,7 +47,6 @@ _ENTRY: Final = 512
 _HEADER: Final = 64 << 10
 """Bytes of a segment's header, generously: for each tensor, and for the rest."""
 _SEGMENT: Final = ".safetensors"
-_LOOKS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _confirmed(pins: Survey, watch: PinWatch, backend: Backend) -> Survey:
     """
     # Prevents: a pinned segment that is deleted because a proxy answered the listing of ``pins/`` with a page of its
     # own. Clients of object stores take any XML that they do not know for a listing of nothing.
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         if pins.alive or pins.dead or pins.unreadable or not _has_pins(backend):
             return pins
         pins = watch.survey()  # also where a reader has come meanwhile
@@ -182,11 +182,8 @@ def _has_pins(backend: Backend) -> bool:
 
 
 def _contradiction(backend: Backend, what: str) -> StorageError:
-    return StorageError(
-        f"{backend.url}: one listing shows {what}, and another none: something between here and the medium (a proxy, a "
-        "login page) may answer listings in its place. Nothing was deleted: check the endpoint and the proxies, then "
-        "run gc again"
-    )
+    outcome = "Nothing was deleted: check the endpoint and the proxies, then run gc again"
+    return contradiction(backend, "one listing", what, "another", outcome)
 
 
 def collect_patiently(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats.boxes import Box
+from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.state import Origin, places, unflatten
@@ -24,7 +25,7 @@ from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View
 from ckptstore.restore.chain import Chain, restore_tensors
-from ckptstore.restore.fallback import FAULTS, around
+from ckptstore.restore.fallback import FAULTS
 from ckptstore.restore.filling import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
 from ckptstore.restore.held import HeldState
 from ckptstore.restore.opened import Opened, opened
@@ -32,6 +33,7 @@ from ckptstore.restore.restorable import Restorable
 from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
 from ckptstore.restore.streams import stream
 from ckptstore.restore.targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
+from ckptstore.restore.ways import UNTRIED, Tried
 from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
 
 __all__ = [
@@ -165,26 +167,26 @@ def restoring(
     work: Callable[[Opened], _R],
     bases: Sequence[HeldState] = (),
     since: View | None = None,
+    tried: Tried = UNTRIED,
+    catalog: Catalog | None = None,
 ) -> _R:
     """What `work` makes of an open checkpoint; once more by another encoding if one turns out to be damaged.
 
     Args:
         work: reads with checksums, and gives nothing away before it returns.
-        bases, since: see `opened`.
+        bases, since, tried, catalog: see `opened`.
 
     Raises:
         CorruptSegmentError, StorageError: what is damaged; there is no other way, or it is of no use here.
         anything `work` raises.
     """
-    avoid = frozenset[str]()
     damage: CkptError | None = None
     while True:
-        with opened(journal, ref, avoid, bases, since) as found:
+        with opened(journal, ref, tried, bases, since, catalog) as found:
             try:
                 return work(found)
             except FAULTS as error:
-                held = [base.id for base in bases]
-                avoid = around(found.catalog, found.plan, found.avoided, error, held)
+                tried = found.around(error, [base.id for base in bases])
                 ref, damage = found.ref, error
             except UsageError as error:  # another encoding cannot be mapped, for instance
                 raise (damage or error) from (error if damage else None)
@@ -345,9 +347,9 @@ def tree(journal: Journal, ref: str | int) -> Any:
 
 def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
-    done, avoid = 0, frozenset[str]()
+    done, tried = 0, UNTRIED
     while True:
-        with opened(journal, ref, avoid) as found:
+        with opened(journal, ref, tried) as found:
             try:
                 for start, data in stream(found, _named(found, name), verify=verify):
                     if start >= done:  # what was given already was verified: another encoding gives the same
@@ -355,7 +357,7 @@ def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterato
                         done = start + len(data)
                 return
             except FAULTS as error:
-                avoid, ref = around(found.catalog, found.plan, found.avoided, error), found.ref
+                tried, ref = found.around(error), found.ref
 
 
 def read_tensor(
@@ -370,9 +372,9 @@ def read_tensors(
     journal: Journal, ref: str | int, names: Iterable[str] | None, verify: bool
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """See `Store.read_tensors`."""
-    left, avoid = None if names is None else list(names), frozenset[str]()
+    left, tried = None if names is None else list(names), UNTRIED
     while True:
-        with opened(journal, ref, avoid) as found, workers(default_threads(), "read") as readers:
+        with opened(journal, ref, tried) as found, workers(default_threads(), "read") as readers:
             try:
                 left = list(found.tensors) if left is None else left
                 while left:
@@ -380,7 +382,7 @@ def read_tensors(
                     del left[0]
                 return
             except FAULTS as error:
-                avoid, ref = around(found.catalog, found.plan, found.avoided, error), found.ref
+                tried, ref = found.around(error), found.ref
 
 
 def _read_tensor(

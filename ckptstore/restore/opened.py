@@ -5,8 +5,8 @@ While it is open its segments are pinned (`ckptstore.log.pins.claim`), so that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -30,8 +30,9 @@ from ckptstore.restore.chain import Chain
 from ckptstore.restore.fallback import FAULTS, around
 from ckptstore.restore.held import HeldState
 from ckptstore.restore.parts import Parts, stored_parts
-from ckptstore.restore.plan import Plan, plan, stored_bytes
+from ckptstore.restore.plan import Edge, Plan, edge_of, plan, stored_bytes
 from ckptstore.restore.restorable import Restorable
+from ckptstore.restore.ways import UNTRIED, Tried, next_way
 from ckptstore.segments.handles import Handles
 from ckptstore.segments.reading import SegmentReader
 
@@ -50,23 +51,30 @@ class Opened(Restorable):
         entry: the checkpoint in it.
         plan: how it is restored, from the first encoding that is read.
         readers: the plan's segments, by id.
-        avoided: segments that were not used, because they are damaged.
+        tried: what is known of ways that failed.
         base: what is held in memory, on which the plan's first encoding builds; None: it builds on nothing.
         cheap_reads: reading many small pieces costs little more than one large one.
+        quiet: nobody is warned.
     """
 
     catalog: Catalog
     entry: CheckpointEntry
     plan: Plan
     readers: dict[str, SegmentReader]
-    avoided: frozenset[str] = frozenset()
+    tried: Tried = UNTRIED
     base: HeldState | None = None
     cheap_reads: bool = True
+    quiet: bool = False
 
     @property
     def ref(self) -> str:
         """The REF ``STEP@TERM``, which names this checkpoint for ever."""
         return self.entry.ref
+
+    def around(self, error: CkptError, held: Collection[CheckpointId] = ()) -> Tried:
+        """What to open this with once more, now that it has failed. See `fallback.around`."""
+        target, used = self.plan.target, self.plan.encodings
+        return around(self.catalog, target, used, self.tried, error, held, quiet=self.quiet)
 
     @property
     def info(self) -> CheckpointInfo:
@@ -135,32 +143,34 @@ class Opened(Restorable):
 def opened(
     journal: Journal,
     ref: str | int,
-    avoid: frozenset[str] = frozenset(),
+    tried: Tried = UNTRIED,
     bases: Sequence[HeldState] = (),
     since: View | None = None,
+    catalog: Catalog | None = None,
 ) -> Iterator[Opened]:
     """Plan, pin and open everything that restoring `ref` reads.
 
-    If a segment of the plan is missing, or its description is damaged, and another plan does without it, that one is
+    If a segment of the plan is missing, or its description is damaged, and there is another way, that one is
     opened, and a `FallbackWarning` says so.
 
     Args:
-        avoid: segments not to use.
+        tried: what is known of ways that failed.
         bases: other checkpoints, held in memory: what builds on one is preferred where that is less to read.
         since: what was read of the log just now.
+        catalog: the log, for whoever examines a store: it is not read again, nothing is pinned, and nobody is warned.
     """
     entered = False
     while not entered:
-        attempt = _Attempt(bases, since)
+        attempt = _Attempt(bases, since, catalog, quiet=catalog is not None)
         try:
             # No ExitStack: Ctrl-C while it leaves would keep the pin until Python looks for cycles.
-            with _opened(journal, ref, avoid, attempt) as found:
+            with _opened(journal, ref, tried, attempt) as found:
                 entered = True
                 yield found
         except FAULTS as error:
             if entered:
                 raise  # of the caller's work
-            avoid, ref = attempt.around(error, avoid), attempt.ref
+            tried, ref = attempt.around(error, tried), attempt.ref
 
 
 @dataclass
@@ -170,7 +180,9 @@ class _Attempt:
     bases: Sequence[HeldState] = ()
     since: View | None = None
     catalog: Catalog | None = None
+    quiet: bool = False
     chosen: Plan | None = None
+    needed: _Needed | None = None
 
     @property
     def ref(self) -> str:
@@ -178,42 +190,69 @@ class _Attempt:
         assert self.chosen is not None
         return self.chosen.target.ref
 
-    def around(self, error: CkptError, avoid: frozenset[str]) -> frozenset[str]:
+    def around(self, error: CkptError, tried: Tried) -> Tried:
         """See `fallback.around`."""
-        if self.catalog is None or self.chosen is None:
+        needed = self.needed
+        if self.catalog is None or self.chosen is None or needed is None or not needed.encodings:
             raise error
-        return around(self.catalog, self.chosen, avoid, error, self.held)
+        known = tried.knowing(needed.based)
+        return around(
+            self.catalog,
+            self.chosen.target,
+            needed.encodings,
+            known,
+            error,
+            self.held,
+            needed.unreadable,
+            quiet=self.quiet,
+        )
 
     @property
     def held(self) -> list[CheckpointId]:
         """See `plan`."""
         return [base.id for base in self.bases]
 
-    def choose(self, catalog: Catalog, ref: str | int, avoid: frozenset[str]) -> tuple[CheckpointEntry, Plan]:
+    def choose(self, catalog: Catalog, ref: str | int, tried: Tried) -> tuple[CheckpointEntry, Plan]:
         """The checkpoint and the cheapest way to it; beside what is held, the one that reads the least."""
+        self.needed = None
         entry = refs.resolve(catalog, ref)
-        chosen = plan(catalog, entry.id, stored_bytes if self.bases else None, avoid, self.held)
+        cost = stored_bytes if self.bases else None
+        if tried != UNTRIED:
+            chosen = next_way(catalog, entry.id, tried, cost, self.held)
+        else:
+            chosen = plan(catalog, entry.id, cost, held=self.held)
         self.catalog, self.chosen = catalog, chosen
         return entry, chosen
 
 
 @contextmanager
-def _opened(journal: Journal, ref: str | int, avoid: frozenset[str], attempt: _Attempt) -> Iterator[Opened]:
+def _opened(journal: Journal, ref: str | int, tried: Tried, attempt: _Attempt) -> Iterator[Opened]:
     def choose_plan(catalog: Catalog) -> tuple[CheckpointEntry, Plan]:
-        return attempt.choose(catalog, ref, avoid)
+        return attempt.choose(catalog, ref, tried)
 
-    with (
-        claim(journal, choose_plan, lambda chosen: chosen[1].segments, since=attempt.since) as (view, (entry, chosen)),
-        ExitStack() as stack,
-    ):
-        needed = _Needed(journal, view.catalog, chosen)
+    def claimed() -> AbstractContextManager[tuple[Catalog, tuple[CheckpointEntry, Plan]]]:
+        if attempt.quiet and attempt.catalog is not None:
+            return nullcontext((attempt.catalog, choose_plan(attempt.catalog)))
+        return _claimed(journal, choose_plan, attempt.since)
+
+    with claimed() as (catalog, (entry, chosen)), ExitStack() as stack:
+        attempt.needed = needed = _Needed(journal, catalog, chosen)
         readers = opened_readers(journal.backend, needed.entries(), needed.open, stack)
         used = replace(chosen, encodings=tuple(needed.encodings))
         readers = {segment: readers[segment] for segment in used.segments}  # in the plan's order
         base = next((one for one in attempt.bases if one.id == used.encodings[0].base), None)
-        found = Opened(view.catalog, entry, used, readers, avoid, base, journal.backend.cheap_looks)
+        known = tried.knowing(needed.based)
+        found = Opened(catalog, entry, used, readers, known, base, journal.backend.cheap_looks, quiet=attempt.quiet)
         found.check_identity()
         yield found
+
+
+@contextmanager
+def _claimed(
+    journal: Journal, choose: Callable[[Catalog], tuple[CheckpointEntry, Plan]], since: View | None
+) -> Iterator[tuple[Catalog, tuple[CheckpointEntry, Plan]]]:
+    with claim(journal, choose, lambda chosen: chosen[1].segments, since=since) as (view, chosen):
+        yield view.catalog, chosen
 
 
 class _Needed:
@@ -223,16 +262,22 @@ class _Needed:
 
     Attributes:
         encodings: those that are read, in the order of application.
+        based: those of them that need something of their base.
+        unreadable: the segment that could not be opened; None: all could.
     """
 
     def __init__(self, journal: Journal, catalog: Catalog, chosen: Plan) -> None:
         self.encodings: list[Encoding] = []
+        self.based: set[Edge] = set()
+        self.unreadable: str | None = None
         self._journal, self._catalog, self._chosen = journal, catalog, chosen
         self._docs: dict[str, SegmentDoc] = {}
 
     def open(self, entry: SegmentEntry) -> SegmentReader:
         """Open a segment."""
+        self.unreadable = entry.id
         reader = _open(self._journal, entry)
+        self.unreadable = None
         self._docs[entry.id] = reader.doc
         return reader
 
@@ -247,6 +292,7 @@ class _Needed:
             tensors = (self._docs[segment].tensors.get(step, {}) for segment in encoding.segments)
             if all(tensor.codec in WITHOUT_BASE for own in tensors for tensor in own.values()):
                 return
+            self.based.add(edge_of(encoding))
 
 
 def opened_readers(

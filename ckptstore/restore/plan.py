@@ -17,9 +17,25 @@ from ckptstore.errors import CorruptionError, CorruptLogError, CorruptSegmentErr
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding, Node, ref_of
 
-__all__ = ["TYPICAL", "Cost", "Plan", "Rates", "plan", "plan_all", "restore_seconds", "stored_bytes"]
+__all__ = [
+    "TYPICAL",
+    "Cost",
+    "Edge",
+    "Plan",
+    "Rates",
+    "base_node",
+    "edge_of",
+    "no_way",
+    "plan",
+    "plan_all",
+    "restore_seconds",
+    "stored_bytes",
+    "usable",
+]
 
 Cost = Callable[[Encoding], float]
+Edge = tuple[Node, tuple[str, ...], CheckpointId | None]
+"""What tells the encodings of a catalog apart: checkpoint, segments and base."""
 _Settled = tuple[float, Encoding]
 
 
@@ -35,6 +51,11 @@ class Plan:
     def segments(self) -> tuple[str, ...]:
         """Ids of every segment the plan reads, once each, in order."""
         return tuple(dict.fromkeys(segment for encoding in self.encodings for segment in encoding.segments))
+
+
+def edge_of(encoding: Encoding) -> Edge:
+    """Names an encoding."""
+    return encoding.checkpoint, encoding.segments, encoding.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +146,7 @@ def _reachable(catalog: Catalog, goal: Node) -> set[Node]:
     stack = [goal]
     while stack:
         for encoding in catalog.encodings.get(stack.pop(), ()):
-            base = _base_node(encoding)
+            base = base_node(encoding)
             if base is not None and base not in found:
                 found.add(base)
                 stack.append(base)
@@ -139,8 +160,8 @@ def _cheapest(
     onwards: dict[Node | None, list[Encoding]] = {}
     for node in nodes:
         for encoding in catalog.encodings.get(node, ()):
-            if _usable(catalog, encoding, avoid, held):
-                onwards.setdefault(_base_node(encoding), []).append(encoding)
+            if usable(catalog, encoding, avoid, held):
+                onwards.setdefault(base_node(encoding), []).append(encoding)
     settled: dict[Node, _Settled] = {}
     order = itertools.count()  # among equals the first one
     at_hand = {one.node for one in held}
@@ -170,14 +191,14 @@ def _follow(
     at_hand = {one.node for one in held}
     while node is not None and node not in at_hand:
         if node not in settled:
-            kind, reason = _reason(catalog, target.node, avoid)
-            raise kind(f"checkpoint {target.ref} cannot be restored: {reason}")
+            raise no_way(catalog, target, avoid)
         chain.append(settled[node][1])
-        node = _base_node(chain[-1])
+        node = base_node(chain[-1])
     return Plan(target, tuple(reversed(chain)), settled[target.node][0])
 
 
-def _usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Collection[CheckpointId]) -> bool:
+def usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Collection[CheckpointId]) -> bool:
+    """Whether a plan may have an encoding: its base and its segments are in the catalog, and none is to be avoided."""
     return (
         not avoid.intersection(encoding.segments)
         and all(segment in catalog.segments for segment in encoding.segments)
@@ -185,7 +206,8 @@ def _usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: C
     )
 
 
-def _base_node(encoding: Encoding) -> Node | None:
+def base_node(encoding: Encoding) -> Node | None:
+    """What an encoding builds on; None: nothing."""
     return None if encoding.base is None else encoding.base.node
 
 
@@ -198,6 +220,12 @@ def _base_matches(catalog: Catalog, encoding: Encoding, held: Collection[Checkpo
         return base in held
     entry = catalog.find(base.node)
     return entry is not None and entry.state == base.state
+
+
+def no_way(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> CorruptionError:
+    """The error of a checkpoint to which no way leads; `avoid`: see `plan`."""
+    kind, reason = _reason(catalog, target.node, avoid)
+    return kind(f"checkpoint {target.ref} cannot be restored: {reason}")
 
 
 def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[CorruptionError], str]:

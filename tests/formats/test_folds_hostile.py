@@ -207,6 +207,44 @@ def test_limits_of_numbers_and_times_are_inclusive() -> None:
     assert next(iter(catalog.checkpoints.values())).time == -(2.0**53)
 
 
+MOST = 9_999_999_999
+
+
+@pytest.mark.parametrize(
+    "path", ["checkpoints.term", "held.term", "segments.term", "encodings.term", "encodings.base_term"]
+)
+def test_a_term_has_ten_digits_at_most(path: str) -> None:
+    """As in slots, segments and names of folders."""
+    columns = copy.deepcopy(COLUMNS)
+    rows = len(columns[path])
+    assert rows
+    columns[path] = [*columns[path][:-1], MOST]
+    try:
+        decode(DOCUMENT, columns)
+    except FormatError as error:
+        assert "term out of range" not in str(error)  # noqa: PT017 - the rest need not fit
+    for value in (MOST + 1, 0)[: 1 + (path != "encodings.base_term")]:
+        columns[path][-1] = value
+        with pytest.raises(FormatError, match="a term out of range"):
+            decode(DOCUMENT, columns)
+
+
+def test_a_term_of_the_tables_in_the_json_has_ten_digits_at_most() -> None:
+    last = len(DOCUMENT["terms"]["term"]) - 1
+    document = changed(f"terms.term.{last}", MOST)
+    document["term"] = MOST
+    assert decode(document).term == MOST
+    document["terms"]["term"][last] = document["term"] = MOST + 1
+    with pytest.raises(FormatError, match="terms, at most"):
+        decode(document)
+    with pytest.raises(FormatError, match="terms, at most"):
+        decode(changed("terms.parent.term.0", MOST + 1))
+    for term in (0, MOST + 1):
+        with pytest.raises(FormatError, match="manifests"):
+            decode(changed("manifests", [[HEX, term, 3]]))
+    assert decode(changed("manifests", [[HEX, MOST, 3]])).manifests[HEX] == (MOST, 3)
+
+
 def test_without_rows() -> None:
     """Checks of columns must not depend on there being any."""
     document = copy.deepcopy(DOCUMENT)

@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 import ckptstore
 from ckptstore.doctor.examination import examine
 from ckptstore.errors import KeyNotFoundError
-from ckptstore.formats.records import FORMAT_KEY, segment_key, slot_key, slot_of
-from ckptstore.formats.texts import seal, torn
+from ckptstore.formats.records import FORMAT_KEY, FormatFile, segment_key, slot_key, slot_of
+from ckptstore.formats.texts import encode_format, seal, torn
 from ckptstore.log import arriving, folding
 from ckptstore.log.arriving import LONGEST, arrived
 from ckptstore.log.change import Change
@@ -246,6 +246,63 @@ def test_a_segment_on_its_way_is_no_damage(tmp_path: Path, medium: str) -> None:
             assert store.latest_step() == 5
             done = repair(store.backend, ckptstore.open(tmp_path / f"repaired{len(data)}").backend)
             assert (done.log, done.damage, done.lost, done.latest) == ("whole", (), {}, "5@2")
+
+
+@damaged
+@pytest.mark.parametrize("reader", ["verify", "repair"])
+def test_a_slot_that_is_slower_than_readers_wait_is_looked_at_again_in_the_end(make: Maker, reader: str) -> None:
+    """Its writer was stopped, and is done before what takes long is: nothing is damaged, and nothing is cut off."""
+    filled(make("run"))
+    reveal = Reveal()
+    store = watched(make("run"), reveal)
+    reveal.begin(newest_slot(store), [9], forever=True)
+
+    def whole(done: int, total: int) -> None:
+        if done < total:  # the log was read, segments are read now
+            reveal.cuts.clear()
+
+    if reader == "verify":
+        report = store.verify(progress=whole)
+        assert (report.damage, report.lost) == ((), ())
+        assert report.restorable[-1] == "5@2"
+    else:
+        done = repair(store.backend, make("repaired").backend, progress=whole)
+        assert (done.log, done.damage, done.lost, done.found, done.latest) == ("whole", (), {}, (), "5@2")
+
+
+@pytest.mark.parametrize("reader", ["verify", "repair"])
+def test_slots_that_are_folded_and_deleted_meanwhile_are_no_damage(tmp_path: Path, reader: str) -> None:
+    """READ starts over, as for everybody else; its first listing of folds is older than what follows."""
+    root = tmp_path / "run"
+    ckptstore.open(root, create=True)
+    (root / "FORMAT").write_bytes(encode_format(FormatFile("a" * 32, anchor_every=4)))
+    store = ckptstore.open(root)
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(1, 12):
+            writer.save({"w": np.full(9, step)}, step=step)
+            if step in (6, 9):
+                folding.fold(store.journal, store.view())
+    folds = store.backend.list("fold/")
+    assert len(folds) > 1
+    for seq in (1, 2, 3):
+        store.backend.delete(slot_key(seq))
+    looks: list[str] = []
+    kind: Any = type(store.backend)
+
+    def listed(self: Any, prefix: str) -> list[str]:
+        found: list[str] = kind.list(self, prefix)
+        if prefix != "fold/" or looks:
+            return found
+        looks.append(prefix)
+        return []
+
+    store.backend.__class__ = type("Older", (kind,), {"list": listed})
+    if reader == "verify":
+        assert store.verify().damage == ()
+    else:
+        done = repair(store.backend, ckptstore.open(tmp_path / "repaired").backend)
+        assert (done.log, done.damage, done.lost, done.latest) == ("whole", (), {}, "11@1")
+    assert looks
 
 
 # ------------------------------------------------------------------------------------------------ torn for good

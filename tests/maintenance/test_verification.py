@@ -20,12 +20,20 @@ import pytest
 from click.testing import CliRunner
 
 import ckptstore
+from ckptstore import StorageError
+from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import Posix
 from ckptstore.cli.main import cli
 from ckptstore.formats import hashing
+from ckptstore.formats.records import FormatFile, slot_of
 from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.texts import encode_format
 from ckptstore.host.task_pool import Task, sweep
+from ckptstore.log import folding
+from ckptstore.log.journal import Journal
+from ckptstore.maintenance.repair.repairing import repair
+from ckptstore.maintenance.verify.verification import verify
 from ckptstore.write import encoding
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
@@ -222,13 +230,14 @@ def test_a_state_digest_that_is_not_that_of_the_state(
 
 
 def test_one_wrong_payload_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs everything that builds on it."""
+    """It costs that checkpoint alone: what builds on it has hashes of its own, and a load believes those (SPEC 5.4)."""
     other = hashing.chunk_hash(b"other bytes")
     store = forged(monkeypatch, lambda entry: replace(entry, chunks=(replace(entry.chunks[0], decoded_hash=other),)))
     report = ckptstore.verify(store, deep=True)
     (damage,) = report.damage
     assert "gives other bytes than were saved in step 2" in damage.what
-    assert report.lost == ("2@1", "3@1")
+    assert report.lost == ("2@1",)
+    ckptstore.open(store).load("3@1")
 
 
 def test_a_long_chain_needs_few_descriptors(tmp_path: Path) -> None:
@@ -416,3 +425,65 @@ def test_a_segment_that_goes_away_in_between(monkeypatch: pytest.MonkeyPatch) ->
     assert damage.key == keys[7]
     assert "missing" in damage.what
     assert report.lost == ("4@1",)
+
+
+class BehindAProxy(LocalBackend):
+    """The first `wrong` listings of a prefix are answered by another page, which counts as a listing of nothing."""
+
+    prefix, wrong, asked = "none", 100, 0
+
+    def list(self, prefix: str) -> list[str]:
+        self.asked += prefix == self.prefix
+        return [] if prefix == self.prefix and self.asked <= self.wrong else super().list(prefix)
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> BehindAProxy:
+    """A store of slots that were folded and deleted."""
+    root = tmp_path / "store"
+    ckptstore.open(root, create=True)
+    (root / "FORMAT").write_bytes(encode_format(FormatFile("a" * 32, anchor_every=4)))
+    store = ckptstore.open(root)
+    with store.writer(poll_seconds=None) as writer:
+        for step in range(1, 30):
+            writer.save({"n": step}, step)
+            if step in (10, 20, 28):
+                folding.fold(store.journal, store.view())
+    folding.trim(store.journal, store.view())
+    assert store.verify().ok
+    return BehindAProxy(root)
+
+
+@pytest.mark.parametrize("prefix", ["", "fold/"])
+def test_a_page_in_place_of_a_listing_is_no_damage(
+    proxied: BehindAProxy, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ckptstore.log.reading.time.sleep", lambda _: None)
+    proxied.prefix, proxied.wrong = prefix, 1
+    assert verify(Journal(proxied)).ok
+    proxied.asked, proxied.wrong = 0, 100
+    with pytest.raises(StorageError, match=r"may answer listings in its place. Nothing is said of the store"):
+        verify(Journal(proxied))
+    if not prefix:
+        with pytest.raises(StorageError, match=r"Nothing was repaired"):
+            repair(proxied, LocalBackend(tmp_path / "repaired"))
+        assert not (tmp_path / "repaired").exists()
+
+
+def test_a_listing_of_which_a_page_is_missing_is_no_damage(
+    proxied: BehindAProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has what comes before some slots, and what comes after."""
+    listed, tries = proxied.list, []
+
+    def some(prefix: str) -> list[str]:
+        tries.append(prefix)
+        short = prefix in ("", "log/")[:wrong]
+        return [key for key in listed(prefix) if not (short and key.startswith("log/") and slot_of(key) in (26, 27))]
+
+    monkeypatch.setattr(proxied, "list", some)
+    wrong = 1
+    assert verify(Journal(proxied)).ok
+    wrong = 2
+    with pytest.raises(StorageError, match="00026 shows it, and the listing none"):
+        verify(Journal(proxied))

@@ -7,6 +7,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,12 @@ from ckptstore import CorruptSegmentError, FallbackWarning, StorageError
 from ckptstore.backends.base import SegmentSource
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import codecs
+from ckptstore.formats.hashing import chunk_hash
+from ckptstore.formats.records import segment_key
+from ckptstore.restore.ways import MOST_WAYS
 from tests.restore.twofold import state, stored_again, twofold
 from tests.store.states import same
-from tools.golden.by_hand import Hand, Step, entry
+from tools.golden.by_hand import Entry, Hand, Made, Step, entry
 
 Damage = Callable[[Path], object]
 
@@ -263,3 +267,137 @@ def test_an_encoding_of_the_base_without_a_tensor_that_no_tree_names(tmp_path: P
     hand.promise(hand.segment({2: Step(delta, {"aside": {"$a": "aside"}, **tree}, made.identity(1))}))
     store = ckptstore.open(hand.folder)
     same({"aside": words + 2, "words": words + 1}, store.load(2, framework="numpy", verify=verify))
+
+
+WORDS = np.arange(40, dtype="<u4")
+TREE = {"words": {"$a": "words"}}
+
+
+def full(shift: int, *, told: int | None = None) -> list[Entry]:
+    """`WORDS` and something; `told`: what the hash of the decoded bytes says, if that is something else."""
+    wrong = {} if told is None else {"decoded_hash": chunk_hash((WORDS + told).tobytes())}
+    return [entry("words", WORDS + shift, codecs.Planes(4), **wrong)]
+
+
+def on(shift: int, base: int) -> list[Entry]:
+    """A delta."""
+    return [entry("words", WORDS + shift, codecs.Sub(4), WORDS + base)]
+
+
+def added(hand: Hand, made: Made, step: int) -> None:
+    """One more encoding of a checkpoint that is there."""
+    hand.commit(made, encodings=[made.encoding(step)])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("between", [0, 2])
+def test_a_base_that_is_decoded_to_wrong_bytes(tmp_path: Path, first: bool, between: int) -> None:
+    """Its stored hashes are right, so it shows in what builds on it: then the base's other encoding is tried."""
+    hand = Hand(tmp_path / "store")
+    hand.open()
+    wrong, right = hand.segment({1: Step(full(9, told=0), TREE)}), hand.segment({1: Step(full(0), TREE)})
+    assert wrong.identity(1) == right.identity(1)
+    hand.promise(wrong if first else right)
+    added(hand, right if first else wrong, 1)
+    below = right.identity(1)
+    for step in range(2, 3 + between):
+        made = hand.segment({step: Step(on(step - 1, step - 2), TREE, below)})
+        hand.promise(made)
+        below = made.identity(step)
+    store = ckptstore.open(hand.folder)
+    # What is decoded wrongly is the cheaper one for one of the two orders.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for step in range(1, 3 + between):
+            assert store.load(step, framework="numpy")["words"].tobytes() == (WORDS + step - 1).tobytes()
+    report = store.verify(deep=True)
+    assert (report.lost, len(report.damage)) == ((), 1)
+
+
+def test_a_chunk_that_one_way_needs_and_another_does_not(tmp_path: Path) -> None:
+    """Both lead through the same encoding of the base, in which one tensor is damaged."""
+    hand = Hand(tmp_path / "store")
+    hand.open()
+    both = {"words": {"$a": "words"}, "more": {"$a": "more"}}
+    base = hand.segment({1: Step([*full(0), entry("more", WORDS)], both)})
+    hand.promise(base)
+    delta = [entry("words", WORDS + 1, codecs.Sub(4), WORDS), entry("more", WORDS + 1, codecs.Sub(4), WORDS)]
+    half = [entry("words", WORDS + 1, codecs.Sub(4), WORDS), entry("more", WORDS + 1)]
+    made = hand.segment({2: Step(delta, both, base.identity(1))})
+    hand.promise(made)
+    added(hand, hand.segment({2: Step(half, both, base.identity(1))}), 2)
+    path = hand.folder / segment_key(1, base.entry["id"])
+    data = path.read_bytes()
+    at = data.index(WORDS.tobytes())
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    store = ckptstore.open(hand.folder)
+    with pytest.warns(FallbackWarning):
+        same({"words": WORDS + 1, "more": WORDS + 1}, store.load(2, framework="numpy"))
+    assert store.verify().lost == ("1@1",)
+
+
+def test_what_needs_nothing_of_its_base_is_a_way_though_the_base_is_gone(tmp_path: Path) -> None:
+    """Whether an encoding needs its base shows when it is opened: until then a way that cannot be read is one."""
+    hand = Hand(tmp_path / "store")
+    hand.open()
+    base = hand.segment({1: Step(full(0), TREE)})
+    hand.promise(base)
+    delta = hand.segment({2: Step(on(1, 0), TREE, base.identity(1))})
+    hand.promise(delta)
+    whole = hand.segment({2: Step(full(1), TREE, base.identity(1))})
+    added(hand, whole, 2)
+    (hand.folder / segment_key(1, base.entry["id"])).unlink()
+    store = ckptstore.open(hand.folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        same({"words": WORDS + 1}, store.load(2, framework="numpy"))
+    assert store.verify().lost == ("1@1",)
+    mended = ckptstore.repair(hand.folder, tmp_path / "mended")
+    assert (mended.kept, tuple(mended.lost), mended.rewritten) == (("2@1",), ("1@1",), ("2@1",))
+    same({"words": WORDS + 1}, ckptstore.open(tmp_path / "mended").load(2, framework="numpy"))
+
+
+def test_a_circle_in_which_something_is_damaged_ends(tmp_path: Path) -> None:
+    """Two checkpoints that build on each other, one of them a full that is damaged: tried, and said."""
+    hand = Hand(tmp_path / "store")
+    hand.open()
+    one = hand.segment({1: Step(full(0), TREE)})
+    hand.promise(one)
+    two = hand.segment({2: Step(on(1, 0), TREE, one.identity(1))})
+    hand.promise(two)
+    added(hand, hand.segment({1: Step(on(0, 1), TREE, two.identity(2))}), 1)
+    path = hand.folder / segment_key(1, one.entry["id"])
+    flip(path, header(path) + 3)
+    store = ckptstore.open(hand.folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        for step in (1, 2):
+            with pytest.raises(CorruptSegmentError, match="checksum mismatch"):
+                store.load(step)
+    assert store.verify().lost == ("1@1", "2@1")
+
+
+def test_a_long_chain_of_bad_ways_is_given_up(tmp_path: Path) -> None:
+    """Twenty checkpoints with two encodings each are a million ways; the newest is wrong in itself."""
+    hand = Hand(tmp_path / "store")
+    hand.open()
+    below = hand.segment({1: Step(full(0), TREE)})
+    hand.promise(below)
+    for step in range(2, 22):
+        wrong = 1 if step == 21 else 0
+        pair = []
+        for _ in range(2):
+            delta = entry("words", WORDS + step - 1 + wrong, codecs.Sub(4), WORDS + step - 2)
+            chunk = replace(delta[0].chunks[0], decoded_hash=chunk_hash((WORDS + step - 1).tobytes()))
+            told = (replace(delta[0], chunks=(chunk,)), delta[1])
+            pair.append(hand.segment({step: Step([told], TREE, below.identity(step - 1))}))
+        hand.promise(pair[0])
+        added(hand, pair[1], step)
+        below = pair[0]
+    store = ckptstore.open(hand.folder)
+    same({"words": WORDS + 19}, store.load(20, framework="numpy"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(CorruptSegmentError, match="other bytes"):
+            store.load(21)
+    assert len(told) == MOST_WAYS - 1

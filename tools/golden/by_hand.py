@@ -20,7 +20,7 @@ from ckptstore.formats.state import tensor_names
 from ckptstore.formats.texts import encode_format, seal
 from tools.golden.make_segments import RUN, packed
 
-__all__ = ["Hand", "Made", "Step", "changed_document", "entry"]
+__all__ = ["Entry", "Hand", "Made", "Step", "changed_document", "entry"]
 
 Array = np.ndarray[Any, Any]
 Entry = tuple[TensorEntry, bytes]

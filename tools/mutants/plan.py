@@ -124,6 +124,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("changing", "retiring", "tagging")
     },
     **{f"ckptstore/log/{name}.py": _some("arriving", "damaged_log") for name in ("arriving", "telling")},
+    "ckptstore/log/listings.py": _some("maintenance/test_verification", "maintenance/test_gc"),
     "ckptstore/log/looks.py": _some("following/test_following", "arriving", "replaced"),
     "ckptstore/log/replica.py": _some("arriving", "copying", "copies_at_once", "tiers/test_tiers"),
     "ckptstore/log/term.py": (*_LOG, *_some("arriving")),
@@ -161,6 +162,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("load", "targets")
     },
     "ckptstore/restore/fallback.py": _some("fallback", "conformance_page"),
+    "ckptstore/restore/ways.py": _some("fallback", "verify_and_load"),
+    "ckptstore/restore/trying.py": _some("verify_and_load"),
     "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),

@@ -24,7 +24,7 @@ from ckptstore.restore.plan import plan
 from ckptstore.segments.plain import write_plain
 from ckptstore.segments.session import SegmentSession
 
-__all__ = ["Written", "copy_as_fulls"]
+__all__ = ["Written", "copy_as_fulls", "write_anew"]
 
 _TOGETHER: Final = 16
 """Fulls that one round commits."""
@@ -80,7 +80,7 @@ def copy_as_fulls(
         session = SegmentSession(replica.backend, staging, blocks.pool, coders, lambda _: None, tally.advance)
         for begin in range(0, max(1, len(left)), _TOGETHER):
             for entry in left[begin : begin + _TOGETHER]:
-                segments, edge = _written(session, journal, catalog, entry)
+                segments, edge = write_anew(session, journal, catalog, entry, plan(catalog, entry.id).encodings)
                 done.brought += len(segments)
                 done.nbytes += sum(segment.size for segment in segments)
                 part.segments.update((segment.id, segment) for segment in segments)
@@ -97,10 +97,19 @@ def _merged(catalog: Catalog, there: Catalog) -> Catalog:
     return Catalog(checkpoints=catalog.checkpoints, segments=there.segments, tags=catalog.tags)
 
 
-def _written(
-    session: SegmentSession, journal: Journal, catalog: Catalog, entry: CheckpointEntry
+def write_anew(
+    session: SegmentSession,
+    journal: Journal,
+    catalog: Catalog,
+    entry: CheckpointEntry,
+    encodings: Sequence[Encoding],
 ) -> tuple[tuple[SegmentEntry, ...], Encoding]:
-    encodings = plan(catalog, entry.id).encodings
+    """Decode a checkpoint through a chain of encodings, and write it as a full.
+
+    Raises:
+        CorruptSegmentError: what is stored is not what was saved.
+        StorageError: a medium failed.
+    """
     with opened_plan(journal.backend, catalog, entry, encodings) as found:
         edge = Encoding(entry.node, "full", None, (), encodings[-1].lossy, 0)
         draft = merged_draft([edge], catalog, journal.run, entry.term)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import (
@@ -24,7 +24,7 @@ from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_format, decode_record, unseal
 from ckptstore.log.arriving import slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import Patience, damaged_folds, read
+from ckptstore.log.reading import damaged_folds, read
 from ckptstore.maintenance.repair.described import Told
 from ckptstore.maintenance.verify.findings import Damage
 
@@ -39,11 +39,13 @@ class Log:
         catalog: what it says; empty if there is none.
         whole: whether nothing of it is damaged or known to be missing.
         damage: what is wrong with its objects.
+        judged: its last slot, if that is damaged -> hash of the bytes that it had.
     """
 
     catalog: Catalog
     whole: bool
     damage: tuple[Damage, ...]
+    judged: Mapping[int, str] = field(default_factory=dict)
 
 
 def choose_run(backend: Backend, keys: Sequence[str], told: Mapping[str, Told], wanted: str | None) -> str:
@@ -110,10 +112,14 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
         StorageError: the medium failed.
     """
     damage = []
+    judged: dict[int, str] = {}
     try:
         journal = Journal(backend, format_file)
-        view = read(journal, patience=Patience(tries=0), look_above=True, tell=False)
+        # Prevents: steps that are cut off, because somebody folds the log while it is read: then it is read again.
+        view = read(journal, look_above=True, tell=False)
         catalog = view.catalog
+        if view.end - 1 in view.damage:
+            judged[view.end - 1] = catalog.last
         damage += [Damage(key, "the fold is damaged") for key in damaged_folds(journal, view)]
     except CorruptLogError as error:
         catalog = _whatever(backend, format_file, keys)
@@ -126,7 +132,7 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
         damage.append(Damage("log", "nothing of it is left"))
     elif catalog.lost > catalog.term:
         damage.append(Damage("log", f"it ends in term {catalog.term}, and there are segments of term {catalog.lost}"))
-    return Log(catalog, bool(catalog.term) and not damage, tuple(damage))
+    return Log(catalog, bool(catalog.term) and not damage, tuple(damage), judged)
 
 
 def on_its_way(log: Log, key: str) -> bool:

@@ -11,6 +11,7 @@ from ckptstore.errors import CkptError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Encoding, Node, ref_of
 from ckptstore.maintenance.verify.findings import Findings, edge_of
+from ckptstore.restore.plan import Plan
 from ckptstore.segments.reading import SegmentReader
 
 __all__ = ["Verdict", "judge"]
@@ -23,12 +24,14 @@ class Verdict:
     Attributes:
         edges: encodings in segments that are intact, whose base is kept.
         rewritten: encodings that are intact in a segment that is not: they are written anew.
+        otherwise: promised checkpoints that none of these restores, and a load does -> by which way.
         lost: promised checkpoints that nothing restores any more -> why.
     """
 
     edges: list[Encoding] = field(default_factory=list)
     rewritten: list[Encoding] = field(default_factory=list)
     lost: dict[Node, str] = field(default_factory=dict)
+    otherwise: dict[Node, Plan] = field(default_factory=dict)
 
     @property
     def nodes(self) -> set[Node]:
@@ -100,9 +103,10 @@ class _Judging:
             if segment in self._found.bad_segments:
                 return f"{entry.key}: {self._what.get(entry.key, 'it cannot be read')}"
         flaw = self._found.flaws.get(edge_of(edge))
-        if flaw is not None and (flaw.whole or flaw.state or flaw.names):
+        if flaw is not None and (flaw.whole or flaw.state or flaw.names or flaw.decoded):
             key = self._catalog.segments[edge.segments[0]].key
-            names = f"tensors {', '.join(sorted(map(repr, flaw.names))[:3])} are" if flaw.names else "it is"
+            wrong = flaw.names | flaw.decoded
+            names = f"tensors {', '.join(sorted(map(repr, wrong))[:3])} are" if wrong else "it is"
             return f"{self._what.get(key, f'{key}: {names} not what was saved')}"
         return self._hit(edge)
 

@@ -3,7 +3,8 @@
 1. Read what every segment says of itself, and what is left of the log (`described`, `evidence`).
 2. Put both together (`candidates`): what the log promises, and where it is not whole what segments make up.
 3. Read every byte of that, compare every description, decode every state (`verify.examine`): only then it is kept.
-4. Copy it (`copies.transfer`), verified again on the way; write anew what is intact in a segment that is not.
+4. Copy it (`copies.transfer`), verified again on the way; write anew what is intact in a segment that is not, and what
+   a load restores although something of the way is damaged.
 
 Killed at any instant, it leaves a place that is no store yet; the same command goes on with it.
 """
@@ -12,19 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
-from ckptstore.errors import StoreNotFoundError
+from ckptstore.errors import CorruptionError, StoreNotFoundError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
-from ckptstore.formats.records import Encoding, Node, SegmentEntry, ref_of
+from ckptstore.formats.records import Encoding, FormatFile, Node, SegmentEntry, ref_of
 from ckptstore.formats.retention import needed
 from ckptstore.host.checks import MOST_THREADS, whole
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
+from ckptstore.log.journal import Journal
+from ckptstore.log.listings import every_object
+from ckptstore.log.reading import overtaken
 from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.choosing import lines_of
 from ckptstore.maintenance.copies.copying import check_apart, check_known
@@ -34,14 +38,18 @@ from ckptstore.maintenance.repair.candidates import Candidates, candidates
 from ckptstore.maintenance.repair.described import survey
 from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, on_its_way, read_log
 from ckptstore.maintenance.repair.judging import Verdict, judge
-from ckptstore.maintenance.repair.rewriting import Rewritten, rewrite
+from ckptstore.maintenance.repair.rewriting import Rewritten, rewrite, rewrite_as_fulls
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, edge_of
+from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
 from ckptstore.restore.plan import Plan, plan_all
+from ckptstore.restore.trying import try_restoring
 
 __all__ = ["Repaired", "repair"]
 
 LogState = Literal["whole", "damaged", "gone"]
+_LOOKS: Final = 3
+"""How often a store is looked at, if each time its last slot was damaged and is whole in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +64,11 @@ class Repaired(HtmlTable):
         found: those of `kept` of which the log says nothing: segments alone do.
         unproven: those of `found` whose hash nothing else repeats. Their tensors are what was saved; a change of the
             rest of the state, in an uncompressed segment, would not have been noticed.
-        rewritten: those of `kept` that were written anew, because their segment is damaged elsewhere.
+        rewritten: those of `kept` that were written anew, because their segment is damaged elsewhere, or because what
+            leads to them is damaged where they do not need it.
         tags: tags that are lost, with the REF of the checkpoint that is.
         damage: everything that is wrong with the old store's objects.
-        latest: REF of the new store's latest checkpoint; None: it has none.
+        latest: REF of the new store's latest checkpoint; None: it has none, or ``latest`` is an error there, too.
         segments, nbytes: what was written this time.
     """
 
@@ -88,7 +97,48 @@ def repair(
     """Make a store of what is intact of a damaged one. See `ckptstore.repair`."""
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(source, target)
-    keys = source.list("")
+    look = _look(source, run)
+    with alone(target, make=True):
+        run, format_file = look.format_file.run, look.format_file
+        replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
+        journal = Journal(source, format_file)
+        for _ in range(_LOOKS):
+            found = Findings(Tally(progress))
+            verdict = _examined(journal, look.options.catalog, found, threads)
+            # Prevents: steps that are cut off, because the writer of the last slot was stopped for longer than a reader
+            # waits for a torn slot.
+            if not overtaken(journal, look.log.judged):
+                break
+            look = _look(source, run)
+        log, options = look.log, look.options
+        crash_point("repair.judged")
+        written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
+        rewrite_as_fulls(journal, replica, options.catalog, verdict.otherwise, threads, written)
+        part = _part(options, log, verdict, written, replica.catalog)
+        supply = _Supply(source, target, run, threads, found.tally.advance)
+        supply.there = {entry.id for entry in written.segments}
+        transfer = Transfer(part, replica, supply)
+        found.tally.total += sum(entry.size for entry in transfer.missing() if entry.id not in supply.there)
+        transfer.run()
+        replica.finish()
+    all_damage = [*look.damage, *(Damage(*one) for one in found.damage)]
+    all_damage += [Damage(key, what) for key, what in found.unread.items()]
+    return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a damaged place holds of one run."""
+
+    format_file: FormatFile
+    log: Log
+    options: Candidates
+    damage: tuple[Damage, ...]
+
+
+def _look(source: Backend, run: str | None) -> _Look:
+    """Read what segments say, and what is left of the log. Raises as `repair`."""
+    keys = every_object(source, "Nothing was repaired: check the endpoint and the proxies, then run repair again")
     told, damage = survey(source, keys)
     run = choose_run(source, keys, told, run)
     format_file, bad = format_of(source, run)
@@ -101,41 +151,34 @@ def repair(
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
         raise StoreNotFoundError(f"{source.url}: nothing of a checkpoint is left of run {run}")
-    with alone(target, make=True):
-        replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
-        found = Findings(Tally(progress))
-        verdict = _examined(source, run, options.catalog, found, threads)
-        crash_point("repair.judged")
-        written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
-        part = _part(options, log, verdict, written, replica.catalog)
-        supply = _Supply(source, target, run, threads, found.tally.advance)
-        supply.there = {entry.id for entry in written.segments}
-        transfer = Transfer(part, replica, supply)
-        found.tally.total += sum(entry.size for entry in transfer.missing() if entry.id not in supply.there)
-        transfer.run()
-        replica.finish()
-    all_damage = [*bad, *log.damage, *damage, *(Damage(*one) for one in found.damage)]
-    all_damage += [Damage(key, what) for key, what in found.unread.items()]
-    return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
+    return _Look(format_file, log, options, (*bad, *log.damage, *damage))
 
 
-def _examined(source: Backend, run: str, catalog: Catalog, found: Findings, threads: int) -> Verdict:
+def _examined(journal: Journal, everything: Catalog, found: Findings, threads: int) -> Verdict:
     """What is intact. Every encoding that is kept was decoded on a base that is kept.
 
     Where a planned encoding is damaged and another of its checkpoint is not, what builds on it is examined once more.
     """
     lost: dict[Node, str] = {}
+    catalog, gone, restorable = everything, None, dict[Node, Plan]()
     while True:
         flaws = Findings(found.tally)
         plans = {node: one for node, one in plan_all(catalog).items() if isinstance(one, Plan)}
-        examine(source, run, catalog, plans, flaws, threads, deep=True)
-        verdict = judge(source, catalog, flaws)
+        examine(journal.backend, journal.run, catalog, plans, flaws, threads, deep=True)
+        if gone is None:
+            gone = lost_checkpoints(journal, catalog, plans, flaws, threads)
+            restorable = {node: one for node, one in plans.items() if node not in gone.nodes | gone.unknown}
+        verdict = judge(journal.backend, catalog, flaws)
         found.damage.update(flaws.damage)
         found.unread.update(flaws.unread)
         verdict.lost = lost = {**verdict.lost, **lost}
         kept = {edge_of(edge) for edge in (*verdict.edges, *verdict.rewritten)}
         planned = {edge_of(edge) for one in plans.values() for edge in one.encodings}
         if all(edge in kept for edge in planned if edge[0] in verdict.nodes):
+            # Prevents: a checkpoint that is dropped, although a load restores it.
+            for node in lost.keys() & restorable.keys():
+                verdict.otherwise[node] = try_restoring(journal, everything, node, threads)
+                del lost[node]
             return verdict
         catalog = _reduced(catalog, verdict)
 
@@ -202,7 +245,10 @@ def _report(
     work: tuple[Copies, Rewritten],
 ) -> Repaired:
     lost = {**options.broken, **verdict.lost}
-    newest = made.latest()
+    try:
+        newest = made.latest()
+    except CorruptionError:  # a term continues from a state that is not the one that is there
+        newest = None
     catalog, (supply, written) = options.catalog, work
     return Repaired(
         run=run,
@@ -211,7 +257,9 @@ def _report(
         lost={ref_of(node): why for node, why in sorted(lost.items()) if node not in made.checkpoints},
         found=tuple(ref_of(node) for node in made.checkpoints if node in options.found),
         unproven=tuple(ref_of(node) for node in made.checkpoints if node in options.unproven),
-        rewritten=tuple(ref_of(node) for node in sorted({edge.checkpoint for edge in verdict.rewritten})),
+        rewritten=tuple(
+            ref_of(node) for node in sorted({*verdict.otherwise, *(edge.checkpoint for edge in verdict.rewritten)})
+        ),
         tags={name: ref_of(node) for name, node in sorted(catalog.tags.items()) if node not in made.checkpoints},
         damage=tuple(dict.fromkeys(damage)),
         latest=None if newest is None else newest.ref,

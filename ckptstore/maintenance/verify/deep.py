@@ -166,7 +166,7 @@ class _Tree:
 
     def wrong(self, branch: Branch, link: Link, error: CorruptSegmentError, names: Iterable[str]) -> None:
         """What a link gives is not what was saved: the tensors `names` are lost."""
-        self._found.blame(branch.encoding, link.reader.entry.key, error, names=names)
+        self._found.blame(branch.encoding, link.reader.entry.key, error, decoded=names)
 
     def damaged(self, link: Link, index: int) -> bool:
         """Whether a payload is known to be damaged."""

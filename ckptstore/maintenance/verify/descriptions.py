@@ -83,12 +83,21 @@ class Descriptions:
                 return  # there is something wrong with it, which is known
             there, _ = self._tensors[edge_of(below)]
         if there is not based and (absent := based - there):
+            # Prevents: an intact store called damaged. Encodings of a base may differ in tensors that no tree names.
+            if edge.base is not None and self._has(edge.base.node, absent):
+                self._found.doubt(edge, [name for name, _ in absent])
+                return
             name, spec = min(absent)
             ref = "nothing" if edge.base is None else edge.base.ref
             error = CorruptSegmentError(
                 f"tensor {name!r} of {ref_of(edge.checkpoint)} builds on {ref}, which has no {_text(spec)}"
             )
             self._found.blame(edge, self._key(edge), error, names=[name for name, _ in absent])
+
+    def _has(self, node: Node, wanted: _Tensors) -> bool:
+        """Whether some encoding of a checkpoint has tensors."""
+        edges = map(edge_of, self._catalog.encodings.get(node, ()))
+        return any(edge in self._tensors and wanted <= self._tensors[edge][0] for edge in edges)
 
     def _compare(self, edge: Encoding, readers: Sequence[SegmentReader]) -> None:
         try:

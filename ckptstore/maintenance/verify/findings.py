@@ -12,18 +12,11 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.system_errors import is_bad_medium
 from ckptstore.errors import CkptError, StorageError
-from ckptstore.formats.records import CheckpointId, Encoding, Node
+from ckptstore.formats.records import Encoding
 from ckptstore.host.progress import Tally
+from ckptstore.restore.plan import Edge, edge_of
 
 __all__ = ["Damage", "Edge", "Findings", "Flaw", "Unread", "edge_of", "is_bad_medium"]
-
-Edge = tuple[Node, tuple[str, ...], CheckpointId | None]
-"""What tells the encodings of a catalog apart: checkpoint, segments and base."""
-
-
-def edge_of(encoding: Encoding) -> Edge:
-    """Names an encoding."""
-    return encoding.checkpoint, encoding.segments, encoding.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +56,14 @@ class Flaw:
     Attributes:
         whole: nothing of it can be used.
         names: tensors that cannot be restored, neither here nor where something is built on them.
+        decoded: tensors that were decoded to other bytes than their hashes say, on the base that was chosen. On another
+            base they may be right; and so may what builds on them, where it is the hashes that are wrong.
         state: the checkpoint itself cannot be loaded, whatever can be built on its tensors.
     """
 
     whole: bool = False
     names: set[str] = field(default_factory=set)
+    decoded: set[str] = field(default_factory=set)
     state: bool = False
 
 
@@ -126,6 +122,7 @@ class Findings:
         error: CkptError,
         *,
         names: Iterable[str] = (),
+        decoded: Iterable[str] = (),
         whole: bool = False,
         state: bool = False,
     ) -> None:
@@ -134,8 +131,14 @@ class Findings:
             self.damage[key, _without(key, error)] = None
             flaw = self.flaws.setdefault(edge_of(encoding), Flaw())
             flaw.names.update(names)
+            flaw.decoded.update(decoded)
             flaw.whole |= whole
             flaw.state |= state
+
+    def doubt(self, encoding: Encoding, names: Iterable[str]) -> None:
+        """The base as it is restored lacks what these tensors build on; another encoding of it has that: no damage."""
+        with self._lock:
+            self.flaws.setdefault(edge_of(encoding), Flaw()).names.update(names)
 
     def done(self, nbytes: int, objects: int = 0) -> None:
         """So many bytes were compared, and so many objects are done with."""

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptionError, ForeignObjectError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import fold_of, object_of, slot_key
 from ckptstore.log.arriving import exists
 from ckptstore.log.folding import KEEP
 from ckptstore.log.journal import Journal
+from ckptstore.log.listings import LOOKS, contradiction
 from ckptstore.log.reading import anchor_above
 from ckptstore.log.strays import all_foreign
 from ckptstore.maintenance.verify.findings import Findings
 
-__all__ = ["SlotHashes", "check_log"]
+__all__ = ["UNSAID", "SlotHashes", "check_folds_listed", "check_log"]
 
+UNSAID: Final = "Nothing is said of the store: check the endpoint and the proxies, then verify it again"
 _SHOWN: Final = 4
 
 
@@ -40,6 +43,9 @@ def check_log(
         catalog: of a READ that came after the listing of `objects`, with a look above its end.
         slots: every intact slot, by its number.
         objects: every object of the store.
+
+    Raises:
+        StorageError: listings contradict each other, or what is there by its name.
     """
     listed = set(objects)
     for seq in catalog.damage:
@@ -70,6 +76,23 @@ def check_log(
         found.add(keys[-1], CorruptionError(what))
 
 
+def check_folds_listed(backend: Backend, listed: Iterable[str]) -> list[str]:
+    """What a new listing of the folds has.
+
+    Args:
+        listed: what an older listing of everything has.
+
+    Raises:
+        StorageError: that has folds, and the new one has none, which is never so of a store.
+    """
+    had = any(map(fold_of, listed))
+    for _ in range(LOOKS):
+        keys = backend.list("fold/")
+        if keys or not had:
+            return keys
+    raise contradiction(backend, "one listing", "folds", "another", UNSAID)
+
+
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """The first and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
@@ -86,7 +109,7 @@ def _unexplained(
 ) -> list[int]:
     """Slots of the log that are absent although nobody may have deleted them, those where a fold ends among them."""
     # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
-    folds = sorted({place[0] for key in journal.backend.list("fold/") if (place := fold_of(key))}, reverse=True)
+    folds = sorted({place[0] for key in check_folds_listed(journal.backend, listed) if (place := fold_of(key))})[::-1]
     anchor_every = journal.format.anchor_every
     limit = folds[KEEP - 1] if len(folds) >= KEEP else -1
     opens = {opened.seq for opened in catalog.terms.values() if opened.known}
@@ -99,6 +122,12 @@ def _unexplained(
 
     absent = [seq for seq in range(end) if seq not in slots and slot_key(seq) not in listed]
     lost = [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq, limit))]
+    # Prevents: slots that are called missing, because a page of their listing was answered by something else.
+    if _listing_lacks(journal, lost, top):
+        newer = set(journal.backend.list("log/"))  # slots are created while that is made
+        lost = [seq for seq in lost if slot_key(seq) not in newer]
+        if _listing_lacks(journal, lost, top):
+            raise contradiction(journal.backend, f"a request for {slot_key(lost[0])}", "it", "the listing", UNSAID)
     if 0 < len(folds) < KEEP:
         # Prevents: a deleted fold that is taken for lost slots, although the other fold has what they said.
         covered = [seq for seq in lost if seq not in opens and deletable(seq, folds[0])]
@@ -106,6 +135,16 @@ def _unexplained(
             found.add("fold/", _fold_missing(covered, folds[0]))
             lost = [seq for seq in lost if seq not in set(covered)]
     return [seq for seq in lost if seq < top or _is_gone(journal, seq, found)]
+
+
+def _listing_lacks(journal: Journal, lost: Sequence[int], top: int) -> bool:
+    """Whether the first of some slots that no listing has is there, asked for by name; a later one was listed."""
+    if not lost or lost[0] >= top:
+        return False
+    try:
+        return exists(journal.backend, slot_key(lost[0]))
+    except ForeignObjectError:
+        return False
 
 
 def _fold_missing(slots: Sequence[int], left: int) -> CorruptionError:

@@ -1,26 +1,36 @@
-"""Which checkpoints damage costs: a tensor is lost with its payload, or with what that builds on."""
+"""Which checkpoints damage costs: a tensor is lost with its payload, or with what that builds on.
+
+That is found out for all checkpoints at once, of the way to each that a restore takes first. Where it says that one is
+lost, and another way may lead to it, the restore itself is asked: no second set of rules says of a store what `load`
+does not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import CkptError
+from ckptstore.errors import CkptError, CorruptionError, FormatError, StorageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.codecs import WITHOUT_BASE
 from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.retention import needed
 from ckptstore.formats.shards import name_of
 from ckptstore.formats.state import tensor_names
+from ckptstore.log.journal import Journal
 from ckptstore.maintenance.verify.findings import Findings, Flaw, edge_of
 from ckptstore.restore.assembly import Held, held_by, tree_of
 from ckptstore.restore.chain import master_of
 from ckptstore.restore.link import Link
 from ckptstore.restore.plan import Plan
+from ckptstore.restore.trying import try_restoring
+from ckptstore.restore.ways import UNTRIED, Tried, next_way
 from ckptstore.segments.reading import SegmentReader
 
-__all__ = ["casualties"]
+__all__ = ["Lost", "lost_checkpoints", "untried"]
 
 
 class _Everything(Container[str]):
@@ -38,14 +48,16 @@ class _After:
     Attributes:
         lost: names of tensors, keys of shards.
         state: whether the checkpoint that it leads to is.
+        closed: what builds on it cannot be restored at all, if it needs anything of it: a segment cannot be opened.
     """
 
     lost: Container[str]
     state: bool
+    closed: bool = False
 
 
 _WHOLE: Final = _After(frozenset(), False)
-_NOTHING: Final = _After(_EVERYTHING, True)
+_NOTHING: Final = _After(_EVERYTHING, True, True)
 _SOUND: Final = Flaw()
 
 
@@ -54,6 +66,7 @@ class _Damage:
     backend: Backend
     catalog: Catalog
     found: Findings
+    decoded: bool
     known: dict[Node, _After] = field(default_factory=dict)
 
     def after(self, encoding: Encoding, below: _After) -> _After:
@@ -62,7 +75,8 @@ class _Damage:
         if flaw.whole or any(segment in self.found.bad_segments for segment in encoding.segments):
             return _NOTHING
         hit = any(segment in self.found.bad_chunks for segment in encoding.segments)
-        if not (below.lost or hit or flaw.names):
+        flawed = flaw.names | flaw.decoded if self.decoded else flaw.names
+        if not (below.lost or hit or flawed):
             return _After(below.lost, True) if flaw.state else _WHOLE
         try:
             with ExitStack() as stack:
@@ -70,7 +84,11 @@ class _Damage:
                 for segment in encoding.segments:
                     readers.append(SegmentReader(self.backend, self.catalog.segments[segment]))
                     stack.callback(readers[-1].close)
-                lost = self._lost(held_by(readers, encoding), below.lost, flaw.names)
+                held = held_by(readers, encoding)
+                # Prevents: a checkpoint that is called restorable, although a restore opens a segment that is damaged.
+                if below.closed and any(link.tensor.codec not in WITHOUT_BASE for link in held.values()):
+                    return _NOTHING
+                lost = self._lost(held, below.lost, flawed)
                 if not lost:
                     return _After(frozenset(), flaw.state)
                 named = tensor_names(tree_of(readers, encoding))
@@ -98,18 +116,91 @@ class _Damage:
         }
 
     def _hit(self, link: Link) -> bool:
-        chunks = self.found.bad_chunks.get(link.reader.entry.id, ())
-        return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in link.tensor.chunks)
+        return _is_hit(link, self.found)
 
 
-def casualties(backend: Backend, catalog: Catalog, plans: Iterable[Plan], found: Findings) -> set[Node]:
+def _is_hit(link: Link, found: Findings) -> bool:
+    """Whether a chunk of what a segment holds of a tensor is damaged."""
+    chunks = found.bad_chunks.get(link.reader.entry.id, ())
+    return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in link.tensor.chunks)
+
+
+@dataclass
+class Lost:
+    """What damage costs.
+
+    Attributes:
+        nodes: checkpoints that no way leads to.
+        unknown: those of which that cannot be said, because of what could not be read.
+    """
+
+    nodes: set[Node] = field(default_factory=set)
+    unknown: set[Node] = field(default_factory=set)
+
+
+def lost_checkpoints(
+    journal: Journal, catalog: Catalog, plans: Mapping[Node, Plan], found: Findings, threads: int
+) -> Lost:
+    """The targets of `plans` that cannot be restored, neither so nor otherwise.
+
+    Args:
+        catalog: the log.
+        plans: of one call of `plan.plan_all`: where they go through the same state, they have come the same way.
+        found: segments that cannot be read at all, chunks that are damaged, and what is wrong with encodings.
+        threads: threads that read and decode what is tried.
+    """
+    gone = _as_planned(journal.backend, catalog, plans.values(), found, decoded=True)
+    certain = _as_planned(journal.backend, catalog, plans.values(), found, decoded=False)
+    known, lost = untried(found), Lost()
+    for node in sorted(gone):
+        # Prevents: a checkpoint that is called lost, and dropped, although a load restores it by another way.
+        if node not in certain or _another(catalog, plans[node], known):
+            try:
+                try_restoring(journal, catalog, node, threads, known, lambda link: _is_hit(link, found))
+                continue
+            except (CorruptionError, FormatError):
+                pass
+            except StorageError:
+                lost.unknown.add(node)
+                continue
+        (lost.unknown if _unread(catalog, node, found) else lost.nodes).add(node)
+    return lost
+
+
+def untried(found: Findings) -> Tried:
+    """What is known of the ways to a checkpoint before any was tried."""
+    return UNTRIED.failed((), (), unreadable=found.bad_segments) if found.bad_segments else UNTRIED
+
+
+def _another(catalog: Catalog, planned: Plan, known: Tried) -> bool:
+    """Whether there is another way than the planned one."""
+    try:
+        next_way(catalog, planned.target, known.failed(reversed(planned.encodings), ()))
+    except CorruptionError:
+        return False
+    return True
+
+
+def _unread(catalog: Catalog, node: Node, found: Findings) -> bool:
+    """Whether a way to a checkpoint leads through a segment that may be all right, and could not be read."""
+    if not found.unread_segments:
+        return False
+    return any(
+        not found.unread_segments.isdisjoint(edge.segments)
+        for below in needed(catalog, [node])
+        for edge in catalog.encodings.get(below, ())
+    )
+
+
+def _as_planned(
+    backend: Backend, catalog: Catalog, plans: Iterable[Plan], found: Findings, *, decoded: bool
+) -> set[Node]:
     """The targets of `plans` that cannot be restored as planned.
 
     Args:
-        plans: of one call of `planner.plan_all`: where they go through the same state, they have come the same way.
-        found: segments that cannot be read at all, chunks that are damaged, and what is wrong with encodings.
+        decoded: what was decoded wrongly on the way counts, too.
     """
-    damage = _Damage(backend, catalog, found)
+    damage = _Damage(backend, catalog, found, decoded)
     gone: set[Node] = set()
     for plan in plans:
         after = _WHOLE

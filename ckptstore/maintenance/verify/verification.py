@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Final
 
-from ckptstore.errors import CkptError, CorruptionError, FormatError, KeyNotFoundError, StorageError
+from ckptstore.errors import (
+    CkptError,
+    CorruptionError,
+    CorruptLogError,
+    FormatError,
+    KeyNotFoundError,
+    StorageError,
+)
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
@@ -35,11 +42,12 @@ from ckptstore.log import refs
 from ckptstore.log.arriving import exists, fold_bytes, slot_bytes, text_bytes
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.listings import every_object
+from ckptstore.log.reading import overtaken, read
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
-from ckptstore.maintenance.verify.log_check import SlotHashes, check_log
-from ckptstore.maintenance.verify.lost_checkpoints import casualties
+from ckptstore.maintenance.verify.log_check import UNSAID, SlotHashes, check_folds_listed, check_log
+from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
 from ckptstore.maintenance.verify.one_checkpoint import restricted
 from ckptstore.restore.plan import Plan, plan_all
 
@@ -52,6 +60,8 @@ _LIMITS: Final = {
     "req": texts.MANIFEST_LIMIT,
 }
 """Folder -> bytes that an object in it may have."""
+_LOOKS: Final = 3
+"""How often a store is checked, if each time a slot that was damaged is whole in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +126,31 @@ def verify(
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
-    keys = journal.backend.list("")
+    for _ in range(_LOOKS):
+        judged: dict[int, str] = {}
+        report = _verified(journal, ref, judged, progress, threads, deep=deep)
+        # Prevents: an intact store called damaged, because its writer was slow: stopped for longer than a reader waits
+        # for a torn slot, and done before this ends.
+        if not overtaken(journal, judged):
+            break
+    return report
+
+
+def _verified(
+    journal: Journal,
+    ref: str | int | None,
+    judged: dict[int, str],
+    progress: Progress | None,
+    threads: int,
+    *,
+    deep: bool,
+) -> VerificationReport:
+    """`verify`, once; `judged` takes the slots that are called damaged, each with the hash of its bytes."""
+    keys = every_object(journal.backend, UNSAID)
     found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
     journal = Journal(journal.backend, format_file)
-    everything = catalog = _history(journal, keys, found)
+    everything = catalog = _history(journal, keys, found, judged)
     if ref is not None:
         target = refs.resolve(everything, ref)
         ref, catalog = target.ref, restricted(everything, target.node)
@@ -128,7 +158,7 @@ def verify(
     plans = {node: plan for node, plan in planned.items() if isinstance(plan, Plan)}
     _check_log(catalog, planned, found)
     examine(journal.backend, journal.run, catalog, plans, found, threads, deep=deep)
-    report = _report(journal, catalog, plans, keys, found, deep)
+    report = _report(journal, catalog, plans, keys, found, threads, deep=deep)
     if ref is None:
         return report
     committed = {segment.key for segment in everything.segments.values()}
@@ -156,8 +186,8 @@ def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
     return format_file
 
 
-def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
-    """Every slot, fold, pin and request, whether the newest view needs it or not."""
+def _history(journal: Journal, keys: list[str], found: Findings, judged: dict[int, str]) -> Catalog:
+    """Every slot, fold, pin and request, whether the newest view needs it or not; `judged`: see `_verified`."""
     backend = journal.backend
     slots: dict[int, SlotHashes] = {}
 
@@ -165,8 +195,9 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
         seq = slot_of(key)
         if seq is None:
             raise FormatError(f"{key}: not the name of a log slot")
+        judged[seq] = xxh3_128(data)
         record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
-        slots[seq] = SlotHashes(xxh3_128(data), record.previous)
+        slots[seq] = SlotHashes(judged.pop(seq), record.previous)
         return record
 
     def fold(key: str, data: bytes) -> object:
@@ -195,7 +226,14 @@ def _history(journal: Journal, keys: list[str], found: Findings) -> Catalog:
             # else removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError, StorageError) as error:
             found.add(key, error)
-    catalog = read(journal, look_above=True, tell=False).catalog
+    try:
+        view = read(journal, look_above=True, tell=False)
+    except CorruptLogError:
+        check_folds_listed(journal.backend, keys)
+        raise
+    catalog = view.catalog
+    if view.end - 1 in view.damage:
+        judged[view.end - 1] = catalog.last
     check_log(journal, catalog, slots, keys, found)
     return catalog
 
@@ -220,12 +258,16 @@ def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionErr
 
 
 def _report(
-    journal: Journal, catalog: Catalog, plans: dict[Node, Plan], keys: list[str], found: Findings, deep: bool
+    journal: Journal,
+    catalog: Catalog,
+    plans: dict[Node, Plan],
+    keys: list[str],
+    found: Findings,
+    threads: int,
+    *,
+    deep: bool,
 ) -> VerificationReport:
-    flawed = {segment for _, segments, _ in found.flaws for segment in segments}
-    bad = frozenset(found.bad_segments | found.bad_chunks.keys() | flawed)
-    intact = plan_all(catalog, avoid=bad)
-    gone = casualties(journal.backend, catalog, plans.values(), found)
+    gone = lost_checkpoints(journal, catalog, plans, found, threads)
     restorable: list[str] = []
     lost: list[str] = []
     unknown: list[str] = []
@@ -233,12 +275,12 @@ def _report(
     affected: dict[str, list[str]] = {}
     for node, entry in sorted(catalog.checkpoints.items()):
         planned = plans.get(node)
-        if planned is not None and (node not in gone or isinstance(intact[node], Plan)):
+        if planned is not None and node not in gone.nodes and node not in gone.unknown:
             restorable.append(entry.ref)
             latest = entry
             continue
         segments = planned.segments if planned is not None else ()
-        (lost if found.unread_segments.isdisjoint(segments) else unknown).append(entry.ref)
+        (unknown if node in gone.unknown else lost).append(entry.ref)
         for segment in segments:
             affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}

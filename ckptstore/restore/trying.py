@@ -1,0 +1,65 @@
+"""Restoring a checkpoint to see whether it can be: by the ways that a load takes, and nothing of it is kept.
+
+Whoever says of a checkpoint that it is lost (verify, repair) asks here first. So it says what a load does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptstore.errors import CorruptSegmentError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.ranked import of_rank
+from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.state import unflatten
+from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.threads import workers
+from ckptstore.log.journal import Journal
+from ckptstore.restore.chain import restore_tensors
+from ckptstore.restore.link import Link
+from ckptstore.restore.load import restoring
+from ckptstore.restore.opened import Opened
+from ckptstore.restore.plan import Plan
+from ckptstore.restore.ways import UNTRIED, Tried
+
+__all__ = ["try_restoring"]
+
+
+def try_restoring(
+    journal: Journal,
+    catalog: Catalog,
+    node: Node,
+    threads: int,
+    tried: Tried = UNTRIED,
+    damaged: Callable[[Link], bool] = lambda _: False,
+) -> Plan:
+    """The way by which a checkpoint was restored: every tensor decoded, and compared with its hashes.
+
+    Nothing is pinned, and nobody is warned. Memory: two blocks for each thread.
+
+    Args:
+        catalog: the log.
+        threads: threads that read and decode.
+        tried: what is known of ways that fail.
+        damaged: whether some chunk of what a segment holds of a tensor is known to be damaged: it is not read again.
+
+    Raises:
+        CorruptionError, FormatError: no way leads to it.
+        StorageError: the medium failed; nothing is known of it.
+    """
+
+    def nothing(_start: int, _data: Bytes) -> None:
+        pass
+
+    def work(found: Opened) -> Plan:
+        unflatten(of_rank(found.merged, None), lambda _name, _origin: None)
+        for chain in found.chains.values():
+            for link in chain.sources:
+                if damaged(link):
+                    raise CorruptSegmentError(f"{link.where}: it is damaged")
+        targets = {key: (chain, nothing) for key, chain in found.chains.items()}
+        with workers(threads, "try") as readers:
+            restore_tensors(targets, readers.pool, Staging.for_chunks(2 * threads))
+        return found.plan
+
+    return restoring(journal, ref_of(node), work, tried=tried, catalog=catalog)
