@@ -240,6 +240,7 @@ def test_steps_as_they_are_named() -> None:
 def test_two_saves_do_not_claim_the_same_space() -> None:
     sharing = Sharing()
     first, second = sharing.begin(), sharing.begin()
+    assert sharing.claim(10, lambda: 10), "who has only begun has claimed nothing"
     with first.within():
         assert sharing.claim(6, lambda: 10)
     with second.within():
@@ -268,4 +269,32 @@ def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
     third = sharing.begin()
     third.end()
     assert sharing.outlast(second), "one ended since it looked"  # type: ignore[arg-type]
+    assert not sharing.outlast(second), "which counts once"  # type: ignore[arg-type]
+    third.end()
+    assert not sharing.outlast(second), "and so does an end that is said twice"  # type: ignore[arg-type]
     assert not sharing.outlast(None)
+
+
+def test_a_save_that_has_waited_waits_no_more() -> None:
+    """Nobody gives way for it: the next one that is short of space waits for it."""
+    sharing = Sharing()
+    first, second, third = sharing.begin(), sharing.begin(), sharing.begin()
+    found: list[bool] = []
+
+    def waiting(save: Any) -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.append(sharing.outlast(save)))
+        thread.start()
+        return thread
+
+    one = waiting(second)
+    third.end()  # before or after that waits
+    one.join(60)
+    assert found == [True]
+    one = waiting(first)  # has not looked since `third` ended
+    one.join(60)
+    one = waiting(first)
+    one.join(0.1)
+    assert one.is_alive(), "second is under way, and does not wait"
+    second.end()
+    one.join(60)
+    assert found == [True, True, True]
