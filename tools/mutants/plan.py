@@ -71,7 +71,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     },
     "ckptstore/backends/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
-    "ckptstore/backends/schemes.py": _some("third_party"),
+    "ckptstore/backends/schemes.py": _some("backends", "third_party"),
     "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
     "ckptstore/backends/memory.py": _some("backends", "segments/test_plain", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
