@@ -22,6 +22,7 @@ def taken(places: Places) -> Place | None:
 
 def test_one_beyond_the_limit_waits_until_another_leaves() -> None:
     places = Places(2, Failures())
+    assert places.limit == 2
     first, waited = places.take()
     assert waited < 5
     places.take()

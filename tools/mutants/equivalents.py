@@ -38,6 +38,12 @@ class Equivalent:
 
 EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     Equivalent(
+        "ckptstore/write/steps/unexplained.py",
+        "Unexplained.look",
+        "0.0 => 1.0",
+        "only bits of more than 36 are an excess: either is below all that are known",
+    ),
+    Equivalent(
         "ckptstore/backends/sharing.py",
         "Sharing.__init__",
         "0 => 1",
