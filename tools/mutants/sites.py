@@ -52,6 +52,7 @@ _FENCES: Final = frozenset(
         "RemoteLostError",
         "StoreReplacedError",
         "TakenError",
+        "RankMismatchError",
     }
 )
 _MAKERS: Final = {"wrong": "CorruptSegmentError", "lost": "RemoteLostError"}
