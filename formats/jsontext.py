@@ -100,11 +100,12 @@ def loads(
         # Ours are called for every number, and take ten times as long as Python's: only where a number may be too long
         # or too large (or a string looks like one).
         long = _LONG_NUMBER.search(text) is not None
+        large = long or _LARGE_NUMBER.search(text) is not None
         return json.loads(
             _letters(text, what),
             parse_constant=refuse,
             parse_int=integer if long else None,
-            parse_float=real if long or _LARGE_NUMBER.search(text) else None,
+            parse_float=real if large else None,
             object_pairs_hook=members,
         )
     except FormatError:

@@ -78,7 +78,7 @@ class Sharing:
         one gives way.
         """
         with self._changed:
-            if save is None or save not in self._claims:
+            if save not in self._claims:
                 return False
             if save.seen != self._ended:  # while it looked for space: it may not have seen what that has freed
                 save.seen = self._ended

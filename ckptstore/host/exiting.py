@@ -109,7 +109,7 @@ def under_way() -> bool:
 
 def check() -> None:
     """Raise `WriterClosedError` if the interpreter is ending: no thread pool takes jobs any more, and no hook."""
-    if _begun or not threading.main_thread().is_alive():
+    if _begun:
         raise _ending()
 
 

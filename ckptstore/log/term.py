@@ -439,11 +439,13 @@ class Term:
             try:
                 over = opened_over(self.journal.backend, seq)
             except StorageError as error:
-                if done == self.patience.tries:
-                    raise doubt from error
-                self.patience.pause(done)
+                unknown = error
             else:
                 break
+            if done < self.patience.tries:
+                self.patience.pause(done)
+        else:
+            raise doubt from unknown
         if over:
             # Prevents: an acknowledged commit that the next term lacks, and that folds forget for good.
             self.dead = CommitUnknownError(

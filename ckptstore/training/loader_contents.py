@@ -69,7 +69,7 @@ def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int 
     Args:
         like: a composition; only so many samples are looked at as it has.
     """
-    if isinstance(dataset, IterableDataset) or depth > _DEPTH:
+    if isinstance(dataset, IterableDataset):
         return None
     leaves: dict[int, _Leaf] = {}
     try:

@@ -121,6 +121,16 @@ def test_a_relative_path_survives_a_change_of_directory(tmp_path: Path, monkeypa
     assert (tmp_path / "store" / "FORMAT").read_bytes() == b"x"
 
 
+def test_a_relative_path_in_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(StorageError, match="the working directory was deleted: give an absolute path"):
+        open_backend("store", create=True)
+    open_backend(tmp_path / "store", create=True)
+
+
 def test_a_file_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     for create in (False, True):

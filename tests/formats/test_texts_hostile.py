@@ -180,11 +180,11 @@ def test_unknown_features_and_kinds() -> None:
         texts.decode_format(sealed({**FORMAT, "major": 2}), what="here")
 
 
-def manifest(slot: dict[str, Any], held: Any, **pointer: Any) -> Any:
+def manifest(slot: dict[str, Any], held: Any, beside: dict[str, Any] | None = None, **pointer: Any) -> Any:
     data = sealed(held) if isinstance(held, dict) else held
     pointing = {"id": HEX, "size": len(data), "hash": xxh3_128(data), **pointer}
     common = {name: slot[name] for name in ("ckptstore", "run", "seq", "previous", "term", "nonce")}
-    document = common | {"manifest": pointing}
+    document = common | {"manifest": pointing} | (beside or {})
     return texts.decode_record(sealed(document), seq=7, run=seeds.RUN, what="here", fetch=lambda _key, _size: data)
 
 
@@ -214,6 +214,15 @@ def test_manifests() -> None:
     # The right bytes, longer than the slot says: the hash covers those that were promised.
     with pytest.raises(FormatError, match="checksum"):
         manifest(COMMIT, held + b" ", size=len(held), hash=xxh3_128(held + b" "))
+
+
+@pytest.mark.parametrize(
+    "beside", [{"drops": []}, {"tags": {}}, {"retires": [[1, 3]]}, {"closed": True}, {"highest": 3}, {"keep": []}]
+)
+def test_what_a_slot_says_beside_its_manifest_is_not_passed_over(beside: dict[str, Any]) -> None:
+    assert isinstance(manifest(COMMIT, COMMIT, {"later": 1}), CommitRecord)
+    with pytest.raises(FormatError, match=rf"here: has a manifest, and beside it the member '{next(iter(beside))}'"):
+        manifest(COMMIT, COMMIT, beside)
 
 
 def test_a_manifest_beyond_its_limit_is_not_fetched() -> None:

@@ -290,6 +290,31 @@ threading.Thread(target=train).start()
     check(tmp_path / "store", [1])
 
 
+def test_a_writer_that_is_opened_while_the_interpreter_ends_is_refused(tmp_path: Path) -> None:
+    """Nobody would finish it: the writers that are finished were counted already."""
+    code = """
+import ckptstore.host.exiting as exiting
+store, writer = fill(path, [1])
+writer.wait()
+gate = hold(store, writer)
+writer.save_async(state(2), 2)
+def train():
+    while not exiting.under_way():
+        time.sleep(0.001)
+    assert threading.main_thread().is_alive()
+    try:
+        other = ckptstore.open(path + "-other", create=True).writer()
+    except ckptstore.WriterClosedError as error:
+        print(error, flush=True)
+    finally:
+        gate.set()
+threading.Thread(target=train, daemon=True).start()
+"""
+    done = run(code, tmp_path / "store")
+    assert done.stdout.startswith("the interpreter is ending: "), done.stderr
+    check(tmp_path / "store", [1, 2])
+
+
 def test_a_closed_writer_is_let_go_of(tmp_path: Path) -> None:
     import gc
     import weakref

@@ -484,6 +484,27 @@ def test_a_commit_that_was_slow_and_that_nobody_opened_over_is_acknowledged(tmp_
     assert [info.step for info in store.checkpoints()] == [1, 2]
 
 
+def test_a_commit_that_was_whole_at_once_is_acknowledged_whoever_opens_a_term_after_it(tmp_path: Path) -> None:
+    store, other = (ckptstore.open(tmp_path / "run") for _ in range(2))
+    create = store.backend.create
+    opened: list[ckptstore.Writer] = []
+
+    def followed(key: str, data: bytes) -> None:
+        create(key, data)
+        if key.startswith("log/"):
+            opened.append(other.writer(poll_seconds=None))
+
+    writer = store.writer(poll_seconds=None)
+    store.backend.create = followed  # type: ignore[method-assign]
+    assert writer.save({"w": 1}, step=1).step == 1
+    with pytest.raises(ckptstore.FencedError):
+        writer.save({"w": 2}, step=2)
+    writer.close()
+    with opened[0] as successor:
+        assert successor.parent is not None
+        assert successor.parent.step == 1
+
+
 def test_a_commit_is_in_doubt_where_nobody_can_say_whether_it_was_opened_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

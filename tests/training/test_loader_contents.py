@@ -232,10 +232,15 @@ def test_what_is_not_known_is_not_compared() -> None:
         deep = Subset(deep, [0, 1])
     assert composition(deep) is None
     assert composition(Stream(3)) is None
+    sized = type("Sized", (Stream,), {"__len__": lambda self: self.samples})
+    assert composition(sized(3)) is None, "nobody can say which samples a stream has"
     endless = Doubled(Numbers(0, 3))
     endless.parts = endless  # type: ignore[assignment]
     endless.__class__ = type("Endless", (Doubled,), {"__len__": lambda _: 3})
-    assert composition(endless) is not None
+    found, depth = composition(endless), 0
+    while found is not None:
+        found, depth = found["inside"][0], depth + 1
+    assert depth == 9, "this is kept in each checkpoint"
     assert composition(Subset(Numbers(0, 3), [])) == composition(ConcatDataset([Subset(Numbers(0, 3), [])]))
 
 

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.training import Checkpointer, OptimizerStep  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group  # noqa: E402
-from ckptstore.write.steps.unexplained import Excess  # noqa: E402
 from tests.training.test_explained_steps import Job  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 
@@ -216,15 +215,3 @@ def test_ranks(tmp_path: Path) -> None:
     assert 1 <= len(found) <= 2  # each rank for what it stores
     loaded = ckptstore.open(tmp_path / "run").load("latest", framework="torch")["model"]
     assert all(torch.equal(loaded[name], tensor) for name, tensor in jobs[0].model.state_dict().items())
-
-
-def test_what_is_too_much() -> None:
-    numbers = 100_000
-    assert Excess.of("w", 1, 3, numbers, 36 * numbers // 8) is None
-    found = Excess.of("w", 1, 3, numbers, 37 * numbers // 8)
-    assert found is not None
-    assert found.bits == 37
-    assert Excess.of("w", 1, 1, numbers, 37 * numbers // 8) is None  # without moments
-    assert Excess.of("w", 1, 3, 100, 4096) is None  # too little to speak of
-    assert Excess.of("w", 1, 3, numbers, None) == Excess("w", 1, None)
-    assert Excess.of("w", 1, 1, numbers, None) is None

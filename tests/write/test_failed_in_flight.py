@@ -18,7 +18,6 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, RankOptions, StorageError, agent
-from ckptstore.backends.sharing import Sharing
 from ckptstore.formats.steps_named import named_steps
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
@@ -232,40 +231,3 @@ def test_steps_as_they_are_named() -> None:
     assert named_steps([8, 7]) == "steps 7 and 8"
     assert named_steps([2, 3, 4, 5, 8, 11, 12]) == "steps 2 to 5, 8, 11 and 12"
     assert steps_in(f"{named_steps([2, 3, 4, 5, 8, 11, 12])} were not saved") == [2, 3, 4, 5, 8, 11, 12]
-
-
-# Space
-
-
-def test_two_saves_do_not_claim_the_same_space() -> None:
-    sharing = Sharing()
-    first, second = sharing.begin(), sharing.begin()
-    with first.within():
-        assert sharing.claim(6, lambda: 10)
-    with second.within():
-        assert not sharing.claim(6, lambda: 10)
-        sharing.allocated(first, 6)  # type: ignore[arg-type]
-        assert sharing.claim(4, lambda: 4)
-    assert sharing.claim(0, lambda: 4), "somebody who is no save claims nothing"
-    assert not sharing.claim(1, lambda: 4)
-    second.end()
-    assert sharing.claim(1, lambda: 4)
-
-
-def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
-    sharing = Sharing()
-    first, second = sharing.begin(), sharing.begin()
-    found: list[bool] = []
-    waiting = threading.Thread(target=lambda: found.append(sharing.outlast(second)))  # type: ignore[arg-type]
-    waiting.start()
-    time.sleep(0.1)
-    assert not found
-    assert not sharing.outlast(first), "all others wait: this one gives way"  # type: ignore[arg-type]
-    first.end()
-    waiting.join(60)
-    assert found == [True]
-    assert not sharing.outlast(second), "nobody else is under way"  # type: ignore[arg-type]
-    third = sharing.begin()
-    third.end()
-    assert sharing.outlast(second), "one ended since it looked"  # type: ignore[arg-type]
-    assert not sharing.outlast(None)

@@ -182,8 +182,12 @@ class Forged(LocalMailbox):
             lambda part: replace(part, entries=(*part.entries, replace(part.entries[0], name="another"))),
             "rank 1 wrote tensor 'another', which is not its to write",
         ),
+        (
+            lambda part: replace(part, tree=part.tree | {"lost": {"$t": "lost"}}),
+            "tensor 'lost' was written by no rank",
+        ),
     ],
-    ids=["agreement", "nothing", "type", "more"],
+    ids=["agreement", "nothing", "type", "more", "lost"],
 )
 def test_a_part_that_is_not_what_was_agreed_is_not_committed(
     tmp_path: Path, change: Callable[[Part], Part], why: str

@@ -38,6 +38,24 @@ class Equivalent:
 
 EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     Equivalent(
+        "ckptstore/write/steps/unexplained.py",
+        "Unexplained.look",
+        "0.0 => 1.0",
+        "only bits of more than 36 are an excess: either is below all that are known",
+    ),
+    Equivalent(
+        "ckptstore/backends/sharing.py",
+        "Sharing.__init__",
+        "0 => 1",
+        "how many saves have ended is only compared with what it was before",
+    ),
+    Equivalent(
+        "ckptstore/backends/sharing.py",
+        "Sharing._end",
+        "1 => 2",
+        "how many saves have ended is only compared with what it was before",
+    ),
+    Equivalent(
         "ckptstore/write/interval.py",
         "DeltaSizes.expect",
         "len(known) > 1 => len(known) >= 1",

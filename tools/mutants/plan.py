@@ -20,6 +20,7 @@ def _some(*names: str) -> tuple[str, ...]:
 
 
 _REGRESSIONS: Final = (f"{_FORMATS}limits.py", f"{_FORMATS}regressions.py")
+_READINGS: Final = ("tests/tools/test_conformance_readings.py",)
 _CRASHES: Final = tuple(
     f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "crash_pmem", "powercut", "crash_store")
 )
@@ -41,7 +42,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/steps.py": _some("diffs", "diff_*"),
     "formats/codecs/sums.py": _some("parallel_chain"),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
-    "formats/jsontext.py": (f"{_FORMATS}jsontext.py", f"{_FORMATS}state.py"),
+    "formats/jsontext.py": (f"{_FORMATS}bounds.py", f"{_FORMATS}state.py", *_READINGS),
     "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/records.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py"),
@@ -52,6 +53,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
     "formats/members.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py", f"{_FORMATS}segment_hostile.py"),
+    "formats/texts.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", *_READINGS),
     "formats/fold*.py": (
         f"{_FORMATS}folds_hostile.py",
         f"{_FORMATS}bounds.py",
@@ -69,6 +71,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     },
     "ckptstore/backends/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
+    "ckptstore/backends/schemes.py": _some("backends", "third_party"),
+    "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
     "ckptstore/backends/memory.py": _some("backends", "segments/test_plain", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
     "ckptstore/backends/folders.py": (*_some("local_backend", "replaced", "hostile_keys", "backends"), *_CRASHES),
@@ -131,6 +135,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/log/reading.py": (*_LOG, *_some("arriving")),
     "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_gc.py"),
     "ckptstore/log/*": _LOG,
+    "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
     "ckptstore/write/ranks/*": _some(
         "rank_union", "rank_in_flight", "ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"
@@ -139,6 +144,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
     "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered"),
     "ckptstore/write/commits.py": _some("replaced", "writer"),
+    **{f"ckptstore/write/{name}.py": _some("failed_in_flight") for name in ("lost", "places")},
+    "ckptstore/write/steps/unexplained.py": _some("unexplained_steps"),
     "ckptstore/write/options.py": _some("write/test_memory", "misuse", "writer"),
     **{
         f"ckptstore/write/{name}.py": _some(
@@ -164,7 +171,11 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/restore/fallback.py": _some("fallback", "conformance_page"),
     "ckptstore/restore/ways.py": _some("fallback", "verify_and_load"),
     "ckptstore/restore/trying.py": _some("verify_and_load"),
-    "ckptstore/restore/opened.py": _some("hostile_segments", "crafted_stores", "damage", "fallback"),
+    "ckptstore/restore/opened.py": (
+        *_some("hostile_segments", "crafted_stores"),
+        *_READINGS,
+        *_some("damage", "fallback"),
+    ),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
     "ckptstore/tiers/presence.py": _some("remote_lost"),

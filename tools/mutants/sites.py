@@ -44,15 +44,29 @@ _DAMAGE: Final = frozenset(
     {"FormatError", "CorruptSegmentError", "CorruptLogError", "CorruptionError", "IncompatibleFormatError"}
 )
 _FENCES: Final = frozenset(
-    {"FencedError", "CommitUnknownError", "WriterClosedError", "_StaleError", "RemoteLostError", "StoreReplacedError"}
+    {
+        "FencedError",
+        "CommitUnknownError",
+        "WriterClosedError",
+        "_StaleError",
+        "RemoteLostError",
+        "StoreReplacedError",
+        "TakenError",
+        "RankMismatchError",
+    }
 )
 _MAKERS: Final = {"wrong": "CorruptSegmentError", "lost": "RemoteLostError"}
 """Functions that other modules import -> the class of the error that they make."""
 _KERNELS: Final = frozenset({"formats/compiled.py", "formats/kernel_cache.py"})
 """What decides whether compiled code is run, and believed."""
 _DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
-_ANSWERING: Final = frozenset({"ckptstore/agent/link.py", "ckptstore/agent/opening.py"})
-"""Whose requests an agent gets, and which agents a trainer goes on with."""
+_ANSWERING: Final = {
+    "ckptstore/agent/link.py": "fence",  # whose requests an agent gets
+    "ckptstore/agent/opening.py": "fence",  # which agents a trainer goes on with
+    "ckptstore/backends/sharing.py": "rule",  # which save has space, and which waits
+    "ckptstore/training/loader_contents.py": "rule",  # whether an epoch goes on in the samples that it had
+}
+"""Modules that refuse by an answer (False, None, a request that fails) -> the kind of their checks."""
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
 _RULES: Final = frozenset({"formats/retention.py"})
 _PROTOCOL: Final = frozenset(
@@ -156,7 +170,7 @@ class _Finder(ast.NodeVisitor):
         self.protocol = path in _PROTOCOL
         self.kernels = path in _KERNELS
         self.decoder = path.startswith("formats/") and not self.kernels  # these read nothing of a store
-        self.answering = path in _ANSWERING
+        self.answering = _ANSWERING.get(path)
         self.makers = dict(_MAKERS)
         self.scopes: list[str] = []
         self.returns: list[str] = []
@@ -241,8 +255,8 @@ class _Finder(ast.NodeVisitor):
         elif node.value is not None and self.kernels and self.scopes[-1:] == ["_same"]:
             # What other functions answer decides when numpy is asked, which is right at any time.
             self._atoms(node.value, True, "kernel")
-        elif node.value is not None and self.answering and self.returns[-1:] == ["bool"]:
-            self._atoms(node.value, True, "fence")
+        elif node.value is not None and self.answering is not None and self.returns[-1:] == ["bool"]:
+            self._atoms(node.value, True, self.answering)
         self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
@@ -293,8 +307,8 @@ class _Finder(ast.NodeVisitor):
         no = isinstance(last, ast.Return) and last.value is not None and _returns_nothing(body)
         if self.kernels and (no or any(map(_distrusts, body))):
             return "kernel"
-        if self.answering and (no or any(map(_fails, body))):
-            return "fence"
+        if self.answering is not None and (no or any(map(_fails, body))):
+            return self.answering
         if not isinstance(last, ast.Raise) or last.exc is None:
             return None
         error = _called(last.exc) if isinstance(last.exc, ast.Call) else ast.unparse(last.exc)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ckptstore.formats.markup import counted
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 
 __all__ = ["Excess", "Unexplained"]
@@ -91,4 +92,4 @@ class Unexplained:
 def _parameters(excess: Iterable[Excess]) -> str:
     found = list(excess)
     count = sum(one.parameters for one in found)
-    return f"{found[0].leader!r}" + (f" and {count - 1} more parameters" if count > 1 else "")
+    return f"{found[0].leader!r}" + (f" and {counted(count - 1, 'more parameter')}" if count > 1 else "")

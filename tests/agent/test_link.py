@@ -1,0 +1,98 @@
+"""A trainer's connection, with the test at its other end: what is answered, refused, and what a stopped process costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ckptstore.agent.forms import error_form
+from ckptstore.agent.frames import Channel, Message
+from ckptstore.agent.link import Link
+from ckptstore.agent.stopped import stopped
+from ckptstore.errors import AgentLostError, AgentSilentError, StorageError
+from tests.agent.lives import until
+
+SECONDS = 30
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """What stands for the agent's process."""
+    with subprocess.Popen(["sleep", "600"]) as found:
+        yield found
+        found.kill()
+
+
+class Ends:
+    """Both ends of a connection."""
+
+    def __init__(self, pid: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.lost: list[BaseException] = []
+        self.link = Link(Channel(ours, pid=pid), lambda _: None, self.lost.append)
+        self.agent = Channel(theirs)
+
+    def heard(self) -> dict[str, Any]:
+        found = self.agent.receive()
+        assert isinstance(found, Message)
+        return found.body
+
+
+@pytest.fixture
+def ends(process: subprocess.Popen[bytes]) -> Iterator[Ends]:
+    found = Ends(process.pid)
+    yield found
+    found.link.close()
+    until(lambda: bool(found.lost))
+    found.agent.close()
+
+
+def test_each_answer_goes_to_whom_asked_and_an_error_is_raised(ends: Ends) -> None:
+    first, second = ends.link.ask("one"), ends.link.ask("two", number=2)
+    assert ends.heard() == {"do": "one", "id": 0}
+    assert ends.heard() == {"do": "two", "id": 1, "number": 2}
+    ends.agent.post({"re": 1, "error": error_form(StorageError("full"))})
+    ends.agent.post({"re": 0, "found": 7})
+    assert first.result(SECONDS).body["found"] == 7
+    with pytest.raises(StorageError, match="full"):
+        second.result(SECONDS)
+
+
+def test_who_asks_after_the_end_is_told_at_once(ends: Ends) -> None:
+    before = ends.link.ask("one")
+    ends.agent.hang_up()
+    assert isinstance(before.exception(SECONDS), AgentLostError)
+    assert isinstance(ends.link.lost, AgentLostError)
+    assert isinstance(ends.link.ask("two").exception(0), AgentLostError)
+
+
+def test_nothing_is_asked_of_a_process_that_is_stopped_but_to_let_go(
+    ends: Ends, process: subprocess.Popen[bytes]
+) -> None:
+    asked = ends.link.ask("one")
+    ends.link.give_up()
+    assert not asked.done(), "it runs"
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: stopped(process.pid) is not None)
+    quiet: list[BaseException] = []
+    late: list[dict[str, Any]] = []
+    ends.link.quiet, ends.link.late = quiet.append, lambda _, message: late.append(message.body)
+    ends.link.give_up()
+    assert isinstance(asked.exception(0), AgentSilentError)
+    assert [type(error) for error in quiet] == [AgentSilentError]
+    assert isinstance(ends.link.ask("two").exception(0), AgentSilentError)
+    released = ends.link.ask("release")
+    assert [ends.heard()["do"] for _ in range(2)] == ["one", "release"]
+    os.kill(process.pid, signal.SIGCONT)
+    ends.agent.post({"re": 0, "found": 7})
+    ends.agent.post({"re": 1})
+    assert released.result(SECONDS).body == {"re": 1}
+    assert late == [{"re": 0, "found": 7}], "nobody waits for it any more"
+    ends.link.ask("three")
+    assert ends.heard()["do"] == "three"
