@@ -16,8 +16,7 @@ from ckptstore.formats.retention import droppable
 from ckptstore.log import refs
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
-from ckptstore.maintenance.changing import change
+from ckptstore.maintenance.changing import change, look
 
 __all__ = ["Retired", "retire"]
 
@@ -55,9 +54,9 @@ def retire(
     """
     if not wanted:
         raise UsageError("nothing to retire: name the checkpoints")
-    before = read(journal).catalog
-    nodes = list(dict.fromkeys(refs.resolve(before, ref).node for ref in wanted))
-    found = _plan(before, nodes)
+    view = look(journal, take_over=take_over and not dry_run)
+    nodes = list(dict.fromkeys(refs.resolve(view.catalog, ref).node for ref in wanted))
+    found = _plan(view.catalog, nodes)
     if not dry_run:
         done: list[_Plan] = []
 
@@ -66,7 +65,7 @@ def retire(
             return Change(retires=done[-1].retires, drops=done[-1].drops)
 
         what = f"retire {_ref(nodes[0])}" + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "")
-        change(journal, what, plan, take_over=take_over, timeout=timeout)
+        change(journal, view, what, plan, take_over=take_over, timeout=timeout)
         found = done[-1]
     return Retired(tuple(map(_ref, found.retires)), found.kept, found.keys, found.nbytes)
 

@@ -10,7 +10,7 @@ from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
-from ckptstore.maintenance.changing import change
+from ckptstore.maintenance.changing import change, look
 
 __all__ = ["tag", "tags", "untag"]
 
@@ -27,14 +27,15 @@ def tag(
     """
     refs.check_new_tag(name)
     # Once: what is latest when somebody answers is not what was meant.
-    node = refs.resolve(read(journal).catalog, ref).node
+    view = look(journal, take_over=take_over)
+    node = refs.resolve(view.catalog, ref).node
 
     def plan(catalog: Catalog) -> Change | None:
         _entry(catalog, node)
         return None if catalog.tags.get(name) == node else Change(tags={name: node})
 
     what = f"tag {node[1]}@{node[0]} as {name!r}"
-    catalog = change(journal, what, plan, take_over=take_over, timeout=timeout)
+    catalog = change(journal, view, what, plan, take_over=take_over, timeout=timeout).catalog
     return describe_checkpoint(catalog, catalog.checkpoints[_entry(catalog, node)])
 
 
@@ -46,12 +47,13 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
         as `changing.change`.
     """
     _check_name(name)
-    refs.resolve(read(journal).catalog, f"tag:{name}")  # says which there are
+    view = look(journal, take_over=take_over)
+    refs.resolve(view.catalog, f"tag:{name}")  # says which there are
 
     def plan(catalog: Catalog) -> Change | None:
         return Change(tags={name: None}) if name in catalog.tags else None
 
-    change(journal, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
+    change(journal, view, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
 
 
 def tags(journal: Journal) -> dict[str, CheckpointInfo]:
