@@ -173,8 +173,7 @@ def open_term(
         like: the OPEN of this term in the run's other tier, which is there already: this one is the same term.
         remote: URL of the store's other tier from now on; None: that of the term before.
         view: the log as it was read just now, with a look above its end (`View.looked_above`). The first try builds on
-            it instead of reading the log again. If the log has grown since, the slot after it is taken, and the next
-            try reads.
+            it; if the log has grown since, the slot is taken, and the next try reads.
 
     Raises:
         CheckpointNotFoundError: the parent is not promised.
