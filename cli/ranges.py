@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
+
+from ckptstore.errors import UsageError
+from ckptstore.formats.reference import node_of
 
 __all__ = ["checkpoints", "counted", "kind_name", "ranges"]
 
-_REF = re.compile(r"([0-9]+)@([0-9]+)\Z", re.ASCII)
 _SHORTEST = (3, 4)
 """Checkpoints that make a range, if they are neighbours and if not: of fewer each is named."""
 _KINDS = {"gradient": "step diff"}
@@ -37,11 +38,10 @@ def ranges(refs: Iterable[str]) -> str:
     """
     nodes, others = [], []
     for ref in refs:
-        match = _REF.match(ref)
-        if match is None:
+        try:
+            nodes.append(node_of(ref))
+        except UsageError:
             others.append(ref)
-        else:
-            nodes.append((int(match[2]), int(match[1])))
     return ", ".join([*_spaced(sorted(set(nodes))), *others])
 
 

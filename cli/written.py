@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import Final
+from ckptstore.formats.reference import LIKE_A_RANGE, LIKE_A_REF
 
 __all__ = ["LIKE_A_RANGE", "LIKE_A_REF", "like_a_ref"]
-
-_A_REF: Final = r"(?:latest|[0-9]{1,16}(?:@[0-9]{1,10})?|tag:.+)"
-LIKE_A_REF: Final = re.compile(rf"{_A_REF}\Z")
-LIKE_A_RANGE: Final = re.compile(rf"{_A_REF}\.\.{_A_REF}\Z")
 
 
 def like_a_ref(word: str) -> bool:

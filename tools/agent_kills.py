@@ -37,6 +37,7 @@ import ckptstore.agent
 from ckptstore.agent import AgentRestartWarning
 from ckptstore.errors import AgentError, AgentLostError
 from ckptstore.formats.optim import AdamW, Step, advance
+from ckptstore.formats.reference import node_of
 from ckptstore.formats.sources import NumpySource
 from ckptstore.host.caller_warnings import LostStepsWarning
 from tools.crash.scenario import Violation
@@ -224,7 +225,7 @@ class Campaign:
                 self._given = int(step)
             case ["durable", ref]:
                 self.durable.add(ref)
-                self.newest = max(self.newest, int(ref.partition("@")[0]))
+                self.newest = max(self.newest, node_of(ref)[1])
             case ["agent", agent, term]:
                 self._agent, self._term = int(agent), int(term)
             case ["begin" | "lost", _]:

@@ -37,6 +37,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 import ckptstore
+from ckptstore.formats.reference import node_of
 from ckptstore.host.crash_points import TIER_POINTS, arm
 from tools.crash.scenario import Violation
 from tools.objects.fast_server import serving_fast
@@ -181,7 +182,7 @@ class Campaign:
     def _lose(self, machine: str) -> None:
         """Delete a machine's disk, and restore it from the remote alone. Raises `Violation`."""
         folder = self.root / machine
-        newest = max((int(ref.partition("@")[0]) for ref in self._reachable(machine)), default=0)
+        newest = max((node_of(ref)[1] for ref in self._reachable(machine)), default=0)
         last = self._last == machine
         reported = self._asked(_lag, machine, "lag") if (folder / "FORMAT").exists() else None
         shutil.rmtree(folder)
@@ -228,15 +229,15 @@ class Campaign:
             os._exit(code)
 
     def _begin(self, machine: str, step: int) -> None:
-        newest = max((int(ref.partition("@")[0]) for ref in self._reachable(machine)), default=0)
+        newest = max((node_of(ref)[1] for ref in self._reachable(machine)), default=0)
         if step < newest:
             raise Violation(f"step {newest} was acknowledged, and a life on {machine} begins with {step}")
 
     def _reachable(self, machine: str) -> set[str]:
         """What a life on a machine may not be behind: of the newest term that anybody heard of."""
         known = self.drained | (self.local[machine] if self._last == machine else set())
-        newest = max((int(ref.partition("@")[2]) for ref in known), default=0)
-        return {ref for ref in known if int(ref.partition("@")[2]) == newest}
+        newest = max((node_of(ref)[0] for ref in known), default=0)
+        return {ref for ref in known if node_of(ref)[0] == newest}
 
     def _hear(self, machine: str, words: list[str]) -> None:
         match words:

@@ -16,13 +16,13 @@ from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
 from ckptstore.agent.tenure import Begin, Tenure
 from ckptstore.errors import CorruptionError, UsageError
+from ckptstore.formats.reference import text_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.host.progress import Progress, Tally, told
 from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.log.refs import step_number
 from ckptstore.store import Store
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.ledger import Labels, PendingSave
@@ -265,7 +265,7 @@ class AgentWriter:
     @warns_last
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
         """See `Writer.tag`."""
-        info = read_info(self._call("tag", name=name, ref=_text_of(ref))["info"])
+        info = read_info(self._call("tag", name=name, ref=text_of(ref))["info"])
         assert info is not None  # it has one
         return info
 
@@ -282,7 +282,7 @@ class AgentWriter:
             raise UsageError("rollback takes a checkpoint to go back to")
         self._call("wait")
         self._tenure.failures.raise_unseen()
-        return self._tenure.go_back(self._call("rollback", ref=_text_of(ref)))
+        return self._tenure.go_back(self._call("rollback", ref=text_of(ref)))
 
     def _call(self, do: str, **fields: Any) -> dict[str, Any]:
         self._tenure.check_open()
@@ -338,12 +338,6 @@ class AgentWriter:
             if error is None:
                 raise
             note_lost(error, self.url, lost)
-
-
-def _text_of(ref: str | int | CheckpointInfo) -> str:
-    if isinstance(ref, CheckpointInfo):
-        return ref.ref
-    return ref if isinstance(ref, str) else str(step_number(ref))
 
 
 _SAVING: Final = codes_of(

@@ -20,6 +20,7 @@ from ckptstore.errors import UsageError
 from ckptstore.exchange.checkpoint_folders import is_beside, survey
 from ckptstore.exchange.importing import step_of
 from ckptstore.exchange.weight_files import open_file
+from ckptstore.formats.reference import node_of
 from ckptstore.formats.shards import ShardedEntry
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
@@ -152,7 +153,7 @@ def _line(store: Store) -> list[CheckpointInfo]:
         parent = parents.get(term)
         if parent is None:
             return line
-        step, term = (int(part) for part in parent.split("@"))
+        term, step = node_of(parent)
 
 
 def _store_opener(store: Store, info: CheckpointInfo) -> Callable[[], AbstractContextManager[Read]]:

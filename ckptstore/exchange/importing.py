@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
+from ckptstore.formats.reference import step_number
 from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoints import look_up
-from ckptstore.log.refs import step_number
 from ckptstore.write.opening import open_writer
 from ckptstore.write.options import WriterOptions
 

@@ -224,10 +224,11 @@ class Follower:
             self._held, self._seen = [found], found.id.node
         if after is None:
             return
+        wanted = refs.parsed(view.catalog, after)
         try:
-            entry = refs.resolve(view.catalog, after)
+            entry = refs.resolve(view.catalog, wanted)
         except CheckpointNotFoundError:
-            if "@" in str(after):
+            if wanted.node is not None:
                 return  # it has been retired since: whatever is there is after it
             raise
         self._seen = entry.node

@@ -20,7 +20,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.reading import View, read, same_history
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import open_term
 
@@ -63,26 +63,30 @@ class Author(Protocol):
 
 
 class Requester:
-    """Asks the writer of the newest term, and waits for its answer. It fences nobody."""
+    """Asks the writer of the newest term, and waits for its answer. It fences nobody.
+
+    Attributes:
+        view: the log as this was seen last. After `commit` it holds the answer. Each look continues from it.
+    """
 
     owned: int | None = None
 
-    def __init__(self, journal: Journal, timeout: float | None, catalog: Catalog | None = None) -> None:
-        """Ask whoever owns the newest term.
+    def __init__(self, journal: Journal, timeout: float | None, view: View) -> None:
+        """Ask the process that owns the newest term.
 
         Args:
             timeout: seconds to wait for each answer; None or infinity: as long as it takes.
-            catalog: the log as it is now, to know before work is done that nobody would take whether somebody writes.
+            view: the log as it was read just now. If nobody writes, this says so before any work is done.
 
         Raises:
-            RequestTimeoutError: nobody does.
+            RequestTimeoutError: nobody writes.
             UsageError: `timeout` is no time.
         """
         self._journal = journal
         self._timeout = seconds("timeout", timeout)
         self._told = False
-        if catalog is not None:
-            check_somebody_writes(journal, catalog)
+        self.view = view
+        check_somebody_writes(journal, view.catalog)
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time.
@@ -100,22 +104,25 @@ class Requester:
         if (tell := ASKED.get()) is not None and not self._told:
             self._told = True
             tell(*known_writer(catalog)[1:], self._timeout)
-        return requests.wait(self._journal, request, timeout=self._timeout)
+        return requests.wait(self._journal, request, look=self.catalog, timeout=self._timeout)
 
     def catalog(self) -> Catalog:
-        """READ."""
-        return read(self._journal).catalog
+        """READ: what came after the last look, or everything if the log is no longer the one that was seen."""
+        known = self.view if same_history(self._journal, self.view) else None
+        self.view = read(self._journal, known)
+        return self.view.catalog
 
 
 class Successor:
     """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
 
-    def __init__(self, journal: Journal, purpose: str, *, several: bool = False) -> None:
+    def __init__(self, journal: Journal, purpose: str, *, several: bool = False, view: View | None = None) -> None:
         """Take the store over.
 
         Args:
             purpose: what for, in a word that the log keeps.
             several: more changes may follow the first: none says that the term may end with it.
+            view: the log as it was read just now, with a look above its end; None: it is read.
 
         Raises:
             FencedError: others opened terms first, every time.
@@ -124,7 +131,7 @@ class Successor:
         """
         journal.backend.probe()
         info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": purpose}
-        self._term = open_term(journal, _latest, info)
+        self._term = open_term(journal, _latest, info, view=view)
         self.owned: int | None = self._term.number
         self._extra = {} if several else {CLOSED: True}
 
@@ -133,9 +140,14 @@ class Successor:
         self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
         return _ACCEPTED
 
+    @property
+    def view(self) -> View:
+        """What this term has acknowledged."""
+        return self._term.view()
+
     def catalog(self) -> Catalog:
         """What this term has acknowledged."""
-        return self._term.view().catalog
+        return self.view.catalog
 
 
 def _latest(catalog: Catalog) -> CheckpointId | None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 
-from ckptstore.errors import CkptError, CorruptLogError, KeyNotFoundError, StoreNotFoundError, StoreReplacedError
+from ckptstore.errors import CkptError, CorruptLogError, StoreNotFoundError, StoreReplacedError
 from ckptstore.formats.catalog import TermEntry
-from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.records import slot_key
-from ckptstore.formats.texts import SLOT_LIMIT
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View, read
+from ckptstore.log.reading import View, read, same_history
 from ckptstore.log.telling import same_handle
 
 __all__ = ["Looks"]
@@ -76,26 +73,14 @@ class Looks:
         before = self._view
         if before is None:
             return read(journal)
-        if (stands := _stands(journal, before)) is True:
+        if (same := same_history(journal, before)) is True:
             return read(journal, before)
         self.close()
         self._journal = None  # FORMAT is read anew, too
         journal = self._here()
         view = read(journal)
-        _check_continues(journal.url, before, view, other=stands is False)
+        _check_continues(journal.url, before, view, other=same is False)
         return view
-
-
-def _stands(journal: Journal, view: View) -> bool | None:
-    """Whether the last slot that was read holds the same bytes; None: it is absent, perhaps because of a fold."""
-    if not view.end:
-        return None
-    if view.end - 1 in view.damage:
-        return True
-    try:
-        return xxh3_128(journal.backend.get(slot_key(view.end - 1), SLOT_LIMIT)) == view.catalog.last
-    except KeyNotFoundError:
-        return None
 
 
 def _check_continues(url: str, before: View, after: View, *, other: bool) -> None:

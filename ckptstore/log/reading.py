@@ -51,6 +51,7 @@ __all__ = [
     "outdated",
     "overtaken",
     "read",
+    "same_history",
 ]
 
 
@@ -90,6 +91,7 @@ class View:
         fold_seq: the slot that the fold it began from goes through; -1: none.
         reads: objects fetched.
         bad_folds: keys of folds that are damaged.
+        looked_above: slots and terms above `end` were looked for, which would prove that slots between are lost.
     """
 
     catalog: Catalog
@@ -97,6 +99,7 @@ class View:
     fold_seq: int = -1
     reads: int = 0
     bad_folds: tuple[str, ...] = ()
+    looked_above: bool = False
 
     @property
     def damage(self) -> tuple[int, ...]:
@@ -200,6 +203,25 @@ def overtaken(journal: Journal, judged: Mapping[int, str]) -> bool:
     return False
 
 
+def same_history(journal: Journal, view: View) -> bool | None:
+    """Whether the last slot of `view` holds the same bytes now: the log is still the one that was read.
+
+    Returns:
+        True: it does, or it was damaged, which `read` compares by itself. False: it holds others. None: it is absent,
+        perhaps because of a fold, or the view is empty.
+    """
+    if not view.end:
+        return None
+    if view.end - 1 in view.damage:
+        return True
+    try:
+        return xxh3_128(journal.backend.get(slot_key(view.end - 1), SLOT_LIMIT)) == view.catalog.last
+    except KeyNotFoundError:
+        return None
+    except ForeignObjectError:
+        return False
+
+
 class _StaleError(Exception):
     """Slots that were to be read have been folded and deleted: start over from a newer fold. Stays in this module."""
 
@@ -242,7 +264,7 @@ class _Reading:
             return None
         self.builder.catalog.lost = self._lost_term(terms)
         self.builder.catalog.place = self.journal.url
-        return View(self.builder.catalog, self.seq, self.fold_seq, self.reads, self.bad_folds)
+        return View(self.builder.catalog, self.seq, self.fold_seq, self.reads, self.bad_folds, self.look_above)
 
     def _start_from_newest_fold(self) -> None:
         self.builder, self.fold_seq, self.bad_folds = CatalogBuilder(), -1, ()

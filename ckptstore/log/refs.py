@@ -1,4 +1,4 @@
-"""REF: how people name a checkpoint, on the command line and in the API.
+"""Looking up what a REF names (`ckptstore.formats.reference` parses it).
 
 ``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
 term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
@@ -6,23 +6,26 @@ term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Final
 
-from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, StepOrderError, UsageError
+from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
 from ckptstore.formats.catalog import Catalog, TermEntry
-from ckptstore.formats.records import CheckpointEntry, ref_of, valid_tag
+from ckptstore.formats.records import CheckpointEntry, ref_of
+from ckptstore.formats.reference import LATEST, Ref, check_tag
 
-__all__ = ["check_new_tag", "nothing_latest", "resolve", "step_number"]
+__all__ = ["check_new_tag", "nothing_latest", "parsed", "resolve"]
 
-_STEP: Final = re.compile(r"(\d{1,16})(?:@(\d{1,10}))?\Z", re.ASCII)
 _NEAREST: Final = 4
 
 
-def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
+def parsed(catalog: Catalog, ref: Ref | str | int) -> Ref:
+    """The value of a REF; the error for another text suggests a tag of the catalog. Raises `UsageError`."""
+    return Ref.parse(ref, catalog.tags)
+
+
+def resolve(catalog: Catalog, ref: Ref | str | int) -> CheckpointEntry:
     """The checkpoint that `ref` names.
 
     Args:
@@ -35,19 +38,15 @@ def resolve(catalog: Catalog, ref: str | int) -> CheckpointEntry:
         CorruptLogError: ``latest``, or a STEP that only an older term has, behind a damaged slot; names the slot and
             what can be named instead.
     """
-    text = ref.strip() if isinstance(ref, str) else _number(ref)
-    if text == "latest":
-        newest = catalog.latest()
-        if newest is None:
-            raise CheckpointNotFoundError(nothing_latest(catalog))
-        return newest
-    if text.startswith("tag:"):
-        return _tagged(catalog, text.removeprefix("tag:"))
-    match = _STEP.match(text)
-    if match is None:
-        raise _no_ref(text, ["latest", *(f"tag:{tag}" for tag in catalog.tags)])
-    step, term = int(match[1]), None if match[2] is None else int(match[2])
-    return _numbered(catalog, step, term)
+    wanted = parsed(catalog, ref)
+    if wanted.tag is not None:
+        return _tagged(catalog, wanted.tag)
+    if wanted.step is not None:
+        return _numbered(catalog, wanted.step, wanted.term)
+    newest = catalog.latest()
+    if newest is None:
+        raise CheckpointNotFoundError(nothing_latest(catalog))
+    return newest
 
 
 def nothing_latest(catalog: Catalog) -> str:
@@ -59,37 +58,6 @@ def nothing_latest(catalog: Catalog) -> str:
         f"term {catalog.term} begins from nothing and holds no checkpoint yet, so there is no latest; the newest of "
         f"earlier terms is {newest}: name it to load it, and to continue from it, as in writer(parent={newest!r})"
     )
-
-
-def _number(ref: object) -> str:
-    try:
-        return str(step_number(ref))
-    except StepOrderError:
-        raise _no_ref(ref) from None
-
-
-def _no_ref(ref: object, names: Sequence[str] = ()) -> UsageError:
-    error = UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
-    if isinstance(own := getattr(ref, "ref", None), str):  # a CheckpointInfo
-        error.add_note(f"name a checkpoint by its ref: {own!r}")
-    bare = {name.removeprefix("tag:"): name for name in names}
-    if close := get_close_matches(str(ref)[:80], bare, n=1):
-        error.add_note(f"did you mean {bare[close[0]]}?")
-    return error
-
-
-def step_number(step: Any) -> int:
-    """A step as Python's int: of a whole number of any type, numpy's and torch's scalars among them.
-
-    Raises:
-        StepOrderError: it is something else; truth values and floats are, even whole ones.
-    """
-    try:
-        if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
-            raise TypeError
-        return operator.index(step)
-    except TypeError:
-        raise StepOrderError(f"step {step!r:.80}: a whole number from 0 to 2^53 - 1 is needed") from None
 
 
 def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
@@ -170,8 +138,6 @@ def _nearest(entries: Iterable[CheckpointEntry], step: int, where: str = "the st
 
 
 def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
-    if not valid_tag(name):
-        raise UsageError(f"{name!r} is no tag name: 1-128 letters, digits and _.+/-")
     node = catalog.tags.get(name)
     entry = None if node is None else catalog.checkpoints.get(node)
     hidden = [seq for seq in catalog.damage if entry is None or seq > catalog.slots[entry.node]]
@@ -193,7 +159,7 @@ def check_new_tag(name: object) -> None:
     Raises:
         UsageError: it has other signs than a name may have, or reads like another REF: ``latest``, ``20``, ``A..B``.
     """
-    if not isinstance(name, str) or not valid_tag(name):
-        raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
-    if name == "latest" or ".." in name or (name.isascii() and name.isdecimal()):
+    check_tag(name)
+    assert isinstance(name, str)
+    if name == LATEST or ".." in name or (name.isascii() and name.isdecimal()):
         raise UsageError(f"{name!r:.80} is no tag name: it reads like another REF (latest, a STEP, or a range A..B)")

@@ -229,10 +229,22 @@ def _took_effect(catalog: Catalog, request: Request) -> bool:
     )
 
 
+def _looking(journal: Journal) -> Callable[[], Catalog]:
+    view: View | None = None
+
+    def look() -> Catalog:
+        nonlocal view
+        view = read(journal, view)
+        return view.catalog
+
+    return look
+
+
 def wait(
     journal: Journal,
     request: Request,
     *,
+    look: Callable[[], Catalog] | None = None,
     timeout: float | None = None,
     poll: float = 0.2,
     clock: Callable[[], float] = time.monotonic,
@@ -241,6 +253,7 @@ def wait(
     """Wait until the log answers a request.
 
     Args:
+        look: returns the log as it is now; None: READ, each time from the view before.
         timeout: seconds; None: as long as it takes. Running out withdraws nothing: the answer is then ``waiting``.
         poll: seconds between looks at the log, growing to 16 times as much.
 
@@ -248,11 +261,10 @@ def wait(
         CorruptLogError, StorageError: from READ.
     """
     begun = clock()
-    view: View | None = None
+    look = look or _looking(journal)
     longest = poll * 16
     while True:
-        view = read(journal, view)
-        answer = outcome(view.catalog, request)
+        answer = outcome(look(), request)
         left = None if timeout is None else begun + timeout - clock()
         if answer.answer == "accepted":
             # Prevents: telling the caller of a commit that a power cut takes back, because the writer was killed before

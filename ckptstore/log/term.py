@@ -162,6 +162,7 @@ def open_term(
     *,
     like: OpenRecord | None = None,
     remote: str | None = None,
+    view: View | None = None,
 ) -> Term:
     """WRITER OPEN: begin a new term, which fences every earlier one.
 
@@ -171,6 +172,8 @@ def open_term(
         info: who opens, for people.
         like: the OPEN of this term in the run's other tier, which is there already: this one is the same term.
         remote: URL of the store's other tier from now on; None: that of the term before.
+        view: the log as it was read just now, with a look above its end (`View.looked_above`). The first try builds on
+            it; if the log has grown since, the slot is taken, and the next try reads.
 
     Raises:
         CheckpointNotFoundError: the parent is not promised.
@@ -189,7 +192,9 @@ def open_term(
     for done in range(patience.tries + 1):
         # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. From the start
         # each time: what the last try was built on may have been stale.
-        view = read(journal, None, patience, look_above=True)
+        # Prevents: a term above a gap, where the end of the log was lost and nobody has looked above it.
+        if done or view is None or not view.looked_above:
+            view = read(journal, None, patience, look_above=True)
         _check_writable(journal, view.catalog)
         chosen = _live_parent(backend, view.catalog, parent)
         crash_point("open.read")

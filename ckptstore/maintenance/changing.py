@@ -1,7 +1,8 @@
 """A small change of the log from outside of its writer: tags, retirements. Nothing is written for it but the record.
 
-The writer of the newest term is asked (design: REQUESTS), and the answer waited for; or, by ``take_over``, a term is
-opened and the change committed there.
+The writer of the newest term is asked (SPEC.md: REQUESTS), and the answer waited for; or, by ``take_over``, a term is
+opened and the change committed there. The log is read once, by `look`: what follows fetches only newer slots, and a
+slot that somebody took meanwhile ends in a new reading (`log.term`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from ckptstore.host.checks import seconds
 from ckptstore.log.authors import Requester, Successor
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.reading import View, read
 
-__all__ = ["Planner", "change"]
+__all__ = ["Planner", "change", "look"]
 
 _TRIES: Final = 3
 
@@ -25,10 +26,16 @@ Planner = Callable[[Catalog], Change | None]
 """What is to be changed in a catalog; None: it is as it should be already."""
 
 
-def change(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeout: float | None) -> Catalog:
-    """Have a change committed -> a catalog that has it.
+def look(journal: Journal, *, take_over: bool) -> View:
+    """READ, as far as `change` needs it. Raises as `read`."""
+    return read(journal, look_above=True if take_over else None)
+
+
+def change(journal: Journal, view: View, what: str, plan: Planner, *, take_over: bool, timeout: float | None) -> View:
+    """Have a change committed -> a view of the log that has it.
 
     Args:
+        view: the log as `look` has just read it.
         what: one line for people.
         plan: called with every newer view of the log; what it raises ends the matter.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
@@ -48,38 +55,41 @@ def change(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeo
     if journal.backend.read_only:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be changed")
     with journal.backend.upkeep():
-        return _changed(journal, what, plan, take_over=take_over, timeout=timeout)
+        wanted = plan(view.catalog)  # says what is wrong before anybody is asked or fenced
+        if wanted is None:
+            return view
+        if take_over:
+            return _commit(Successor(journal, what.split()[0], view=view), what, plan)
+        return _asked(journal, Requester(journal, timeout, view), what, wanted, plan, timeout)
 
 
-def _changed(journal: Journal, what: str, plan: Planner, *, take_over: bool, timeout: float | None) -> Catalog:
-    catalog = read(journal).catalog
-    wanted = plan(catalog)  # says what is wrong before anybody is asked or fenced
-    if wanted is None:
-        return catalog
-    if take_over:
-        return _commit(Successor(journal, what.split()[0]), what, plan)
-    author = Requester(journal, timeout)
+def _asked(
+    journal: Journal, author: Requester, what: str, wanted: Change, plan: Planner, timeout: float | None
+) -> View:
     for _ in range(_TRIES):
-        outcome = author.commit(catalog.term, what, wanted)
+        asked = author.view.catalog
+        outcome = author.commit(asked.term, what, wanted)
         if outcome.answer == "refused":
-            told = f"the writer of term {catalog.term} refused to {what}: {outcome.reason}"
+            told = f"the writer of term {asked.term} refused to {what}: {outcome.reason}"
             raise RequestRefusedError(f"{journal.url}: {told}")
         if outcome.answer == "waiting":
-            raise RequestTimeoutError(_unanswered(journal, catalog, what, timeout))
-        catalog = author.catalog()
+            raise RequestTimeoutError(_unanswered(journal, asked, what, timeout))
         if outcome.answer == "accepted":
-            return catalog
-        wanted = plan(catalog)
-        if wanted is None:
-            return catalog
+            return author.view
+        changed = plan(author.view.catalog)
+        if changed is None:
+            return author.view
+        wanted = changed
     raise RequestError(f"{journal.url}: {_TRIES} times a newer term began before the request to {what} was answered")
 
 
-def _commit(author: Successor, what: str, plan: Planner) -> Catalog:
+def _commit(author: Successor, what: str, plan: Planner) -> View:
+    # Once more: another term may have come between the reading and this one.
+    # Prevents: naming a checkpoint that was retired meanwhile, or dropping what others build on since.
     catalog = author.catalog()
     if (wanted := plan(catalog)) is not None:
         author.commit(catalog.term, what, wanted)
-    return author.catalog()
+    return author.view
 
 
 def _unanswered(journal: Journal, catalog: Catalog, what: str, timeout: float | None) -> str:

@@ -23,8 +23,8 @@ from ckptstore.host.caller_warnings import warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
-from ckptstore.maintenance.changing import change
+from ckptstore.log.reading import View, read
+from ckptstore.maintenance.changing import change, look
 
 __all__ = ["Pruned", "prunable_nbytes", "prune", "rules", "set_rules"]
 
@@ -73,7 +73,8 @@ def set_rules(
         as `changing.change`.
     """
     chosen = checked(wanted)
-    before = read(journal).catalog
+    view = look(journal, take_over=take_over)
+    before = view.catalog
     if not take_over and not before.term:
         raise UsageError(
             f"{journal.url}: no run has written here yet that could be asked: give the rules to the first writer "
@@ -86,7 +87,7 @@ def set_rules(
         return None if catalog.keep == chosen else Change(keep=chosen)
 
     what = f"keep {', '.join(chosen) or 'every checkpoint'}"
-    return change(journal, what, plan, take_over=take_over, timeout=timeout).keep
+    return change(journal, view, what, plan, take_over=take_over, timeout=timeout).catalog.keep
 
 
 def prune(
@@ -113,7 +114,8 @@ def prune(
     chosen = None if wanted is None else checked(wanted)
     if chosen == ():
         raise UsageError("no rule is given: nothing would be kept but the newest checkpoint, and those with tags")
-    before = read(journal, look_above=True).catalog
+    view = read(journal, look_above=True)
+    before = view.catalog
     _tell_unmatched(before, _rules_for(journal, before, chosen))  # says what is wrong before anybody is asked
     if dry_run:
         found = _plan(journal, before, chosen, all_at_once=True, drained=drained)
@@ -124,14 +126,14 @@ def prune(
     done: list[_Plan] = []
     # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
     until = math.inf if timeout is None else time.monotonic() + timeout
-    after, full = before, True
+    full = True
     while full:
-        found, after = _retire_some(journal, before, chosen, take_over, until, drained)
+        found, view = _retire_some(journal, view, before, chosen, take_over, until, drained)
         full = len(found.retires) == _AT_ONCE  # else there is nothing more
         if found:
             done.append(found)
             crash_point("prune.retired")
-    return _report(after, _rules_for(journal, after, chosen), done, drained)
+    return _report(view.catalog, _rules_for(journal, view.catalog, chosen), done, drained)
 
 
 def _tell_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
@@ -163,13 +165,19 @@ def prunable_nbytes(journal: Journal) -> int | None:
 
 def _retire_some(
     journal: Journal,
+    view: View,
     before: Catalog,
     chosen: tuple[str, ...] | None,
     take_over: bool,
     until: float,
     drained: Callable[[Node], bool] | None,
-) -> tuple[_Plan, Catalog]:
-    """One record that retires -> what it does, and a catalog that has it; nothing: there was nothing to do."""
+) -> tuple[_Plan, View]:
+    """One record that retires -> what it does, and a view that has it; nothing: there was nothing to do.
+
+    Args:
+        view: the log as it was seen last.
+        before: the catalog when `prune` began: nothing that came later is retired.
+    """
     found = _Plan()
 
     def plan(catalog: Catalog) -> Change | None:
@@ -181,11 +189,12 @@ def _retire_some(
         left = until - time.monotonic()
         try:
             patience = None if math.isinf(left) else max(left, 0.001)
-            after = change(journal, "prune", plan, take_over=take_over, timeout=patience)
+            after = change(journal, view, "prune", plan, take_over=take_over, timeout=patience)
         except RequestRefusedError:
             # The writer has gone on since: what was planned is tagged by now, or retired. Plan anew.
             if done >= _TRIES and time.monotonic() >= until:
                 raise
+            view = look(journal, take_over=take_over)
         else:
             return found, after
     raise AssertionError("it is tried until it is done, or given up")

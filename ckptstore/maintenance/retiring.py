@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable
-from ckptstore.formats.records import Node
+from ckptstore.formats.records import Node, ref_of
 from ckptstore.formats.retention import droppable
 from ckptstore.log import refs
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
-from ckptstore.maintenance.changing import change
+from ckptstore.maintenance.changing import change, look
 
 __all__ = ["Retired", "retire"]
 
@@ -55,9 +54,9 @@ def retire(
     """
     if not wanted:
         raise UsageError("nothing to retire: name the checkpoints")
-    before = read(journal).catalog
-    nodes = list(dict.fromkeys(refs.resolve(before, ref).node for ref in wanted))
-    found = _plan(before, nodes)
+    view = look(journal, take_over=take_over and not dry_run)
+    nodes = list(dict.fromkeys(refs.resolve(view.catalog, ref).node for ref in wanted))
+    found = _plan(view.catalog, nodes)
     if not dry_run:
         done: list[_Plan] = []
 
@@ -65,10 +64,10 @@ def retire(
             done.append(_plan(catalog, nodes))
             return Change(retires=done[-1].retires, drops=done[-1].drops)
 
-        what = f"retire {_ref(nodes[0])}" + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "")
-        change(journal, what, plan, take_over=take_over, timeout=timeout)
+        what = f"retire {ref_of(nodes[0])}" + (f" and {len(nodes) - 1} more" if len(nodes) > 1 else "")
+        change(journal, view, what, plan, take_over=take_over, timeout=timeout)
         found = done[-1]
-    return Retired(tuple(map(_ref, found.retires)), found.kept, found.keys, found.nbytes)
+    return Retired(tuple(map(ref_of, found.retires)), found.kept, found.keys, found.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +83,18 @@ def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _Plan:
     latest = catalog.latest()
     for node in nodes:
         if node not in catalog.checkpoints:
-            raise CheckpointNotFoundError(f"{_ref(node)} was retired meanwhile")
+            raise CheckpointNotFoundError(f"{ref_of(node)} was retired meanwhile")
         if latest is not None and node == latest.node:
-            raise UsageError(f"{_ref(node)} is the latest checkpoint, which a run would resume from: it stays")
+            raise UsageError(f"{ref_of(node)} is the latest checkpoint, which a run would resume from: it stays")
         for name, tagged in catalog.tags.items():
             if tagged == node:
-                raise UsageError(f"{_ref(node)} cannot be retired: tag {name!r} names it; remove the tag first")
+                raise UsageError(f"{ref_of(node)} cannot be retired: tag {name!r} names it; remove the tag first")
     drops = tuple(segment for segment in droppable(catalog, nodes) if segment in catalog.segments)
     gone = frozenset(drops)
     kept = tuple(
-        _ref(node) for node in nodes if any(gone.isdisjoint(edge.segments) for edge in catalog.encodings.get(node, ()))
+        ref_of(node)
+        for node in nodes
+        if any(gone.isdisjoint(edge.segments) for edge in catalog.encodings.get(node, ()))
     )
     segments = [catalog.segments[segment] for segment in drops]
     return _Plan(tuple(nodes), kept, drops, tuple(one.key for one in segments), sum(one.size for one in segments))
-
-
-def _ref(node: Node) -> str:
-    return f"{node[1]}@{node[0]}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from ckptstore.errors import CheckpointNotFoundError, UsageError
+from ckptstore.errors import CheckpointNotFoundError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Node, valid_tag
+from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.reference import Ref
 from ckptstore.log import refs
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo, describe, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import read
-from ckptstore.maintenance.changing import change
+from ckptstore.maintenance.changing import change, look
 
 __all__ = ["tag", "tags", "untag"]
 
@@ -27,14 +28,15 @@ def tag(
     """
     refs.check_new_tag(name)
     # Once: what is latest when somebody answers is not what was meant.
-    node = refs.resolve(read(journal).catalog, ref).node
+    view = look(journal, take_over=take_over)
+    node = refs.resolve(view.catalog, ref).node
 
     def plan(catalog: Catalog) -> Change | None:
         _entry(catalog, node)
         return None if catalog.tags.get(name) == node else Change(tags={name: node})
 
-    what = f"tag {node[1]}@{node[0]} as {name!r}"
-    catalog = change(journal, what, plan, take_over=take_over, timeout=timeout)
+    what = f"tag {ref_of(node)} as {name!r}"
+    catalog = change(journal, view, what, plan, take_over=take_over, timeout=timeout).catalog
     return describe_checkpoint(catalog, catalog.checkpoints[_entry(catalog, node)])
 
 
@@ -45,13 +47,14 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
         CheckpointNotFoundError: there is no such tag.
         as `changing.change`.
     """
-    _check_name(name)
-    refs.resolve(read(journal).catalog, f"tag:{name}")  # says which there are
+    wanted = Ref(tag=name)
+    view = look(journal, take_over=take_over)
+    refs.resolve(view.catalog, wanted)  # says which there are
 
     def plan(catalog: Catalog) -> Change | None:
         return Change(tags={name: None}) if name in catalog.tags else None
 
-    change(journal, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
+    change(journal, view, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
 
 
 def tags(journal: Journal) -> dict[str, CheckpointInfo]:
@@ -62,12 +65,7 @@ def tags(journal: Journal) -> dict[str, CheckpointInfo]:
     return {name: infos[node] for name, node in sorted(catalog.tags.items()) if node in infos}
 
 
-def _check_name(name: str) -> None:
-    if not valid_tag(name):
-        raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
-
-
 def _entry(catalog: Catalog, node: Node) -> Node:
     if node not in catalog.checkpoints:
-        raise CheckpointNotFoundError(f"{node[1]}@{node[0]} was retired meanwhile")
+        raise CheckpointNotFoundError(f"{ref_of(node)} was retired meanwhile")
     return node

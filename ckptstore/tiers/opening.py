@@ -13,6 +13,7 @@ from ckptstore.backends.exclusion import alone
 from ckptstore.errors import UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.reference import node_of
 from ckptstore.host.caller_warnings import BranchWarning, FallbackWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.checkpoints import CheckpointInfo
@@ -96,4 +97,4 @@ def _was_told(done: Drained, here: Catalog, there: Catalog) -> bool:
     """Whether a term was opened in both tiers since the last checkpoint of the branch: opening it has said so."""
     ours, theirs = here.terms.get(here.term), there.terms.get(here.term)
     both = ours is not None and theirs is not None and ours.nonce == theirs.nonce
-    return both and all(int(ref.rpartition("@")[2]) < here.term for ref in done.branch)
+    return both and all(node_of(ref)[0] < here.term for ref in done.branch)

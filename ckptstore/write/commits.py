@@ -18,6 +18,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.catalog import CLOSED
 from ckptstore.formats.records import object_of
+from ckptstore.formats.reference import Ref
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log import folding, refs, requests
 from ckptstore.log.change import Change
@@ -114,7 +115,7 @@ class Commits:
             with contextlib.suppress(CkptError):
                 self.commit(Change(extra={CLOSED: True}))
 
-    def name(self, tag: str, ref: str) -> CheckpointInfo:
+    def name(self, tag: str, ref: Ref) -> CheckpointInfo:
         """Give a checkpoint a tag."""
         refs.check_new_tag(tag)
         entry = refs.resolve(self.log.catalog, ref)
@@ -123,7 +124,7 @@ class Commits:
 
     def unname(self, tag: str) -> None:
         """Remove a tag."""
-        refs.resolve(self.log.catalog, f"tag:{tag}")
+        refs.resolve(self.log.catalog, Ref(tag=tag))
         self.commit(Change(tags={tag: None}))
 
     def tend(self, prepare: Callable[[], None] = lambda: None) -> None:

@@ -20,6 +20,7 @@ from ckptstore.errors import (
     WriterError,
 )
 from ckptstore.formats.records import CheckpointEntry, CheckpointId
+from ckptstore.formats.reference import Ref
 from ckptstore.formats.state import FlatState
 from ckptstore.formats.steps_named import named_steps
 from ckptstore.host import background
@@ -271,10 +272,11 @@ class Committer(Commits):
             self.flush_in_time()
 
     def tag(self, name: str, ref: str) -> CheckpointInfo:
-        """Name a checkpoint. What waits is written first, if it may be meant."""
-        if self._diffs is not None and any(may_mean(ref, one.step, one.labels) for one in self._diffs.waiting):
+        """Name a checkpoint. What waits is written first, if `ref` may name it."""
+        wanted = Ref.parse(ref, self.log.catalog.tags)
+        if self._diffs is not None and any(may_mean(wanted, one.step, one.labels) for one in self._diffs.waiting):
             self.flush()
-        return self.name(name, ref)
+        return self.name(name, wanted)
 
     def untag(self, name: str) -> None:
         """Remove a tag, also one that a step brings with it that waits."""
@@ -472,9 +474,6 @@ class Committer(Commits):
         self.tend(self.flush_in_time)
 
 
-def may_mean(ref: str, step: int, labels: Labels) -> bool:
+def may_mean(ref: Ref, step: int, labels: Labels) -> bool:
     """Whether a REF may name a step that is not in the catalog yet."""
-    text = ref.strip()
-    if text.startswith("tag:"):
-        return text.removeprefix("tag:") in labels.tags
-    return text == "latest" or text.partition("@")[0].lstrip("0") == str(step).lstrip("0")
+    return ref.is_latest or ref.step == step or ref.tag in labels.tags

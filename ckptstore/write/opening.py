@@ -164,10 +164,11 @@ def _parent_chooser(
             if found.state != parent.state:
                 raise CheckpointNotFoundError(f"{parent.ref} is another checkpoint now: the store was replaced")
             return found.id
-        if parent == "latest" and anything:
+        wanted = refs.parsed(catalog, parent)
+        if wanted.is_latest and anything:
             latest = catalog.latest()
             return None if latest is None else latest.id
-        return refs.resolve(catalog, parent).id
+        return refs.resolve(catalog, wanted).id
 
     return choose
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from ckptstore.errors import UsageError
+from ckptstore.formats.reference import step_number
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
@@ -17,7 +18,6 @@ from ckptstore.host.progress import Progress, told
 from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.log.refs import step_number
 from ckptstore.write.coded import Copies
 from ckptstore.write.committer import Committer
 from ckptstore.write.filling import Filling

@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from ckptstore.errors import UsageError, WriterClosedError
+from ckptstore.formats.reference import text_of
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.reentrance import refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.log.refs import step_number
 from ckptstore.log.term import Term
 from ckptstore.write.lifetime import Begin
 from ckptstore.write.lost import note_lost
@@ -94,9 +94,7 @@ class Writer(Taking):
         """
         if self._needs_callers:
             refuse_within(self, SAVING)
-        if isinstance(ref, CheckpointInfo):
-            ref = ref.ref
-        committer, text = self._committer, ref if isinstance(ref, str) else str(step_number(ref))
+        committer, text = self._committer, text_of(ref)
         return self._told(lambda: committer.tag(name, text))
 
     @warns_last

@@ -16,6 +16,7 @@ from ckptstore.cli.output import emit, moment, note, number, paged, printable, s
 from ckptstore.cli.ranges import counted, kind_name
 from ckptstore.cli.wrapping import columns, fitted
 from ckptstore.cli.written import like_a_ref
+from ckptstore.formats.reference import node_of
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
@@ -272,7 +273,7 @@ def _folded(found: Lineage) -> dict[str, list[CheckpointInfo]]:
     What has a name has one, and so has what another term continues from.
     """
     named = {found.latest} | {info.ref for info in found.checkpoints if info.tags}
-    roots = {parent for ref, parent in found.parents.items() if parent and parent.split("@")[1] != ref.split("@")[1]}
+    roots = {parent for ref, parent in found.parents.items() if parent and node_of(parent)[0] != node_of(ref)[0]}
     groups: list[list[CheckpointInfo]] = []
     for info in found.checkpoints:
         alone = info.kind != "gradient" or info.ref in named or info.ref in roots

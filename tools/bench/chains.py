@@ -28,6 +28,7 @@ import numpy as np
 
 import ckptstore
 from ckptstore.formats import codecs, hashing, jsontext
+from ckptstore.formats.reference import node_of
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.reports.explaining import explain
@@ -104,7 +105,7 @@ def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
             began = time.perf_counter()
             loaded = store.load(dearest, framework="torch")
             times_taken.append(time.perf_counter() - began)
-        reference = stores["fulls only"].load(dearest.partition("@")[0], framework="torch")
+        reference = stores["fulls only"].load(node_of(dearest)[1], framework="torch")
         if fingerprint(loaded) != fingerprint(reference):
             raise SystemExit(f"{name}: {dearest} was restored with other bits")
         stored = sum(path.stat().st_size for path in (folder / re.sub(r"\W+", "-", name)).rglob("*") if path.is_file())

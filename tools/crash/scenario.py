@@ -22,6 +22,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CheckpointNotFoundError, StoreNotFoundError
 from ckptstore.formats.records import FORMAT_KEY, FormatFile
+from ckptstore.formats.reference import node_of
 from ckptstore.formats.texts import encode_format
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.log import folding
@@ -206,8 +207,7 @@ def _ignoring_lost_steps() -> Iterator[None]:
 
 def compare(store: Store, ref: str) -> None:
     """Restore `ref` and compare it with what was saved. Raises `Violation`."""
-    step, _, term = ref.partition("@")
-    wanted = state_of(int(term), int(step))
+    wanted = state_of(*node_of(ref))
     try:
         found = store.load(ref, framework="numpy")
     except CheckpointNotFoundError as error:

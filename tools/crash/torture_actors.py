@@ -26,6 +26,7 @@ from ckptstore.errors import (
     WriterClosedError,
 )
 from ckptstore.formats.records import Node
+from ckptstore.formats.reference import node_of
 from ckptstore.formats.retention import droppable
 from ckptstore.log import folding, requests
 from ckptstore.log.arriving import exists
@@ -89,7 +90,7 @@ def read(stage: Stage) -> None:
             if stage.chance.random() < 0.3:
                 hold(stage, store, ref)
             else:
-                term, step = _node(ref)
+                term, step = node_of(ref)
                 if not same_state(store.load(ref, framework="numpy"), state_of(term, step)):
                     raise Violation(f"{ref} was restored with other bits")
             stage.note(loaded=ref)
@@ -103,7 +104,7 @@ def read(stage: Stage) -> None:
 
 
 def hold(stage: Stage, store: Store, ref: str) -> None:
-    node = _node(ref)
+    node = node_of(ref)
 
     def plan(catalog: Any) -> tuple[str, ...]:
         if node not in catalog.checkpoints:
@@ -305,11 +306,6 @@ def _chain(error: BaseException | None) -> str:
     while (error := error.__cause__ or error.__context__ if error else None) is not None:
         seen.append(f"{type(error).__name__}: {error}")
     return " / ".join(seen) or "nothing"
-
-
-def _node(ref: str) -> Node:
-    step, _, term = ref.partition("@")
-    return int(term), int(step)
 
 
 def sample_faults(chance: random.Random) -> tuple[Fault, ...]:

@@ -20,6 +20,7 @@ import numpy as np
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CkptError, CorruptLogError, WriterError
 from ckptstore.formats.records import slot_of
+from ckptstore.formats.reference import node_of
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store, verify
 from tools.crash.scenario import Violation, same_state
@@ -60,7 +61,7 @@ def _beside(folder: Path, what: str) -> Path:
 
 def save(stage: Stage, writer: Writer, saved: Saved, count: int) -> None:
     """Save some steps; what is acknowledged is noted in `saved`."""
-    first = max((int(ref.partition("@")[0]) for ref in saved if ref.endswith(f"@{writer.term}")), default=0)
+    first = max((node_of(ref)[1] for ref in saved if ref.endswith(f"@{writer.term}")), default=0)
     first = max(first, 0 if writer.parent is None else writer.parent.step)
     for step in range(first + 1, first + 1 + count):
         state = {"w": np.frombuffer(stage.chance.randbytes(512), np.uint8), "step": step}
@@ -216,7 +217,7 @@ def check(store: Store, saved: Saved) -> None:
             latest = store.checkpoint("latest").ref
     newest = [ref for ref in saved if ref.endswith(f"@{store.view().catalog.term}")]
     if latest and newest:
-        last = max(newest, key=lambda ref: int(ref.partition("@")[0]))
+        last = max(newest, key=lambda ref: node_of(ref)[1])
         if latest != last:
             raise Violation(f"latest is {latest}, without a word, but {last} was acknowledged")
     try:

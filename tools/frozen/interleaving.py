@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from ckptstore.formats.reference import node_of
+
 __all__ = ["InterleavingError", "Outcome", "Version", "interleave"]
 
 _WORKER: Final = Path(__file__).with_name("worker.py")
@@ -157,7 +159,7 @@ class _Run:
     def maintain(self, who: Version) -> None:
         """Something that changes the store without training, beside a live writer of either version or without one."""
         alone = self.writing is None
-        refs = sorted(self.there, key=lambda ref: [int(part) for part in ref.split("@")][::-1])
+        refs = sorted(self.there, key=node_of)
         choice = self.random.choice(("tag", "retire", "keep", "merge", "compact", "gc"))
         if choice == "tag" and refs:
             ref = self.random.choice(refs)
@@ -172,7 +174,7 @@ class _Run:
             if self.did(who, f"keep {rules}", who.do("keep", rules=rules, take_over=alone)):
                 self.rules = rules
         elif choice == "merge" and len(refs) > 4:
-            newest = refs[-1].split("@")[1]
+            newest = node_of(refs[-1])[0]
             line = [ref for ref in refs if ref.endswith(f"@{newest}")]
             if len(line) > 2:
                 between = f"{line[0]}..{line[-2]}"

@@ -124,15 +124,15 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/maintenance/pruning.py": (*_some("lost_ends"), "tests/cli/test_prune.py", *_some("prune_kills")),
     "ckptstore/maintenance/gc.py": ("tests/cli/test_gc.py", *_some("recycling"), *_LOG),
     **{
-        f"ckptstore/maintenance/{name}.py": (*_some("tags_and_retirement"), "tests/cli/test_tag.py")
+        f"ckptstore/maintenance/{name}.py": (*_some("tags_and_retirement", "read_once"), "tests/cli/test_tag.py")
         for name in ("changing", "retiring", "tagging")
     },
     **{f"ckptstore/log/{name}.py": _some("arriving", "damaged_log") for name in ("arriving", "telling")},
     "ckptstore/log/listings.py": _some("maintenance/test_verification", "maintenance/test_gc"),
     "ckptstore/log/looks.py": _some("following/test_following", "arriving", "replaced"),
     "ckptstore/log/replica.py": _some("arriving", "copying", "copies_at_once", "tiers/test_tiers"),
-    "ckptstore/log/term.py": (*_LOG, *_some("arriving")),
-    "ckptstore/log/reading.py": (*_LOG, *_some("arriving")),
+    **{f"ckptstore/log/{name}.py": (*_LOG, *_some("arriving", "read_once")) for name in ("term", "reading")},
+    "ckptstore/log/authors.py": (*_LOG, *_some("read_once", "tags_and_retirement")),
     "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_gc.py"),
     "ckptstore/log/*": _LOG,
     "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),

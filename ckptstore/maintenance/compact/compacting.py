@@ -27,7 +27,7 @@ from ckptstore.host.checks import seconds, whole
 from ckptstore.host.progress import Advance, Progress
 from ckptstore.log.authors import Author, Requester, Successor
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.reading import View, read
 from ckptstore.maintenance.compact.executing import Made, Maker
 from ckptstore.maintenance.compact.measuring import Measured, measure
 from ckptstore.maintenance.compact.moves import Limits, Move, Planned
@@ -79,11 +79,11 @@ def compact(
         whole("bandwidth", bandwidth, 1)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be compacted")
-    catalog, measured, planned = planned_moves(journal, limits, only=only, owned=take_over)
+    view, measured, planned = planned_moves(journal, limits, only=only, owned=take_over)
     if dry_run or not planned.moves:
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
-        return _report(catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
-    author = Successor(journal, "compact", several=True) if take_over else Requester(journal, timeout, catalog)
+        return _report(view.catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
+    author = Successor(journal, "compact", several=True) if take_over else Requester(journal, timeout, view)
     made = make_moves(journal, author, planned, lambda advance: held_to(bandwidth, advance), progress)
     after = author.catalog()
     nbytes = sum(segment.size for segment in after.segments.values())
@@ -92,8 +92,8 @@ def compact(
 
 def planned_moves(
     journal: Journal, limits: Limits, *, only: str | None = None, owned: bool = False
-) -> tuple[Catalog, Measured, Planned]:
-    """What there is, what samples of it say, and what is to be done.
+) -> tuple[View, Measured, Planned]:
+    """The log, what samples of it say, and what is to be done.
 
     Args:
         only: as for `compact`.
@@ -102,7 +102,8 @@ def planned_moves(
     Raises:
         UsageError, CheckpointNotFoundError, CorruptLogError, StorageError: as `compact`.
     """
-    catalog = read(journal, look_above=True).catalog
+    view = read(journal, look_above=True)
+    catalog = view.catalog
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
@@ -121,7 +122,7 @@ def planned_moves(
     )
     not_meant = frozenset(map(ref_of, left))
     planned = replace(planned, unmet=tuple(one for one in planned.unmet if one.ref not in not_meant))
-    return catalog, measured, planned
+    return view, measured, planned
 
 
 def make_moves(

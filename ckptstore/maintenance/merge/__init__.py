@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from ckptstore.maintenance.merge.costs import RestoreCost
 from ckptstore.maintenance.merge.merging import Merged, merge
-from ckptstore.maintenance.merge.ranges import Range, Selection, parse_range, select_range
+from ckptstore.maintenance.merge.ranges import Range, Selection, select_range
 
-__all__ = ["Merged", "Range", "RestoreCost", "Selection", "merge", "parse_range", "select_range"]
+__all__ = ["Merged", "Range", "RestoreCost", "Selection", "merge", "select_range"]

@@ -113,13 +113,13 @@ def merge(
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
     chosen_range = wanted if isinstance(wanted, Range) else Range(wanted, keep_steps)
-    catalog = read(journal).catalog
-    chosen = select_range(catalog, chosen_range)  # says what is wrong before a fence does
+    view = read(journal)
+    chosen = select_range(view.catalog, chosen_range)  # says what is wrong before a fence does
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: Author | None = None
     if not dry_run:
-        author = Successor(journal, "merge", several=True) if take_over else Requester(journal, timeout, catalog)
+        author = Successor(journal, "merge", several=True) if take_over else Requester(journal, timeout, view)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, chosen_range, tries=1 if owned is not None else _TRIES)

@@ -14,11 +14,12 @@ from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import known, reasons_of
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
+from ckptstore.formats.reference import parse_range
 from ckptstore.formats.retention import needed, users
 from ckptstore.log import refs
 from ckptstore.restore.plan import Plan, plan, plan_all
 
-__all__ = ["Range", "Selection", "outside", "parse_range", "select_range", "unneeded"]
+__all__ = ["Range", "Selection", "outside", "select_range", "unneeded"]
 
 _OF_FULLS: Final = (
     ". Fulls go only where that is asked for (fulls=True, --fulls): then B alone stays. To keep every one, in fewer "
@@ -76,14 +77,6 @@ class Selection:
         return tuple(dict.fromkeys(segment for edge in read for segment in edge.segments))
 
 
-def parse_range(text: str) -> tuple[str, str]:
-    """``A..B`` as two REFs. Raises `UsageError`."""
-    sides = [side.strip() for side in text.split("..")]
-    if len(sides) != 2 or not all(sides):
-        raise UsageError(f"{text!r} is no range; write A..B with two REFs, as in 1000..1100 or 1000@2..latest")
-    return sides[0], sides[1]
-
-
 @dataclass(frozen=True, slots=True)
 class Range:
     """What somebody wants to be merged.
@@ -135,7 +128,7 @@ def outside(catalog: Catalog, text: str) -> frozenset[Node]:
 
 def _members(catalog: Catalog, text: str) -> tuple[CheckpointEntry, CheckpointEntry, list[Node]]:
     """A, B, and what the range holds, ascending."""
-    first, last = (refs.resolve(catalog, ref) for ref in parse_range(text))
+    first, last = (refs.resolve(catalog, ref) for ref in parse_range(text, catalog.tags))
     if first.term != last.term:
         raise UsageError(
             f"{first.ref} and {last.ref} are of different terms; write a range of one term "

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from ckptstore.errors import UsageError, WriterError
 from ckptstore.formats.lasting import Chains
+from ckptstore.formats.reference import Ref
 from ckptstore.host.background import Periodic
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.committer import may_mean
@@ -77,11 +78,11 @@ class Work:
         self._means.settling.submit(lambda: None).result()
         return [] if self._batches is None else self._batches.waiting
 
-    def name(self, tag: str, ref: str | None) -> CheckpointInfo | None:
+    def name(self, tag: str, ref: Ref | None) -> CheckpointInfo | None:
         """Rank 0: name a checkpoint; None: remove the name. What waits is written first, if it may be meant."""
         return self._means.writing.submit(self._named, tag, ref).result()
 
-    def _named(self, tag: str, ref: str | None) -> CheckpointInfo | None:
+    def _named(self, tag: str, ref: Ref | None) -> CheckpointInfo | None:
         committer = self.tenure.committer
         assert committer is not None
         for one in [] if self._batches is None else self._batches.waiting:

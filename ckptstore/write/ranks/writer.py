@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 from ckptstore.errors import CkptError, UsageError, WriterClosedError
+from ckptstore.formats.reference import Ref, step_number, text_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
@@ -24,7 +25,6 @@ from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.progress import Progress, told
 from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.log.refs import step_number
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
 from ckptstore.write.lost import note_lost
 from ckptstore.write.places import Place
@@ -232,7 +232,7 @@ class RankWriter:
         refuse_within(self, _SAVING)
         self._check_open()
         self._work.only_rank_0("changes tags")
-        named = self._work.name(name, _text(ref))
+        named = self._work.name(name, Ref.parse(text_of(ref)))
         assert named is not None
         return named
 
@@ -270,7 +270,7 @@ class RankWriter:
                 "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
             )
         self._check_open()
-        text, unseen = _text(ref), None
+        text, unseen = text_of(ref), None
         self._drain()
         try:
             self._means.failures.raise_unseen()
@@ -465,12 +465,6 @@ class RankWriter:
         except RuntimeError:  # closed meanwhile, or the interpreter is going
             assert self._polls is not None
             self._polls.stop()
-
-
-def _text(ref: str | int | CheckpointInfo) -> str:
-    if isinstance(ref, CheckpointInfo):
-        return ref.ref
-    return ref if isinstance(ref, str) else str(step_number(ref))
 
 
 _SAVING: Final = codes_of(RankWriter.save, RankWriter.save_async, RankWriter.take_over)
