@@ -1,4 +1,4 @@
-"""The table of frameworks: each that the process has imported is asked, and none whose tensors nobody could overwrite."""
+"""The table of frameworks: what the process has imported is asked; what nobody can overwrite, ``into=`` refuses."""
 
 from __future__ import annotations
 
