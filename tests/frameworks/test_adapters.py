@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from ckptstore.errors import UnsupportedStateError
+import ckptstore
+from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import Recognise
 from ckptstore.frameworks import bridge
@@ -40,3 +42,22 @@ def test_a_state_may_hold_tensors_of_two_frameworks(monkeypatch: pytest.MonkeyPa
 def test_a_framework_that_is_not_imported_is_not_asked() -> None:
     with pytest.raises(UnsupportedStateError, match="Array cannot be stored"):
         bridge.flattened({"a": Array()})
+
+
+def test_a_torch_whose_groups_have_no_store_for_others_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.6 to 2.8: ranks would fail with a message about an attribute, on a machine that nobody had told."""
+    from torch import distributed
+
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    monkeypatch.delattr(distributed.ProcessGroup, "get_group_store", raising=False)
+    distributed.init_process_group("fake", rank=0, world_size=2, store=fake.FakeStore())
+    try:
+        with (
+            ckptstore.open(tmp_path / "store") as store,
+            pytest.raises(MissingDependencyError, match=r"group= needs torch 2\.9 or newer, and this is torch 2\."),
+        ):
+            store.writer(group=distributed.group.WORLD)
+    finally:
+        distributed.destroy_process_group()
