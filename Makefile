@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: docs demo test test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs hooks matrix demo test test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -27,6 +27,10 @@ docs: .venv/.docs-ready  ## the site in build/site and the man pages in build/ma
 	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 
+hooks: .venv/.ready  ## checks before each commit (.pre-commit-config.yaml), installed into this clone
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(BIN)/pre-commit install
+
 demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: under 40 s)
 	$(BIN)/python -m tools.demo $(if $(QUICK),--quick)
 
@@ -39,6 +43,10 @@ test: .venv/.ready  ## all tests
 
 test-long: .venv/.ready  ## the tests whose form in CI is a short one, in the long one
 	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 3 --dist loadfile --timeout 1200 $(PYTEST_ARGS)
+
+# Each pair downloads a torch, of which the CUDA builds that pip finds take gigabytes, and is deleted when it was tested.
+matrix: .venv/.ready  ## each Python of pyproject.toml with the oldest and newest torch (PYTHONS="3.11" TORCHES="oldest" TESTS="...")
+	$(BIN)/python -m tools.matrix $(foreach one,$(PYTHONS),--python $(one)) $(foreach one,$(TORCHES),--torch $(one)) $(TESTS)
 
 test-moto: .venv/.ready  ## the backends' conformance suite on moto, a second opinion on S3
 	$(PIP) install -c constraints.txt -e '.[test-moto]'

@@ -339,7 +339,9 @@ class _Rule(ParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        known = ("last:", "every:", "best:", "newer-than:", "branches", "tagged")
+        from ckptstore.formats.windows import RULES
+
+        known = (f"{name}:" if ":" in kind.form else name for name, kind in RULES.items())
         return [CompletionItem(rule) for rule in known if rule.startswith(incomplete)]
 
 

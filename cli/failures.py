@@ -86,7 +86,11 @@ def _rules(message: str) -> str | None:
     """What to type where the rules of `ckpt prune` were written as `ckpt keep` takes them."""
     extra = re.match(r"Got unexpected extra arguments? \((.*)\)", message)
     words = extra[1].split() if extra else []
-    if not words or not all(re.fullmatch(r"(last|every|best|newer-than):\S+|tagged|branches", word) for word in words):
+    if not words:
+        return None
+    from ckptstore.formats.windows import kind_of
+
+    if not all(kind_of(word) is not None for word in words):
         return None
     return "each rule has its --keep: " + " ".join(f"--keep {word}" for word in words)
 

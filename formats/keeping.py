@@ -17,17 +17,12 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.ranking import line, names
 from ckptstore.formats.records import CheckpointEntry, Node
-from ckptstore.formats.windows import Found, Window, parts_of_best, window_of
+from ckptstore.formats.windows import RULES, Found, Window, ends, parts_of_best, window_of
 
 __all__ = ["MAX_RULES", "Keeping", "checked", "known", "reasons_of", "unmatched"]
 
 MAX_RULES: Final = 64
 """Rules that a store may have."""
-_FOR_NOW: Final = ("newest", "last:", "newer-than:")
-"""Reasons to keep a checkpoint that pass as others come."""
-_GRAMMAR: Final = (
-    "last:N, every:N, best:METRIC:N (or best:METRIC:N:max), newer-than:7d (s, m, h, d, w), tagged, branches"
-)
 
 
 def checked(rules: Iterable[str]) -> tuple[str, ...]:
@@ -41,13 +36,17 @@ def checked(rules: Iterable[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(rule.strip() if isinstance(rule, str) else rule for rule in rules))
     for rule in found:
         if not isinstance(rule, str) or window_of(rule) is None:
-            error = UsageError(f"{rule!r:.80} is no rule of retention; there are {_GRAMMAR}")
+            error = UsageError(f"{rule!r:.80} is no rule of retention; there are {_forms()}")
             if isinstance(rule, str) and window_of(meant := rule.replace("=", ":").replace(" ", "")) is not None:
                 error.add_note(f"did you mean {meant}?")
             raise error
     if len(found) > MAX_RULES:
         raise UsageError(f"{len(found)} rules of retention, at most {MAX_RULES} are allowed")
     return found
+
+
+def _forms() -> str:
+    return ", ".join(kind.form for kind in RULES.values())
 
 
 def known(rules: Iterable[str]) -> bool:
@@ -160,7 +159,7 @@ class Keeping:
         return [
             node
             for node, entry in catalog.checkpoints.items()
-            if not all(reason.startswith(_FOR_NOW) for reason in self.reasons(entry))
+            if not all(ends(reason) == "newer" for reason in self.reasons(entry))
         ]
 
     def _retag(self, tags: Mapping[str, Node | None]) -> None:

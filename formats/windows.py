@@ -8,9 +8,11 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.columns import TIME
@@ -18,7 +20,7 @@ from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.ranking import line, metric_in
 from ckptstore.formats.records import CheckpointEntry, Node
 
-__all__ = ["MAX_RULE", "Found", "Window", "parts_of_best", "window_of"]
+__all__ = ["MAX_RULE", "RULES", "Ends", "Found", "Kind", "Window", "ends", "kind_of", "parts_of_best", "window_of"]
 
 MAX_RULE: Final = 200
 """Letters of a rule."""
@@ -218,24 +220,19 @@ class _Tagged(Window):
         return False
 
 
-def window_of(rule: str) -> Window | None:
-    """What keeps a rule; None: this version does not know it."""
-    if len(rule) > MAX_RULE:
-        return None
-    if rule == "tagged":
-        return _Tagged()
-    if rule == "branches":
-        return _Branches()
-    name, _, rest = rule.partition(":")
-    if name in ("last", "every"):
-        count = _count(rest)
-        if count is None:
-            return None
-        return _Every(count) if name == "every" else _Highest(count, lambda step, _: float(step))
-    if name == "newer-than":
-        seconds = _seconds(rest)
-        return None if seconds is None else _NewerThan(seconds)
-    return _best(rest) if name == "best" else None
+def _last(rest: str) -> Window | None:
+    count = _count(rest)
+    return None if count is None else _Highest(count, lambda step, _: float(step))
+
+
+def _every(rest: str) -> Window | None:
+    count = _count(rest)
+    return None if count is None else _Every(count)
+
+
+def _newer_than(rest: str) -> Window | None:
+    seconds = _seconds(rest)
+    return None if seconds is None else _NewerThan(seconds)
 
 
 def _best(rest: str) -> Window | None:
@@ -269,3 +266,54 @@ def _count(text: str) -> int | None:
 def _seconds(text: str) -> float | None:
     found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([smhdw])", text, re.ASCII)
     return float(found[1]) * _UNITS[found[2]] if found else None
+
+
+Ends = Literal["newer", "better", "never"]
+"""What makes a rule let go of a checkpoint: newer ones, better ones, or nothing by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of rule.
+
+    Attributes:
+        form: how it is written, for messages: ``last:N``. Without a colon it takes nothing.
+        make: what follows the colon -> what keeps a rule of this kind; None: that is no rule.
+        ends: what makes it let go of a checkpoint. Compaction moves nothing that is about to go.
+    """
+
+    form: str
+    make: Callable[[str], Window | None]
+    ends: Ends
+
+
+RULES: Final[Mapping[str, Kind]] = MappingProxyType(
+    {
+        "last": Kind("last:N", _last, "newer"),
+        "every": Kind("every:N", _every, "never"),
+        "best": Kind("best:METRIC:N (or best:METRIC:N:max)", _best, "better"),
+        "newer-than": Kind("newer-than:7d (s, m, h, d, w)", _newer_than, "newer"),
+        "tagged": Kind("tagged", lambda _: _Tagged(), "never"),
+        "branches": Kind("branches", lambda _: _Branches(), "never"),
+    }
+)
+"""Every kind of rule by the name before its colon. A row is all that another kind needs in the engine and command."""
+
+
+def window_of(rule: str) -> Window | None:
+    """What keeps a rule; None: this version does not know it."""
+    kind = None if len(rule) > MAX_RULE else kind_of(rule)
+    return None if kind is None else kind.make(rule.partition(":")[2])
+
+
+def kind_of(rule: str) -> Kind | None:
+    """The kind that a rule is written like: ``last:`` and any text for ``last:N``. None: it is written like none."""
+    name, colon, _ = rule.partition(":")
+    kind = RULES.get(name)
+    return kind if kind is not None and bool(colon) == (":" in kind.form) else None
+
+
+def ends(reason: str) -> Ends:
+    """What ends a reason to keep a checkpoint: a rule as it is written, or ``newest``."""
+    kind = kind_of(reason)
+    return "newer" if reason == "newest" else "never" if kind is None else kind.ends

@@ -298,3 +298,11 @@ def test_links_lead_somewhere(page: str) -> None:
         assert path.exists(), target
         if anchor:
             assert anchor in anchors(path), target
+
+
+def test_no_page_cites_an_issue_or_a_revision() -> None:
+    """A page says what is true now. What changed is the change log's; a reader has neither tracker nor history."""
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    cited = r"\bissues? #?\d+|(?<![\w/&(\]])#\d+\b|\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{7}\b"
+    texts = {page.name: re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S) for page in pages}
+    assert {name: found for name, text in texts.items() if (found := re.findall(cited, text))} == {}

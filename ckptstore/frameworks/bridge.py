@@ -1,4 +1,4 @@
-"""The engine's only way to torch: through this room, and only when the caller already uses torch.
+"""The engine's only way to torch and other frameworks: through this room, and only if the caller already uses them.
 
 A state that holds a torch tensor proves that torch is imported; a machine without torch never pays for it.
 """
@@ -6,17 +6,20 @@ A state that holds a torch tensor proves that torch is imported; a machine witho
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any, Final
 
-from ckptstore.errors import MissingDependencyError
+from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from ckptstore.formats.state import FlatState, TensorSource
+    from ckptstore.formats.state import FlatState, Recognise, Tagged, TensorSource
 
 __all__ = [
+    "ADAPTERS",
+    "Adapter",
     "device_digests",
     "environment",
     "environment_differences",
@@ -62,17 +65,59 @@ def shards() -> ModuleType:
     return module
 
 
-def flattened(state: Any, *, sharded: bool = False) -> FlatState:
-    """Take a state apart, torch tensors included. Raises `UnsupportedStateError` naming the key path.
+def _torch(sharded: bool) -> Recognise:
+    found: Recognise = (shards() if sharded else tensors()).recognise
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """How the tensors of one framework are taken into a state.
+
+    Attributes:
+        recognise: gives what `formats.state.flatten` asks about each object; imports the adapter's module. It is told
+            whether a writer of many ranks asks, which takes of a sharded tensor what its rank has.
+        overwritten: whether ``into=`` may name these tensors. If not, it refuses them.
+    """
+
+    recognise: Callable[[bool], Recognise]
+    overwritten: bool = False
+
+
+ADAPTERS: Final[Mapping[str, Adapter]] = MappingProxyType({"torch": Adapter(_torch, overwritten=True)})
+"""By the name under which a framework is imported. One that this process has not imported is not asked."""
+
+
+def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -> FlatState:
+    """Take a state apart, tensors of frameworks included. Raises `UnsupportedStateError` naming the key path.
 
     Args:
         sharded: take of a DTensor what this rank has; else it is refused, because that is not all of it.
+        overwritten: its tensors are to be overwritten. Those of a framework for which nobody can do that are refused.
     """
     from ckptstore.formats.state import flatten  # numpy: not for those who only read the log
 
-    if not torch_in_use():
-        return flatten(state)
-    return flatten(state, (shards() if sharded else tensors()).recognise)
+    asked = [
+        adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))
+        for name, adapter in ADAPTERS.items()
+        if name in sys.modules
+    ]
+    if len(asked) < 2:
+        return flatten(state, asked[0] if asked else None)
+    return flatten(state, lambda value: next((found for one in asked if (found := one(value)) is not None), None))
+
+
+def _refusing(recognise: Recognise) -> Recognise:
+    def refuse(value: object) -> TensorSource | Tagged | None:
+        # Prevents: a restore into a copy of the caller's array, which leaves the array as it was.
+        if (found := recognise(value)) is not None:
+            kind = type(value)
+            raise UnsupportedStateError(
+                f"{kind.__module__}.{kind.__qualname__} cannot be overwritten: load without into=, then convert"
+            )
+        return found
+
+    return refuse
 
 
 def process_group(group: Any) -> tuple[int, int, Any]:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
-from ckptstore.errors import MailboxError, UsageError
+from ckptstore.errors import MailboxError, MissingDependencyError, UsageError
 
 __all__ = ["StoreMailbox", "process_group"]
 
@@ -79,6 +80,7 @@ def process_group(group: Any) -> tuple[int, int, StoreMailbox]:
     """Rank, size and mailbox of a process group.
 
     Raises:
+        MissingDependencyError: this torch does not let anyone use a group's store.
         UsageError: it is none, or this process is not in it.
         MailboxError: its store cannot be reached.
     """
@@ -86,6 +88,11 @@ def process_group(group: Any) -> tuple[int, int, StoreMailbox]:
         raise UsageError(
             f"group={group!r:.80}: a torch.distributed process group is needed (dist.group.WORLD, once "
             "init_process_group was called)"
+        )
+    if not hasattr(dist.ProcessGroup, "get_group_store"):
+        raise MissingDependencyError(
+            f"group= needs torch 2.9 or newer, and this is torch {torch.__version__}, which does not give anyone the "
+            "key-value store of a process group: update torch, or save from one rank"
         )
     rank = dist.get_rank(group)
     if rank < 0:

@@ -128,7 +128,7 @@ def find_targets(
         UsageError: one is missing, superfluous or does not fit, or two share memory; an optimizer's parameters have
             names (``param_names``), and those are in another order. Nothing has been overwritten.
     """
-    flat = bridge.flattened(into, sharded=True)
+    flat = bridge.flattened(into, sharded=True, overwritten=True)
     _check_parameter_names(picked, flat.tree)
     names = picked.tensors  # those that the caller knows
     if select is None:

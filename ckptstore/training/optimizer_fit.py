@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from ckptstore.formats.optim import KINDS
+from ckptstore.frameworks.torch_stepping import kind_of
 from ckptstore.training.fitting import Undo, castable, described_form, form_of
 from ckptstore.training.matching import Matched, matched
 
@@ -251,8 +253,12 @@ def _is_torch(optimizer: torch.optim.Optimizer) -> bool:
 def _is_kind(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Whether a class of that name keeps what this one keeps: Adam and AdamW."""
     other = getattr(torch.optim, name, None)
-    kind = type(optimizer)
-    return isinstance(other, type) and (issubclass(kind, other) or issubclass(other, kind)) and other is not _BASE
+    if not isinstance(other, type) or other is _BASE:
+        return False
+    pairs: list[tuple[type, type]] = [(type(optimizer), other)]
+    if (mine := kind_of(optimizer)) is not None and name in KINDS:
+        pairs.append((KINDS[mine].settings, KINDS[name].settings))  # AdamW is no Adam in every torch
+    return any(issubclass(one, its) or issubclass(its, one) for one, its in pairs)
 
 
 _BASE: Final = torch.optim.Optimizer

@@ -26,6 +26,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.formats.retention import check_commit
 from ckptstore.formats.texts import decode_record, decode_request, encode_commit, encode_request
+from ckptstore.formats.windows import RULES, ends
 
 RUN = "5" * 32
 NONCE = "6" * 32
@@ -320,3 +321,20 @@ def test_no_commit_has_rules_that_are_none() -> None:
     check_commit(catalog, CommitRecord(1, NONCE, keep=("last:3",)))
     with pytest.raises(UsageError, match="no rule of retention"):
         check_commit(catalog, CommitRecord(1, NONCE, keep=("last:3", "cosine:7")))
+
+
+def test_each_reason_to_keep_says_what_ends_it() -> None:
+    """Compaction moves nothing that is about to go, and a writer counts what is kept for long."""
+    expected = {
+        **dict.fromkeys(["newest", "last:3", "newer-than:2d"], "newer"),
+        "best:loss:1": "better",
+        **dict.fromkeys(["every:10", "tagged", "branches", "of-a-later-version:1"], "never"),
+    }
+    assert {reason: ends(reason) for reason in expected} == expected
+    assert {reason.partition(":")[0] for reason in expected} >= set(RULES)
+
+
+def test_the_message_about_a_rule_that_is_none_has_every_kind() -> None:
+    with pytest.raises(UsageError) as told:
+        checked(["nearly:3"])
+    assert all(kind.form in str(told.value) for kind in RULES.values())

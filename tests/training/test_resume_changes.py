@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -168,6 +169,7 @@ def of_groups(names: tuple[str, ...]) -> dict[str, Callable[[Any], Any]]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # by torch 2.6 of what it does itself
 @pytest.mark.parametrize("kind", sorted(of_groups(())))
 @pytest.mark.parametrize("in_extra", [False, True], ids=["given", "extra"])
 def test_a_schedule_follows_the_groups_in_another_order(
@@ -687,9 +689,13 @@ def cosine(step: int, *, warmup: int, total: int = 9) -> float:
         *("phases", "annealing", "averaging", "cyclic", "function-added", "function-removed"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
 def test_other_numbers_of_a_schedule_are_told(
     tmp_path: Path, before: Any, after: Any, said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    made = before(torch.optim.AdamW(Two().parameters()))
+    if any(map(inspect.isfunction, made.state_dict().values())):
+        pytest.skip(f"torch {torch.__version__} puts a function into this scheduler's state")
     trained(tmp_path / "s", Two(), scheduler=before)
     for make, told in ((before, []), (after, said)):
         caplog.clear()

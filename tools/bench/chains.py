@@ -4,7 +4,7 @@
     python -m tools.bench.chains --chain 30 --mib 192   # a 30-delta chain against its parts
 
 The table: one training run (the demo's GPT, every step a checkpoint) goes into one store per strategy at once, so all
-see the same states; the dearest checkpoint of each store is restored, its bits compared with the run's own.
+see the same states; the most expensive checkpoint of each store is restored, its bits compared with the run's own.
 The chain: raw read of every byte it needs (checksums off), decoding from memory, and the restore, interleaved; medians.
 """
 
@@ -50,8 +50,8 @@ class Row:
     bits_per_parameter: float
     fulls: int
     longest_chain: int
-    dearest_bytes: int
-    dearest_seconds: float
+    worst_bytes: int
+    worst_seconds: float
     save_seconds: float
 
 
@@ -68,7 +68,7 @@ def strategies(times: float) -> dict[str, DeltaOptions | None]:
 
 
 def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
-    """Train once, store with every strategy, restore the dearest checkpoint of each."""
+    """Train once, store with every strategy, restore the most expensive checkpoint of each."""
     from contextlib import ExitStack
 
     from tools.demo.config import DemoConfig
@@ -98,16 +98,16 @@ def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
     for name, store in stores.items():
         infos = store.checkpoints()
         plans = {info.ref: store.plan(info.ref) for info in infos}
-        dearest = max(plans, key=lambda ref: plans[ref].cost)
+        worst = max(plans, key=lambda ref: plans[ref].cost)
         times_taken = []
         for _ in range(3):
             drop(folder)
             began = time.perf_counter()
-            loaded = store.load(dearest, framework="torch")
+            loaded = store.load(worst, framework="torch")
             times_taken.append(time.perf_counter() - began)
-        reference = stores["fulls only"].load(node_of(dearest)[1], framework="torch")
+        reference = stores["fulls only"].load(node_of(worst)[1], framework="torch")
         if fingerprint(loaded) != fingerprint(reference):
-            raise SystemExit(f"{name}: {dearest} was restored with other bits")
+            raise SystemExit(f"{name}: {worst} was restored with other bits")
         stored = sum(path.stat().st_size for path in (folder / re.sub(r"\W+", "-", name)).rglob("*") if path.is_file())
         rows.append(
             Row(
@@ -117,7 +117,7 @@ def table(steps: int, times: float, width: int, folder: Path) -> list[Row]:
                 8 * stored / len(infos) / parameters,
                 sum(info.kind == "full" for info in infos),
                 max(len(plan.encodings) - 1 for plan in plans.values()),
-                int(plans[dearest].cost),
+                int(plans[worst].cost),
                 statistics.median(times_taken),
                 statistics.median(spent[name]),
             )
@@ -254,13 +254,16 @@ def main() -> None:
     try:
         if options.steps:
             rows = table(options.steps, options.bound, options.width, folder)
-            print("| strategy | stored MB | kB per checkpoint | bits/param | fulls | chain | dearest MB | s | save s |")
+            print(
+                "| strategy | stored MB | kB per checkpoint | bits/param | fulls | longest chain "
+                "| restore MB | restore s | save s |"
+            )
             print("|---|---|---|---|---|---|---|---|---|")
             for row in rows:
                 print(
                     f"| {row.strategy} | {row.stored / 1e6:.1f} | {row.bytes_per_checkpoint / 1e3:.0f} "
                     f"| {row.bits_per_parameter:.1f} | {row.fulls} | {row.longest_chain} "
-                    f"| {row.dearest_bytes / 1e6:.1f} | {row.dearest_seconds:.3f} | {row.save_seconds:.3f} |"
+                    f"| {row.worst_bytes / 1e6:.1f} | {row.worst_seconds:.3f} | {row.save_seconds:.3f} |"
                 )
             (options.out / "chains-table.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
         if options.chain:

@@ -1,4 +1,4 @@
-"""The script of issue 13, with every part that it may have: one process, or one rank of several.
+"""The script of a training run, with every part that it may have: one process, or one rank of several.
 
 It says what happens, a line each, on standard output: ``resumed STEP``, ``agent PID``, ``loss STEP BITS``, ``given
 STEP`` (the writer has taken it), ``durable STEP``, ``end DIGEST``.

@@ -22,6 +22,7 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.keeping import known, reasons_of
 from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.windows import ends
 from ckptstore.host.bandwidth import held_to
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.progress import Advance, Progress
@@ -41,8 +42,6 @@ from ckptstore.restore.plan import plan_all, restore_seconds
 __all__ = ["compact", "make_moves", "planned_moves"]
 
 _TRIES: Final = 3
-_PASSING: Final = ("newest", "last:", "newer-than:", "best:")
-"""Reasons to keep a checkpoint that new ones take away."""
 
 
 def compact(
@@ -238,5 +237,5 @@ def _stays(catalog: Catalog) -> Callable[[Node], bool]:
     if not catalog.keep or not known(catalog.keep):
         return lambda _node: True
     reasons, _ = reasons_of(catalog, catalog.keep)
-    lasting = {node for reason, nodes in reasons.items() if not reason.startswith(_PASSING) for node in nodes}
+    lasting = {node for reason, nodes in reasons.items() if ends(reason) == "never" for node in nodes}
     return lasting.__contains__
