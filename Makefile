@@ -7,7 +7,7 @@ SIZE ?= 500MB
 ROUNDS ?= 5
 COUNT ?= 10000
 
-.PHONY: docs hooks matrix demo test test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
+.PHONY: docs hooks matrix demo test test-rest test-long test-moto check lint types layers golden frozen conformance bench bench-commands bench-catalog bench-codecs bench-recycling bench-chains bench-training bench-tensors bench-diffs bench-recovery bench-pmem exact crash rank-kills shim-kills agent-kills powercut mutants mutants-ordinary fuzz torture clean
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ckptstore needs Python 3.11 or newer")'
@@ -36,12 +36,15 @@ demo: .venv/.ready  ## train, get killed, resume, compare bit for bit (QUICK=1: 
 
 # Tests start hundreds of interpreters. Where PYTHONDONTWRITEBYTECODE is set (containers set it), each would compile the
 # package's modules again, half a second of a core; set to nothing, it is off. Three workers: many tests wait.
-test test-long: export PYTHONDONTWRITEBYTECODE =
+test test-rest test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: .venv/.ready  ## all tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+test: .venv/.ready  ## every protocol, codec, damage, rank and interface test (on every change)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not rest" $(PYTEST_ARGS)
 
-test-long: .venv/.ready  ## the tests whose form in CI is a short one, in the long one
+test-rest: .venv/.ready  ## the rest: tests of the harnesses, samples of kills, benchmarks in small, what the docs show
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m rest $(PYTEST_ARGS)
+
+test-long: .venv/.ready  ## all tests, those whose form in CI is a short one in the long one
 	CKPTSTORE_TESTS=long $(BIN)/python -m pytest -n 3 --dist loadfile --timeout 1200 $(PYTEST_ARGS)
 
 # Each pair downloads a torch, of which the CUDA builds that pip finds take gigabytes, and is deleted when it was tested.
@@ -94,7 +97,7 @@ bench-recycling: .venv/.bench-ready  ## new files against overwritten ones on th
 bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
 	$(BIN)/python -m tools.bench.chains --steps 200 --chain 30
 
-# The crash campaign in full; `make test` runs short forms of all of it.
+# The crash campaign in full; `make test-rest` runs short forms of all of it.
 N ?= 200
 SECONDS ?= 60
 MUTANTS ?= 200

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
 from ckptstore.formats import compiled
-from tests import durations, warmth
+from tests import division, durations, warmth
 from tests.forms import short_or
 from tools.objects.server import Server, serving
 from tools.warm import Warm
@@ -69,13 +69,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False  # by the number of tests: those that kill are few, and take long
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that ``-m`` deselects as a whole are not imported: that takes each worker seconds."""
+    rest = division.EXPRESSIONS.get(config.option.markexpr)
+    if rest is None or not collection_path.name.startswith("test_") or collection_path.is_dir():
+        return None
+    return True if division.in_rest(collection_path) != rest else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    damaged = {ROOT / "tests" / name for name in DAMAGED}  # made once: a path for each of 12,000 tests took 5 s
     for item in items:
-        if item.path in {ROOT / "tests" / name for name in DAMAGED}:
+        if division.in_rest(item.path):
+            item.add_marker("rest")
+        if item.path in damaged:
             item.add_marker(pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning"), append=False)
     # A worker that comes to a long file last would leave the others without work.
-    seconds = durations.recorded()
-    items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
+    seconds = {ROOT / name: spent for name, spent in durations.recorded().items()}
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,7 @@ __all__ = ["LONG", "long_only", "short_or"]
 LONG = os.environ.get("CKPTSTORE_TESTS") == "long"
 
 long_only = pytest.mark.skipif(not LONG, reason="the long form: CKPTSTORE_TESTS=long, or make test-long")
-"""What its short neighbours cover in kind; CI leaves it out to stay under 20 minutes."""
+"""What its short neighbours cover in kind; CI leaves it out to stay short."""
 
 
 def short_or(short: int, long: int) -> int:

@@ -16,6 +16,11 @@ from tools.warm import Script, Warm
 
 __all__ = ["close", "nursery", "run", "start"]
 
+# Threads of OpenMP that wait for each other shall sleep: by default they spin, and where more processes train than
+# there are cores they did little else (4.2 s of a core for a test that takes 0.5). It is read when torch is imported:
+# here, after this (conftest.py imports it), and in every process that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 _AT_FIRST = dict(os.environ)
 """Before any test has changed it for itself."""
 

@@ -27,6 +27,7 @@ from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
+from tests.warm_agents import start_warm  # noqa: E402
 from tools import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
@@ -34,6 +35,7 @@ from tools.warm import Warm  # noqa: E402
 @pytest.fixture(autouse=True)
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+    start_warm(monkeypatch)
 
 
 class Script:

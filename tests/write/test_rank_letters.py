@@ -62,7 +62,8 @@ def test_a_batch_that_rank_0_cannot_write_once_its_states_are_known(tmp_path: Pa
     def work(group: Group) -> list[str]:
         model, store = trainer(), ckptstore.open(tmp_path)
         told: list[str] = []
-        with store.writer(group=group, ranks=OPTIONS, diffs=BATCH, poll_seconds=None) as writer:
+        # Three in flight: else no save waits for the next one, and each batch has one step.
+        with store.writer(group=group, ranks=OPTIONS, diffs=BATCH, max_in_flight=3, poll_seconds=None) as writer:
             pending: list[Any] = []
             for step in (1, 2, 3):
                 model.train()
@@ -76,7 +77,9 @@ def test_a_batch_that_rank_0_cannot_write_once_its_states_are_known(tmp_path: Pa
                 told.append(one.result().kind if error is None else f"{type(error).__name__}: {error}")
         return told
 
-    of_rank_0, of_rank_1 = as_ranks(2, work, Crossing("/3.0/states", "/3.0/verdict"))
+    box = Crossing("/3.0/states", "/3.0/verdict")
+    of_rank_0, of_rank_1 = as_ranks(2, work, box)
+    assert box.got.is_set(), "the letters did not cross"
     assert of_rank_0 == ["full", *["StorageError: it is full"] * 2]
     assert of_rank_1 == ["full", *["StorageError: rank 0: it is full"] * 2]
 
@@ -110,6 +113,7 @@ def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_ste
             return ["lost" if one.exception() is not None else one.result().kind for one in pending]
 
     assert as_ranks(2, work, box) == [["full", "lost", "lost", "full"]] * 2
+    assert box.got.is_set(), "the letters did not cross"
 
 
 class Mute(LocalMailbox):
