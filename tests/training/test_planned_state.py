@@ -157,6 +157,28 @@ def replaced_moment(run: Run) -> None:
     slots["exp_avg"] = slots["exp_avg"] * 2
 
 
+def state_of_another_kind(run: Run) -> None:
+    run.optimizer.state[run.model[0].bias]["exp_avg"] = None
+    run.model[0].bias.requires_grad_(False)
+
+
+def other_parameter_of_the_optimizer(run: Run) -> None:
+    group = run.optimizer.param_groups[0]
+    run.model[0].bias.requires_grad_(False)
+    group["params"] = [
+        torch.nn.Parameter(torch.ones(16)) if one is run.model[0].bias else one for one in group["params"]
+    ]
+    del run.optimizer.state[run.model[0].bias]
+
+
+def moved_to_another_type_by_swapping(run: Run) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run.extra["ema"].to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def no_state_any_more(run: Run) -> None:
     del run.optimizer.state[run.model[0].weight]
     run.model[0].weight.requires_grad_(False)
@@ -171,6 +193,27 @@ def tied(run: Run) -> None:
     run.model.add_module("again", torch.nn.Linear(16, 8, bias=False))
     run.model.again.weight = run.model[3].weight
     run.model.forward = torch.nn.Sequential(*list(run.model)[:4]).forward
+
+
+def untied(run: Run) -> None:
+    """The two are the same parameter from `tied_before` on."""
+    again = run.extra["ema"][2]
+    assert again.weight is run.extra["ema"][4].weight
+    again.weight = torch.nn.Parameter(again.weight.detach() + 1)
+
+
+def untied_by_data(run: Run) -> None:
+    """Two parameters that are the same memory from `tied_before` on."""
+    weight = run.extra["ema"][5].weight
+    assert weight.data_ptr() == run.extra["ema"][2].weight.data_ptr()
+    weight.data = weight.data + 1
+
+
+def tied_before(run: Run) -> None:
+    average = run.extra["ema"]
+    average.extend([torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False)])
+    average[4].weight = average[2].weight
+    average[5].weight.data = average[2].weight.data
 
 
 def tied_with_the_average(run: Run) -> None:
@@ -203,6 +246,21 @@ def other_class(run: Run) -> None:
 
 def own_state_dict(run: Run) -> None:
     run.model.state_dict = lambda *_, **__: OrderedDict(only=torch.ones(3))
+
+
+def own_way_of_one_module(run: Run) -> None:
+    def only(destination: Any, prefix: str, _: bool) -> None:
+        destination[prefix + "only"] = torch.ones(3)
+
+    run.extra["ema"][0]._save_to_state_dict = only
+
+
+def other_class_of_optimizer(run: Run) -> None:
+    class Counting(torch.optim.AdamW):  # type: ignore[misc]
+        def state_dict(self) -> Any:
+            return {**super().state_dict(), "more": 1}
+
+    run.optimizer.__class__ = Counting
 
 
 def hook(run: Run) -> None:
@@ -243,9 +301,11 @@ def loaded(run: Run) -> None:
 HOLDS = (numbers, schedule, settings, frozen)
 CHANGES = (
     replaced_parameter, replaced_data, swapped_data, resized, resized_in_place, other_shape_of_the_same_memory,
-    other_type_of_the_same_memory, other_type, transposed, strided, new_parameter, new_optimizer_state,
-    replaced_moment, no_state_any_more, tied, tied_with_the_average, tied_with_what_moves, renamed, reordered,
-    other_class, own_state_dict, hook, not_persistent, optimizer_hook, tensor_where_there_was_none, loaded, *HOLDS,
+    other_type_of_the_same_memory, other_type, moved_to_another_type_by_swapping, transposed, strided, new_parameter,
+    new_optimizer_state, replaced_moment, state_of_another_kind, other_parameter_of_the_optimizer, no_state_any_more,
+    tied, tied_with_the_average, tied_with_what_moves, renamed, reordered, other_class, own_state_dict,
+    own_way_of_one_module, other_class_of_optimizer, hook, not_persistent, optimizer_hook, tensor_where_there_was_none,
+    loaded, *HOLDS,
 )  # fmt: skip
 
 
@@ -297,6 +357,20 @@ def test_what_stands_elsewhere_is_in_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
 ) -> None:
     test_what_changes_between_steps_is_in_the_next_checkpoint(tmp_path, monkeypatch, change)
+
+
+@pytest.mark.parametrize("change", [untied, untied_by_data], ids=lambda change: change.__name__)
+def test_tensors_that_are_one_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    run = Run(tmp_path, monkeypatch, "gradient")
+    tied_before(run)
+    with run.checkpointer:
+        run.train()
+        run.train()
+        assert run.made == 1
+        change(run)
+        run.train()
+        assert run.made == 2
+        run.train()
 
 
 def test_attributes_that_change_in_every_step_cost_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,6 +553,20 @@ def test_a_system_that_copies_nothing_in_one_call(monkeypatch: pytest.MonkeyPatc
         copies = [(target.ctypes.data + at, source.ctypes.data + at, 10) for at in range(0, 100, 10)]
         gathering.Gathering(copies).run(started_pool(1, "test-gathering"))
         assert target.tolist() == source.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_saved_without_a_plan(tmp_path: Path) -> None:
+    """Its parameters are in no dict; its state_dict is as ever."""
+    model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path / "store", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        for _ in range(3):
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            checkpointer.step()
+    same(ckptstore.open(tmp_path / "store").load("latest")["model"], model.state_dict())
 
 
 def test_a_module_with_a_way_of_its_own_has_no_plan() -> None:

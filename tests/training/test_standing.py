@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from ckptstore.training.standing import Tensors  # noqa: E402
+from ckptstore.training.standing import Tensors, is_plain_module, is_plain_optimizer  # noqa: E402
 
 
 class Other(torch.Tensor):  # type: ignore[misc]  # torch is Any here
@@ -39,6 +40,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "other storage": lambda one: one.set_(torch.zeros(24).untyped_storage(), 0, (4, 6), (6, 1)),
     "no storage": lambda one: one.untyped_storage().resize_(0),
     "moved storage": lambda one: one.untyped_storage().resize_(1 << 22),
+    "freed and larger storage": lambda one: (one.untyped_storage().resize_(0), one.untyped_storage().resize_(1 << 22)),
+    "sparse": lambda one: torch.utils.swap_tensors(one, torch.zeros(4, 6).to_sparse()),
+    "meta": lambda one: torch.utils.swap_tensors(one, torch.zeros(4, 6, device="meta")),
     "other class": lambda one: setattr(one, "__class__", Other),
     "swapped": lambda one: torch.utils.swap_tensors(one, torch.zeros(4, 6)),
 }
@@ -51,6 +55,28 @@ def test_a_change_is_seen(change: Callable[[Any], object]) -> None:
     assert before.unchanged()
     change(made)
     assert not before.unchanged()
+
+
+def test_a_storage_of_another_size_at_the_same_address_is_seen() -> None:
+    """So it is where a storage was freed and its memory given to a smaller one: the tensor reaches beyond it."""
+    memory = np.zeros(64, np.float32)
+    larger, smaller = torch.from_numpy(memory), torch.from_numpy(memory[:32])
+    made = larger[:16]
+    before = Tensors([made])
+    made.data = smaller[:16]
+    assert made.data_ptr() == larger.data_ptr()
+    assert not before.unchanged()
+
+
+def test_every_tensor_of_many_is_looked_at() -> None:
+    made = [torch.zeros(2) for _ in range(600)]
+    before = Tensors(made)
+    for one in made:
+        kept = one.data
+        one.data = torch.zeros(2)
+        assert not before.unchanged()
+        one.data = kept
+        assert before.unchanged()
 
 
 def test_signs_and_conjugates_are_seen() -> None:
@@ -90,3 +116,26 @@ def test_what_training_does_to_bits_is_no_change() -> None:
     weight.grad = None
     weight.requires_grad_(requires_grad=False)
     assert before.unchanged()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_non_persistent_buffers_set",
+    ],
+)  # fmt: skip
+def test_a_module_of_another_torch_is_not_plain(name: str) -> None:
+    """The names are torch's own: one that has them not, or keeps something else there, is asked for its state."""
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    assert is_plain_module(module)
+    vars(module[0])[name] = tuple(vars(module[0])[name])
+    assert not is_plain_module(module)
+
+
+@pytest.mark.parametrize("name", ["_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"])
+def test_an_optimizer_of_another_torch_is_not_plain(name: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    assert is_plain_optimizer(optimizer)
+    del vars(optimizer)[name]
+    assert not is_plain_optimizer(optimizer)
