@@ -39,9 +39,8 @@ def _environment(**variables: str) -> dict[str, str]:
 def _run(cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """In an interpreter that begins."""
     environment = _environment(NUMBA_CACHE_DIR=str(cache), **variables)
-    return subprocess.run(
-        [sys.executable, "-c", _CODE, str(cache)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", _CODE, str(cache)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
