@@ -35,14 +35,22 @@ def merge(trees: Sequence[Any]) -> Any:
         trees: typed JSON, as `state.flatten` writes it; at least one.
 
     Raises:
-        UnsupportedStateError: values differ so deep in the state that there is no place for their ranks.
+        UnsupportedStateError: values differ so deep in the state that there is no place for their ranks; or something
+            that all ranks have alike is too deep for a reader that takes a rank's part.
     """
     distinct: dict[bytes, int] = {}
     columns = [distinct.setdefault(jsontext.dumps(tree), len(distinct)) for tree in trees]
     if len(distinct) == 1:
         return trees[0]
     first = [trees[columns.index(column)] for column in range(len(distinct))]
-    return _Merger(columns).node(first, 0)
+    merged = _Merger(columns).node(first, 0)
+    # Prevents: a state that is stored, and that nobody can load: who takes a rank's part or the union counts in bodies.
+    if _deepest(merged) > MAX_DEPTH:
+        raise UnsupportedStateError(
+            f"something is nested {MAX_DEPTH} deep or deeper in a state that differs over the ranks: no process could "
+            "load it; nest it less"
+        )
+    return merged
 
 
 class _Merger:
@@ -118,6 +126,22 @@ class _Merger:
         if depth + _AROUND + max(map(_depth, kept)) > MAX_DEPTH:
             raise UnsupportedStateError("values that differ over the ranks are nested too deep")
         return {TAG: [places, kept]}
+
+
+def _deepest(tree: Any) -> int:
+    """The most arrays and objects that stand around anything of a merged tree, as `_of_rank` counts.
+
+    Without what differs over the ranks, which `_Merger.apart` bounds.
+    """
+    deepest, waiting = 0, [(tree, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if isinstance(node, list):
+            waiting.extend((element, depth + 1) for element in node)
+        elif isinstance(node, dict) and _tag(node) != TAG:
+            waiting.extend((member, depth + 1) for member in node.values())
+    return deepest
 
 
 def _depth(node: Any) -> int:

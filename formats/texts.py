@@ -11,6 +11,7 @@ text that asks for a feature this version lacks raises `IncompatibleFormatError`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
@@ -189,6 +190,8 @@ def _from_manifest(
 ) -> CommitRecord:
     term, nonce, previous = slot.term(), slot.digest("nonce"), slot.digest("previous")
     manifest, size, digest = pointer.digest("id"), pointer.number("size"), pointer.digest("hash")
+    # Prevents: a store that is written to without a feature that only the slot names.
+    needs = slot.names("ro_compat")
     if fetch is None or size > MANIFEST_LIMIT:
         raise FormatError(f"{what}: a manifest of {size} bytes")
     if doubled := sorted(_OF_COMMITS & slot.rest().keys()):
@@ -203,7 +206,7 @@ def _from_manifest(
     record = _commit(found, incompat, manifest, what)
     if kind != "commit" or (record.term, record.nonce, record.previous) != (term, nonce, previous):
         raise FormatError(f"{what}: belongs to another record")
-    return record
+    return replace(record, ro_compat=tuple(dict.fromkeys((*record.ro_compat, *needs))))
 
 
 def _heading(found: Members, seq: int, run: str, what: str) -> tuple[str, tuple[str, ...]]:

@@ -280,8 +280,9 @@ class _Reading:
                 self.bad_folds += (key,)
                 continue
             self.builder, self.fold_seq = CatalogBuilder(catalog), seq
-            if self.look_above:
-                self._check_fold()
+            # Prevents: a checkpoint that readers of an object store, which do not list, take for the latest without a
+            # word, although another writer has begun where the fold ends.
+            self._check_fold()
             return
 
     def _fold(self, key: str, seq: int, digest16: str) -> Catalog:

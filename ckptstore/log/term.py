@@ -172,8 +172,7 @@ def open_term(
         info: who opens, for people.
         like: the OPEN of this term in the run's other tier, which is there already: this one is the same term.
         remote: URL of the store's other tier from now on; None: that of the term before.
-        view: the log as it was read just now, with a look above its end (`View.looked_above`). The first try builds on
-            it; if the log has grown since, the slot is taken, and the next try reads.
+        view: the log as it was read just now, for the first try, if it was looked above its end (`View.looked_above`).
 
     Raises:
         CheckpointNotFoundError: the parent is not promised.
@@ -185,13 +184,12 @@ def open_term(
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
     # Its own: a store that is deleted and created again gets another medium, and a term must stay with the one it has.
-    known, journal = journal.fold, Journal(journal.backend, journal.format)
-    backend, journal.fold = journal.backend, known
+    backend, known, journal = journal.backend, journal.fold, Journal(journal.backend, journal.format)
+    journal.fold = known
     if backend.read_only:
         raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
     for done in range(patience.tries + 1):
-        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. From the start
-        # each time: what the last try was built on may have been stale.
+        # 1. READ; t = max term + 1; the parent must be live in this view, which is another for each try.
         # Prevents: a term above a gap, where the end of the log was lost and nobody has looked above it.
         if done or view is None or not view.looked_above:
             view = read(journal, None, patience, look_above=True)
@@ -215,9 +213,8 @@ def open_term(
             crash_point("open.verified")
             return Term(journal, view, record, xxh3_128(data), patience)
         patience.pause(done)
-    raise FencedError(
-        f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row; {_ONE_WRITER}"
-    )
+    tries = patience.tries + 1
+    raise FencedError(f"{backend.url}: other writers opened a term first, {tries} times in a row; {_ONE_WRITER}")
 
 
 def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> CheckpointId | None:

@@ -5,9 +5,6 @@ Whoever says of a checkpoint that it is lost (verify, repair) asks here first. S
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.ranked import of_rank
 from ckptstore.formats.records import Node, ref_of
@@ -16,7 +13,6 @@ from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import restore_tensors
-from ckptstore.restore.link import Link
 from ckptstore.restore.load import restoring
 from ckptstore.restore.opened import Opened
 from ckptstore.restore.plan import Plan
@@ -31,7 +27,6 @@ def try_restoring(
     node: Node,
     threads: int,
     tried: Tried = UNTRIED,
-    damaged: Callable[[Link], bool] = lambda _: False,
 ) -> Plan:
     """The way by which a checkpoint was restored: every tensor decoded, and compared with its hashes.
 
@@ -41,7 +36,6 @@ def try_restoring(
         catalog: the log.
         threads: threads that read and decode.
         tried: what is known of ways that fail.
-        damaged: whether some chunk of what a segment holds of a tensor is known to be damaged: it is not read again.
 
     Raises:
         CorruptionError, FormatError: no way leads to it.
@@ -53,10 +47,6 @@ def try_restoring(
 
     def work(found: Opened) -> Plan:
         unflatten(of_rank(found.merged, None), lambda _name, _origin: None)
-        for chain in found.chains.values():
-            for link in chain.sources:
-                if damaged(link):
-                    raise CorruptSegmentError(f"{link.where}: it is damaged")
         targets = {key: (chain, nothing) for key, chain in found.chains.items()}
         with workers(threads, "try") as readers:
             restore_tensors(targets, readers.pool, Staging.for_chunks(2 * threads))

@@ -228,6 +228,35 @@ def test_values_too_deep_for_their_ranks_are_refused() -> None:
         ranked.merge([nested(1), nested(2)])
 
 
+@pytest.mark.parametrize("leaf", [{"$t": "w"}, {"$int": "9" * 30}, {"$float": "nan"}, 5, [], {}])
+@pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
+def test_what_is_alike_and_too_deep_for_a_rank_s_part_is_refused(leaf: Any, tag: str | None) -> None:
+    """What is merged can be taken apart again: by each rank, and by a reader that is none."""
+    wraps = {
+        None: lambda node: {"a": node},
+        "$tuple": lambda node: {"$tuple": [node]},
+        "$dict": lambda node: {"$dict": [[1, node]]},
+    }
+
+    refused = []
+    for levels in range(60, 202):
+        tree = leaf
+        for _ in range(levels):
+            tree = wraps[tag](tree)
+        alike = [{"d": tree, "seed": 1}] * 2
+        assert ranked.merge(alike) == alike[0]
+        try:
+            merged = ranked.merge([{"d": tree, "seed": 1}, {"d": tree, "seed": 2}])
+        except UnsupportedStateError:
+            refused.append(levels)
+            with pytest.raises(FormatError, match="deeper than 200"):
+                ranked.of_rank({"d": tree, "seed": {"$ranks": [[0, 1], [1, 2]]}}, None)
+        else:
+            for rank in (0, 1, None):
+                assert ranked.of_rank(merged, rank)["d"] == tree
+    assert refused == list(range(refused[0], 202))
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -225,6 +225,21 @@ def test_what_a_slot_says_beside_its_manifest_is_not_passed_over(beside: dict[st
         manifest(COMMIT, COMMIT, beside)
 
 
+@pytest.mark.parametrize("where", [("slot",), ("manifest",), ("slot", "manifest")])
+def test_what_a_writer_has_to_know_counts_in_the_slot_and_in_its_manifest(where: tuple[str, ...]) -> None:
+    def decoded(**wrong: Any) -> Any:
+        held = sealed(COMMIT | {"ro_compat": ["of manifest"]} if "manifest" in where else COMMIT)
+        pointer = {"id": HEX, "size": len(held), "hash": xxh3_128(held)}
+        own = {"ro_compat": ["of slot"]} if "slot" in where else {}
+        common = {name: COMMIT[name] for name in ("ckptstore", "run", "seq", "previous", "term", "nonce")}
+        slot = sealed(common | {"manifest": pointer} | own | wrong)
+        return texts.decode_record(slot, seq=7, run=seeds.RUN, what="here", fetch=lambda _key, _size: held)
+
+    assert set(decoded().ro_compat) == {f"of {one}" for one in where}
+    with pytest.raises(FormatError, match="ro_compat"):
+        decoded(ro_compat="later")
+
+
 def test_a_manifest_beyond_its_limit_is_not_fetched() -> None:
     def fetch(key: str, size: int) -> bytes:
         raise AssertionError(f"{key}, of {size} bytes, was asked for")

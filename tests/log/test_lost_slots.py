@@ -566,3 +566,17 @@ def test_a_stray_where_slots_were_deleted_is_stale_and_no_damage() -> None:
     after = read(world.journal, before, HASTE)
     assert after.damage == ()
     assert after.catalog == world.catalog()
+
+
+@pytest.mark.parametrize("look_above", [True, False])
+def test_another_record_where_a_fold_ends_is_damage_to_every_reader(store: Store, look_above: bool) -> None:
+    """Also to one that lists nothing: its `latest` would be older than what the other writer has begun."""
+    view = store.view()
+    folding.fold(store.journal, view)
+    end = view.end - 1
+    other = OpenRecord(2, None, "b" * 32, 1.0, previous=NO_SLOT)
+    store.backend.replace(slot_key(end), texts.encode_open(other, seq=end, run=store.run))
+    found = read(ckptstore.open(store.url).journal, look_above=look_above, tell=False)
+    assert (found.fold_seq, found.damage) == (end, (end,))
+    with pytest.raises(CorruptLogError):
+        found.catalog.latest()

@@ -228,6 +228,30 @@ def test_a_bad_sector_is_damage_and_want_of_memory_is_none(
         same(state(3), store.load("3@1", framework="numpy"))
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM], ids=["EIO", "ENOMEM"])
+def test_bad_sectors_in_both_encodings_lose_it_and_want_of_memory_does_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = ckptstore.open(root)
+    bad = {segment for edge in store.view().catalog.encodings[1, 3] for segment in edge.segments}
+    real = LocalBackend.open_source
+
+    def open_source(self: LocalBackend, key: str) -> SegmentSource:
+        found = real(self, key)
+        return BadMedium(found, key, number) if any(segment in key for segment in bad) else found
+
+    monkeypatch.setattr(LocalBackend, "open_source", open_source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        with pytest.raises(StorageError):
+            store.load("3@1")
+    report = store.verify()
+    if number == errno.EIO:
+        assert (report.lost, report.unknown) == (("3@1",), ())
+    else:
+        assert (report.lost, "3@1" in report.unknown) == ((), True)
+
+
 @pytest.mark.parametrize("how", ["missing", "header", "chunk"])
 def test_an_error_names_the_nearest_that_is_whole(tmp_path: Path, how: str) -> None:
     """Across terms, and past what builds on the same damage."""

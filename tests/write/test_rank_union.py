@@ -203,6 +203,31 @@ def test_a_state_that_no_process_could_load_is_refused(tmp_path: Path) -> None:
         assert "the states of the ranks cannot be one state" in said
 
 
+def test_a_tensor_too_deep_for_the_union_is_refused_also_when_ranks_differ_later(tmp_path: Path) -> None:
+    """As long as all ranks have the same, nothing has to be taken apart, and 200 levels are what a state may have."""
+
+    def state(seed: int) -> Any:
+        node: Any = {1: full(1)}  # three levels
+        for _ in range(196):
+            node = {"a": node}
+        return {"deep": node, "seed": seed}
+
+    def work(group: Group) -> str:
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS) as writer:
+            writer.save(state(0), 1)
+            try:
+                writer.save(state(group.rank), 2)
+            except CkptError as error:
+                return str(error)
+        return "saved"
+
+    for said in as_ranks(2, work):
+        assert "nested 200 deep or deeper in a state that differs over the ranks" in str(said)
+    store = ckptstore.open(tmp_path)
+    assert [info.step for info in store.checkpoints()] == [1]
+    store.load(1)
+
+
 def test_verify_tells_of_a_tensor_that_no_place_shows() -> None:
     """As earlier writers stored it. Nothing is lost: each rank loads its own."""
     made = ShardStore()

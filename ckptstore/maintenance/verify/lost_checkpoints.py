@@ -21,7 +21,7 @@ from ckptstore.formats.retention import needed
 from ckptstore.formats.shards import name_of
 from ckptstore.formats.state import tensor_names
 from ckptstore.log.journal import Journal
-from ckptstore.maintenance.verify.findings import Findings, Flaw, edge_of
+from ckptstore.maintenance.verify.findings import Findings, Flaw, edge_of, is_bad_medium
 from ckptstore.restore.assembly import Held, held_by, tree_of
 from ckptstore.restore.chain import master_of
 from ckptstore.restore.link import Link
@@ -116,13 +116,8 @@ class _Damage:
         }
 
     def _hit(self, link: Link) -> bool:
-        return _is_hit(link, self.found)
-
-
-def _is_hit(link: Link, found: Findings) -> bool:
-    """Whether a chunk of what a segment holds of a tensor is damaged."""
-    chunks = found.bad_chunks.get(link.reader.entry.id, ())
-    return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in link.tensor.chunks)
+        chunks = self.found.bad_chunks.get(link.reader.entry.id, ())
+        return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in link.tensor.chunks)
 
 
 @dataclass
@@ -156,13 +151,14 @@ def lost_checkpoints(
         # Prevents: a checkpoint that is called lost, and dropped, although a load restores it by another way.
         if node not in certain or _another(catalog, plans[node], known):
             try:
-                try_restoring(journal, catalog, node, threads, known, lambda link: _is_hit(link, found))
+                try_restoring(journal, catalog, node, threads, known)
                 continue
             except (CorruptionError, FormatError):
                 pass
-            except StorageError:
-                lost.unknown.add(node)
-                continue
+            except StorageError as error:
+                if not is_bad_medium(error):
+                    lost.unknown.add(node)
+                    continue
         (lost.unknown if _unread(catalog, node, found) else lost.nodes).add(node)
     return lost
 

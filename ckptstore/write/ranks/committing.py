@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.errors import DivergedReplicasError, MailboxError, RankMismatchError
+from ckptstore.formats.ranked import rank_count
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import Part as SegmentPart
@@ -70,7 +71,8 @@ class RankCommitter(Commits):
         self._draft = draft
         self._options = options
         self._seen: set[int] = set()  # ranks whose segments were looked for
-        self._united: tuple[str, tuple[str, ...]] | None = None  # what `check_united` has seen: agreement, tensors
+        # What `check_united` has seen: agreement, tensors, and whether anything differed over the ranks.
+        self._united: tuple[str, tuple[str, ...], bool] | None = None
 
     def settle(
         self,
@@ -141,12 +143,10 @@ class RankCommitter(Commits):
         division = agreement.division
         assert division is not None  # rank 0's
         whole = gathered(parts, division, agreement.id)
-        if (
-            agreement.id,
-            whole.names,
-        ) != self._united:  # it takes as long as to gather them: once, while they are the same
+        seen = agreement.id, whole.names, rank_count(whole.tree) is not None
+        if seen != self._united:  # it takes as long as to gather them: once, while they are the same
             check_united(whole.tree, parts)
-            self._united = agreement.id, whole.names
+            self._united = seen
         self._compare(parts, division, step)
         return whole
 
