@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 import time
 import warnings
@@ -692,6 +693,22 @@ def test_a_rank_with_another_store_is_refused(tmp_path: Path) -> None:
         ckptstore.open(tmp_path / str(group.rank), create=True)
         expected = FailedRankError if group.rank == 0 else RankMismatchError
         with pytest.raises(expected, match="another store"):
+            ckptstore.open(tmp_path / str(group.rank)).writer(group=group, ranks=PATIENT)
+
+    assert as_ranks(2, work) == [None] * 2
+
+
+@pytest.mark.parametrize(("own", "why"), [(False, "is not there"), (True, r"slot \d+ is not the one that rank 0 wrote")])
+def test_a_rank_with_a_copy_of_the_store_is_refused(tmp_path: Path, own: bool, why: str) -> None:
+    """The copy has the same run, and perhaps a term of its own where rank 0 has opened one."""
+    ckptstore.open(tmp_path / "0").writer().close()
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    if own:
+        ckptstore.open(tmp_path / "1").writer().close()
+
+    def work(group: Group) -> None:
+        expected = FailedRankError if group.rank == 0 else RankMismatchError
+        with pytest.raises(expected, match=why):
             ckptstore.open(tmp_path / str(group.rank)).writer(group=group, ranks=PATIENT)
 
     assert as_ranks(2, work) == [None] * 2
