@@ -698,7 +698,9 @@ def test_a_rank_with_another_store_is_refused(tmp_path: Path) -> None:
     assert as_ranks(2, work) == [None] * 2
 
 
-@pytest.mark.parametrize(("own", "why"), [(False, "is not there"), (True, r"slot \d+ is not the one that rank 0 wrote")])
+@pytest.mark.parametrize(
+    ("own", "why"), [(False, "is not there"), (True, r"slot \d+ is not the one that rank 0 wrote")]
+)
 def test_a_rank_with_a_copy_of_the_store_is_refused(tmp_path: Path, own: bool, why: str) -> None:
     """The copy has the same run, and perhaps a term of its own where rank 0 has opened one."""
     ckptstore.open(tmp_path / "0").writer().close()

@@ -6,7 +6,7 @@ A *site* is one check; its mutant is the program without it. What is looked for:
 durability   a call of ``fsync``, ``fdatasync``, ``msync``, ``settle`` or a folder's ``sync`` as a statement: left out;
              so are the flushes and fences of persistent memory
 checksum     a condition about hashes, a call of ``check_chunk`` and the like, bytes compared with what was read back
-fence        a condition about terms, ended writers and slots that others own
+fence        a condition about terms, ended writers and slots that others own; what ranks have to agree about
 anchor       a condition about anchors, and what only they allow to delete
 pin          a reader's claim, its second READ, what a collector makes of pins
 bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
