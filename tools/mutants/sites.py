@@ -10,7 +10,7 @@ fence        a condition about terms, ended writers and slots that others own; w
 anchor       a condition about anchors, and what only they allow to delete
 pin          a reader's claim, its second READ, what a collector makes of pins
 bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
-rule         a condition that guards a refusal of the retention rules
+rule         a condition that guards a refusal of the retention rules; which save has space, what an epoch goes on in
 kernel       where compiled kernels are compared with numpy's, what comes of a difference, and what is run of a cache
 ===========  ====================================================================================================
 
