@@ -237,8 +237,8 @@ def made_with(loader: Any) -> dict[str, Any] | None:
 
     Ask when the loader is new: a sampler may change its attributes as it goes through an epoch.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
+    if not isinstance(loader, DataLoader):
+        return None  # of a stream torch takes no sampler
     found: dict[str, Any] = {}
     seen = {id(loader.dataset)}
     batches = loader.batch_sampler

@@ -1,4 +1,4 @@
-"""A trainer's connection, with the test at its other end: what is answered, refused, and what a stopped process costs."""
+"""A trainer's connection, with the test at its other end: answers, refusals, and a process that is stopped."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from ckptstore.training.batches import counted  # noqa: E402
-from ckptstore.training.loader_contents import composition  # noqa: E402
+from ckptstore.training.loader_contents import composition, made_with, stream  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 
 ANEW = "the epoch begins anew"
@@ -227,6 +228,9 @@ def test_what_is_not_known_is_not_compared() -> None:
         del state["facts"][name]
     assert counted(DataLoader(taken(range(12, 20)), 2)).compare(state) == []
     assert composition(taken([50])) is None
+    other = SimpleNamespace(dataset=Stream(3), batch_sampler=Batches(LIST))
+    assert made_with(other) is stream(other) is None, "a loader of another kind"
+    assert made_with(DataLoader(Stream(3))) is None
     deep: Any = Numbers(0, 3)
     for _ in range(12):
         deep = Subset(deep, [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 import time
 import warnings
@@ -695,6 +696,40 @@ def test_a_rank_with_another_store_is_refused(tmp_path: Path) -> None:
             ckptstore.open(tmp_path / str(group.rank)).writer(group=group, ranks=PATIENT)
 
     assert as_ranks(2, work) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("own", "why"), [(False, "is not there"), (True, r"slot \d+ is not the one that rank 0 wrote")]
+)
+def test_a_rank_with_a_copy_of_the_store_is_refused(tmp_path: Path, own: bool, why: str) -> None:
+    """The copy has the same run, and perhaps a term of its own where rank 0 has opened one."""
+    ckptstore.open(tmp_path / "0").writer().close()
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    if own:
+        ckptstore.open(tmp_path / "1").writer().close()
+
+    def work(group: Group) -> None:
+        expected = FailedRankError if group.rank == 0 else RankMismatchError
+        with pytest.raises(expected, match=why):
+            ckptstore.open(tmp_path / str(group.rank)).writer(group=group, ranks=PATIENT)
+
+    assert as_ranks(2, work) == [None] * 2
+
+
+def test_ranks_of_groups_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        if group.rank == 0:
+            while not box.keys():  # until the other one is there
+                time.sleep(0.001)
+            with pytest.raises(MissingRankError, match="rank 1 of 2 did not come"):
+                ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(timeout=0.2))
+            return
+        with pytest.raises(RankMismatchError, match="not of one group: rank 1 is of a group of 3, rank 0 of one of 2"):
+            ckptstore.open(tmp_path).writer(group=Group(1, 3, group.mailbox), ranks=PATIENT)
+
+    box = LocalMailbox()
+    assert as_ranks(2, work, box) == [None] * 2
+    assert ckptstore.open(tmp_path).latest_step() is None
 
 
 def test_no_term_is_opened_until_every_rank_is_there(tmp_path: Path) -> None:

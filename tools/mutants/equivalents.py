@@ -38,6 +38,12 @@ class Equivalent:
 
 EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     Equivalent(
+        "formats/jsontext.py",
+        "_letters",
+        "text.isascii() or not _RAW_SURROGATE.search(text) => text.isascii() and (not _RAW_SURROGATE.search(text))",
+        "of a text in which no surrogate is found, none is replaced either",
+    ),
+    Equivalent(
         "ckptstore/write/steps/unexplained.py",
         "Unexplained.look",
         "0.0 => 1.0",

@@ -6,11 +6,11 @@ A *site* is one check; its mutant is the program without it. What is looked for:
 durability   a call of ``fsync``, ``fdatasync``, ``msync``, ``settle`` or a folder's ``sync`` as a statement: left out;
              so are the flushes and fences of persistent memory
 checksum     a condition about hashes, a call of ``check_chunk`` and the like, bytes compared with what was read back
-fence        a condition about terms, ended writers and slots that others own
+fence        a condition about terms, ended writers and slots that others own; what ranks have to agree about
 anchor       a condition about anchors, and what only they allow to delete
 pin          a reader's claim, its second READ, what a collector makes of pins
 bounds       a condition that guards a ``FormatError`` or ``Corrupt...Error``, and the predicates of decoders
-rule         a condition that guards a refusal of the retention rules
+rule         a condition that guards a refusal of the retention rules; which save has space, what an epoch goes on in
 kernel       where compiled kernels are compared with numpy's, what comes of a difference, and what is run of a cache
 ===========  ====================================================================================================
 
