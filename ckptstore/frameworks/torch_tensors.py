@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TorchSource",
     "copy_into",
+    "counted_changes",
     "flat_bytes",
     "from_buffer",
     "image",
@@ -122,7 +123,7 @@ class TorchSource:
         tensor: what was wrapped.
     """
 
-    __slots__ = ("_copy", "_stream", "dtype", "identity", "nbytes", "shape", "tensor")
+    __slots__ = ("_copy", "_storage", "_stream", "dtype", "identity", "nbytes", "shape", "tensor")
 
     origin: Origin = "torch"
 
@@ -147,8 +148,9 @@ class TorchSource:
                 span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
             if (tensor.storage_offset() + span) * itemsize > storage.nbytes():
                 raise UnsupportedStateError("the tensor's storage was freed (FSDP does so with unsharded parameters)")
-        # Empty tensors have no address: the storage object itself tells them apart.
-        address = tensor.data_ptr() if self.nbytes else -storage._cdata
+        # Empty tensors have no address: the storage object tells them apart, and is kept so that its id stays its own.
+        self._storage = None if self.nbytes else storage
+        address = tensor.data_ptr() if self.nbytes else -id(storage)
         lazy = (tensor.is_conj(), tensor.is_neg())
         self.identity: Hashable = ("torch", tensor.device, address, name, shape, strides, lazy)
         self._copy = tensor.detach().resolve_conj().resolve_neg() if any(lazy) else None
@@ -282,6 +284,16 @@ def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int
             target.copy_(whole)
         elif not target.is_contiguous():
             image(target).copy_(image(whole))
+
+
+def counted_changes(tensor: torch.Tensor) -> int:
+    """How often torch has counted a change of the tensor's bits; 0 for inference tensors, of which it counts none.
+
+    The counter is the one that torch's notes on autograd describe ("in-place correctness checks"); the name of the
+    attribute is private. Torch counts neither what is done to ``.data`` nor what fused optimizers and scalers do, so
+    an equal count is no proof that nothing changed.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def on_host(tensor: torch.Tensor) -> bool:

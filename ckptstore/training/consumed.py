@@ -22,7 +22,7 @@ from ckptstore.agent.lending import Lent
 from ckptstore.agent.replicating import Replicated
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.frameworks.torch_stepping import settings_of
-from ckptstore.frameworks.torch_tensors import from_buffer
+from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
 from ckptstore.host.gathering import Gathering
 from ckptstore.training.replicas import Replicable
 
@@ -137,9 +137,11 @@ class Consumed:
         area = self._step.area
         if area is None:
             return  # the agent is behind: training waits for it before the optimizer's step, if at all
+        target = self._room(area)[row]
+        _check_form(gradient, target)
         with torch.no_grad():
-            self._room(area)[row].copy_(gradient)
-        self._step.early[row] = (gradient.data_ptr(), gradient._version)
+            target.copy_(gradient)
+        self._step.early[row] = (gradient.data_ptr(), counted_changes(gradient))
 
     def _room(self, area: Lent) -> dict[int, torch.Tensor]:
         """Where each gradient goes."""
@@ -195,13 +197,12 @@ class Consumed:
             if not made:
                 continue
             if row in early:
-                if early[row] == (gradient.data_ptr(), gradient._version):
+                if early[row] == (gradient.data_ptr(), counted_changes(gradient)):
                     kept += 1
                     continue
                 stale += 1
             target = room[row]
-            if gradient.dtype != target.dtype or gradient.layout is not torch.strided:
-                raise UnsupportedStateError(f"a gradient is {gradient.dtype}, {gradient.layout}")
+            _check_form(gradient, target)
             if gradient.is_contiguous() and not gradient.is_neg():
                 copies.append((target.data_ptr(), gradient.data_ptr(), gradient.nbytes))
             else:
@@ -234,6 +235,18 @@ class Consumed:
             self._step.calls.append(call)
         elif self._replicated is not None and self._step.why is None:
             self._step.why = self._replicated.lost or "a step was taken that was not seen to begin"
+
+
+def _check_form(gradient: torch.Tensor, target: torch.Tensor) -> None:
+    """Raises `UnsupportedStateError` if the room that was made for a parameter's gradient is not for this one."""
+    # Prevents: bytes written beyond the room after a parameter got more elements, or read from a device's address.
+    if (gradient.dtype, gradient.shape) != (target.dtype, target.shape) or not on_host(gradient):
+        raise UnsupportedStateError(
+            f"a gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}, and its parameter was "
+            f"{target.dtype} {tuple(target.shape)} in host memory when the step before was saved"
+        )
+    if gradient.layout is not torch.strided:
+        raise UnsupportedStateError(f"a gradient is {gradient.dtype}, {gradient.layout}")
 
 
 def _value(number: Any) -> float | None:

@@ -89,8 +89,8 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
 def inner_optimizer(name: str, optimizer: Any) -> torch.optim.Optimizer:
     """Torch's optimizer, of a wrapper what it wraps. Raises `UsageError`."""
     seen: set[int] = set()
-    # Accelerate's wrapper is an Optimizer as well, whose __init__ was never called: it has no hooks, and no state.
-    while not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")):
+    # Accelerate's wrapper is an Optimizer as well, whose __init__ was never called: it has no groups of its own.
+    while not (isinstance(optimizer, torch.optim.Optimizer) and "param_groups" in vars(optimizer)):
         seen.add(id(optimizer))
         inner = getattr(optimizer, "optimizer", None)
         if inner is None or id(inner) in seen:

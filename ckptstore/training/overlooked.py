@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckptstore.errors import UsageError
 from ckptstore.formats import metadata
 from ckptstore.formats.ranking import number
+from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training.batches import CountedBatches
 from ckptstore.training.captured import Captured
@@ -137,7 +138,9 @@ class _Order:
         self._looked += 1
         marks, self._consumed = self._consumed.values(), {}
         newer = bool(marks) and all(map(_is_newer, marks))
-        self._suspects = [(one, one.grad, _version(one.grad)) for one, _, _ in marks if newer and one.grad is not None]
+        self._suspects = [
+            (one, one.grad, counted_changes(one.grad)) for one, _, _ in marks if newer and one.grad is not None
+        ]
         if not newer:
             self._early = 0
         if self._looked == _ORDERLY:
@@ -154,7 +157,7 @@ class _Order:
             return
         if suspects := self._suspects:
             self._suspects = []
-            same = all(one.grad is grad and _version(grad) == version for one, grad, version in suspects)
+            same = all(one.grad is grad and counted_changes(grad) == version for one, grad, version in suspects)
             self._early = self._early + 1 if same else 0
             if self._early == _EARLY:
                 self._hooked.say(
@@ -164,23 +167,19 @@ class _Order:
         trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
         smallest = min(trained, key=torch.Tensor.numel, default=None)
         if smallest is not None and smallest.grad is not None:
-            self._consumed[id(optimizer)] = (smallest, smallest.grad, _version(smallest.grad))
+            self._consumed[id(optimizer)] = (smallest, smallest.grad, counted_changes(smallest.grad))
 
 
 def _is_newer(mark: tuple[torch.Tensor, torch.Tensor, int]) -> bool:
     """Whether a parameter has another gradient than the one that was consumed, and not one that was set to zero."""
     parameter, consumed, version = mark
     now = parameter.grad
-    if now is None or (now is consumed and _version(now) == version):
+    if now is None or (now is consumed and counted_changes(now) == version):
         return False
     try:
         return bool(now.any())
     except (RuntimeError, NotImplementedError):  # of a layout that has no such kernel
         return False
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Strangers:
@@ -256,11 +255,7 @@ class _Steps:
         )
 
     def _versions_now(self) -> list[int]:
-        try:
-            return [one._version for one in self._parameters]
-        except RuntimeError:  # inference tensors do not count
-            self._parameters = []
-            return []
+        return list(map(counted_changes, self._parameters))
 
 
 class _Best:

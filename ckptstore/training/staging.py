@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from ckptstore.errors import StorageError
-from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
 from ckptstore.training.layers import place
 
 __all__ = ["Staged", "marks_of", "staged"]
@@ -117,13 +117,5 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def marks_of(members: Mapping[str, TorchSource]) -> tuple[Hashable, ...]:
-    """For each tensor something that differs once it is other memory, or torch has seen it change in place.
-
-    Torch counts neither what is done to ``.data`` nor what fused optimizers do.
-    """
-    return tuple((place(source.tensor), _version(source.tensor)) for source in members.values())
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often torch has seen it change in place; it does not count for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
+    """For each tensor something that differs once it is other memory, or torch has counted a change (see there)."""
+    return tuple((place(source.tensor), counted_changes(source.tensor)) for source in members.values())

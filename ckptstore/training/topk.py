@@ -33,6 +33,7 @@ import torch
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import SparseGradient
+from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 
 __all__ = ["TopKHook"]
@@ -239,7 +240,7 @@ class TopKHook:
 
 def _version(gradient: torch.Tensor) -> tuple[int, int]:
     """Which memory, and how often torch has seen it change."""
-    return gradient.data_ptr(), gradient._version
+    return gradient.data_ptr(), counted_changes(gradient)
 
 
 def _entries(values: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
 from ckptstore.agent.recipes import Proof  # noqa: E402
 from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
+from ckptstore.host.gathering import Gathering  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
-from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from ckptstore.training import Checkpointer, UnsavedStepWarning, consumed  # noqa: E402
 from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
+from tests.store.states import same  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
@@ -302,6 +305,46 @@ def test_gradients_leave_during_backward_until_that_is_in_vain(tmp_path: Path, w
     found = ckptstore.open(tmp_path / "run").load()
     assert shim_kills.digest([found["model"]]) == shim_kills.digest([model.state_dict()])
     assert shim_kills.digest([found["optimizer"]]) == shim_kills.digest([optimizer.state_dict()])
+
+
+@pytest.mark.parametrize("words", [5000, 20000], ids=["below what is copied during backward", "above"])
+def test_a_parameter_that_grows_is_handed_over_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wholes: list[int], words: int
+) -> None:
+    """Its gradient has no room: copied there, it would be written over what lies behind."""
+    beyond: list[int] = []
+    room = 4 * words
+
+    class Gathered(Gathering):
+        def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
+            beyond.extend(nbytes for _, _, nbytes in copies if nbytes > room)
+            super().__init__([one for one in copies if one[2] <= room])  # so that a failure is told, and no crash
+
+    monkeypatch.setattr(consumed, "Gathering", Gathered)
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(words)) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        Checkpointer(
+            tmp_path / "run", model=model, optimizer=optimizer, strategy="replica", agent=True, linger_seconds=120
+        ) as checkpointer,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UnexplainedStepWarning)
+        checkpointer.resume()
+        for step in range(5):
+            if step == 3:
+                model[0].data = torch.randn(2 * words)
+                model[0].grad = None
+            sum(one.square().sum() for one in model).backward()
+            optimizer.step()
+            assert not beyond
+            if step == 3:
+                room = 8 * words  # from the next step on
+            optimizer.zero_grad()
+            checkpointer.step()
+            checkpointer.wait()
+    assert wholes == [1, 4]
+    same(ckptstore.open(tmp_path / "run").load("latest")["model"], model.state_dict())
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
