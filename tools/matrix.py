@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -171,6 +172,8 @@ def _call(command: Sequence[str]) -> str:
 @click.argument("tests", nargs=-1)
 def main(chosen: tuple[str, ...], versions: tuple[str, ...], keep: bool, tests: tuple[str, ...]) -> None:
     """Install every pair of a Python and a torch, and run TESTS there."""
+    # A shell has a job in the background ignore Ctrl-C, and so would the tests that press it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     pairs = [Pair(python, torch) for python in chosen or pythons() for torch in versions or torches()]
     results = []
     for pair in pairs:
