@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import ckptstore
 from ckptstore.formats import codecs
-from ckptstore.formats.records import CheckpointId, segment_key, slot_key
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.folds import encode_fold
+from ckptstore.formats.records import CheckpointId, fold_key, segment_key, slot_key
 from ckptstore.formats.segment import header_length
 from ckptstore.formats.texts import seal
-from tests.tools.test_conformance_page import OTHER_RUN, both, folded_store, reindexed
+from tests.tools.test_conformance_page import OTHER_RUN, both, changed_fold, folded_store, reindexed
 from tools.golden.by_hand import Hand, Made, Step, changed_document, entry
 from tools.golden.make_conformance import flip, rewritten
+from tools.golden.make_segments import RUN
 
 WORDS = np.arange(40, dtype="<u4")
 Change = Callable[[dict[str, Any]], object]
@@ -293,3 +298,135 @@ def test_missing_decoded_hashes_are_those_of_one_way_alone(hand: Hand) -> None:
     hand.promise(base, checkpoints=[base.checkpoint(1, state=state)])
     hand.promise(hand.segment({2: Step([word(2, codecs.Sub(4), 1)], base=CheckpointId(1, 1, state))}))
     assert fates(hand) == {"1@1": False, "2@1": True}
+
+
+def test_an_encoding_that_names_a_segment_twice_leads_nowhere(hand: Hand) -> None:
+    """7.2: also if nothing of the segment is needed; and where another encoding leads there, that is taken."""
+    full, empty, way = hand.segment({1: Step([word(1)])}), _without_tensors(hand, 1), hand.segment({2: Step([word(2)])})
+    hand.commit(full, empty, checkpoints=[full.checkpoint(1)], encodings=[full.encoding(1, empty, empty)])
+    twice, once = way.encoding(2, way), way.encoding(2)
+    hand.commit(way, checkpoints=[way.checkpoint(2)], encodings=[twice, once])
+    hand.promise(hand.segment({3: Step([word(3)], base=full.identity(1))}))
+    hand.promise(hand.segment({4: Step([word(4)], base=way.identity(2))}))
+    assert fates(hand) == {"1@1": False, "2@1": True, "3@1": False, "4@1": True}
+
+
+def _without_tensors(hand: Hand, step: int, base: CheckpointId | None = None) -> Made:
+    return hand.segment({step: Step(base=base, treeless=True)})
+
+
+KINDS: dict[str, tuple[Change, str]] = {
+    "absent": (lambda slot: slot.pop("ckptstore"), "damaged"),
+    "number": (lambda slot: slot.update(ckptstore=5), "damaged"),
+    "null": (lambda slot: slot.update(ckptstore=None), "damaged"),
+    "other": (lambda slot: slot.update(ckptstore="merge"), "refused"),
+    "number, later": (lambda slot: slot.update(ckptstore=5, incompat=["later"]), "refused"),
+    "number, no features": (lambda slot: slot.update(ckptstore=5, incompat=[7]), "damaged"),
+    "later, other type": (lambda slot: slot.update(incompat=["later"], ro_compat=5), "refused"),
+    "other, foreign": (lambda slot: slot.update(ckptstore="merge", run=OTHER_RUN), "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_slots(name: str, hand: Hand) -> None:
+    """7: a kind is a text; what is wrong first decides."""
+    change, fate = KINDS[name]
+    hand.promise(hand.segment({1: Step([word()])}))
+    hand.commit(tags={"a": [1, 1]})
+    rewritten(hand.folder / slot_key(hand.seq - 1), change)
+    found = both(hand.folder)
+    assert fate == ("refused" if "refused" in found else "damaged" if isinstance(found["latest"], dict) else "taken")
+
+
+MANIFESTS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "remote": ({"remote": "s3://here"}, {}, True),
+    "remote, other type": ({"remote": 5}, {}, False),
+    "reached, other type": ({"reached": True}, {}, False),
+    "ro_compat, other type": ({"ro_compat": [5]}, {}, False),
+    "writer": ({"writer": 5}, {}, True),
+    "manifest of a manifest": ({}, {"manifest": {"id": "0" * 32, "size": 1, "hash": "0" * 32}}, False),
+    "number as manifest of it": ({}, {"manifest": 5}, False),
+    "empty manifest of it": ({}, {"manifest": {}}, False),
+    "remote of a manifest": ({}, {"remote": 5}, False),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_members_beside_a_manifest_and_in_it(name: str, hand: Hand) -> None:
+    """7.3"""
+    beside, within, taken = MANIFESTS[name]
+    made = hand.segment({1: Step([word()])})
+    told = {"checkpoints": [made.checkpoint(1)], "encodings": [made.encoding(1)], "segments": [made.entry]}
+    hand.in_manifest(told | within)
+    rewritten(hand.folder / slot_key(hand.seq - 1), lambda slot: slot.update(beside))
+    assert (both(hand.folder)["latest"] == "1@1") is taken
+
+
+FOLDS: dict[str, tuple[Callable[[Catalog], object], Change, str]] = {
+    "right": (lambda catalog: None, lambda found: None, "taken"),
+    "a node promised and held": (
+        lambda catalog: catalog.held.__setitem__((1, 1), catalog.checkpoints[1, 1]),
+        lambda found: None,
+        "passed over",
+    ),
+    "an id among segments and loose ones": (
+        lambda catalog: None,
+        lambda found: found["encodings"].update(loose=f"{1:032x}"),
+        "passed over",
+    ),
+    "loose ids that descend": (
+        lambda catalog: None,
+        lambda found: found["encodings"].update(loose=f"{9:032x}{8:032x}"),
+        "passed over",
+    ),
+    "a kind twice": (lambda catalog: None, lambda found: found["encodings"].update(kinds=["full"] * 2), "passed over"),
+    "a parent of its own term": (
+        lambda catalog: _with_parent(catalog, 2, CheckpointId(2, 1, OTHER_RUN)),
+        lambda found: None,
+        "passed over",
+    ),
+    "columns of another length": (lambda catalog: None, lambda found: found["held"].update(rows=1), "passed over"),
+    "such columns and a feature": (
+        lambda catalog: None,
+        lambda found: found.update(incompat=["later"], held={"rows": 1}),
+        "refused",
+    ),
+    "another run and a feature": (
+        lambda catalog: None,
+        lambda found: found.update(incompat=["later"], run=OTHER_RUN),
+        "refused",
+    ),
+    "a parent of another state": (
+        lambda catalog: _with_parent(catalog, 2, CheckpointId(1, 1, OTHER_RUN)),
+        lambda found: None,
+        "taken",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_what_of_a_fold_is_wrong(name: str, hand: Hand) -> None:
+    """8, and 7.4: whether a parent has the state that its OPEN names was asked when the OPEN was applied."""
+    change, told, fate = FOLDS[name]
+    made = hand.segment({1: Step([word()])})
+    hand.promise(made)
+    hand.open(made.identity(1))
+    catalog = ckptstore.open(hand.folder).view().catalog
+    catalog.tags["fold"] = (1, 1)
+    change(catalog)
+    data, digest = encode_fold(catalog, run=RUN)
+    path = hand.folder / fold_key(hand.seq - 1, digest)
+    path.parent.mkdir()
+    path.write_bytes(data)
+    if path != (other := changed_fold(path, told)):
+        path.unlink()
+        assert other.exists()
+    found = both(hand.folder)
+    assert ("refused" in found) is (fate == "refused")
+    if fate != "refused":
+        assert found["latest"] == "1@1"
+        assert ("tags" in found) is (fate == "taken")
+
+
+def _with_parent(catalog: Catalog, term: int, parent: CheckpointId) -> None:
+    catalog.terms[term] = replace(catalog.terms[term], parent=parent)

@@ -157,6 +157,8 @@ class Store:
         """7.4: whether an encoding leads from nothing to its checkpoint, as the catalog says."""
         if any(segment not in self.catalog.segments for segment in edge["segments"]):
             return False
+        if len(set(edge["segments"])) < len(edge["segments"]):
+            return False
         if edge["base"] is None:
             return True
         base = (edge["base"][0], edge["base"][1])
