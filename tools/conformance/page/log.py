@@ -171,7 +171,7 @@ def run_of(path: Path) -> str | None:
         found = (unsealed(data) if path.suffix == ".json" else segments.read(data))["run"]
     except Exception:  # noqa: BLE001  # whatever is wrong with it, it says nothing
         return None
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) else None
 
 
 def text_of(path: Path) -> bytes:

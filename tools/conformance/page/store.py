@@ -190,6 +190,7 @@ class Store:
                 raise LostError("the segment says otherwise")
             trees += [doc["trees"][step]] if step in doc["trees"] else []
             own = doc["tensors"][step]
+            steps.check_groups(own)
             for tensor in own.values():
                 key = key_of(tensor, tensor["name"])
                 if key in tensors:
