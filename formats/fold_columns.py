@@ -27,6 +27,7 @@ from ckptstore.formats.columns import (
     ascending,
 )
 from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal
+from ckptstore.formats.records import ref_of
 
 __all__ = ["ColumnReader", "Tables", "columns_size", "write_tables"]
 
@@ -132,6 +133,11 @@ class Tables:
         self.checkpoints = members[0].checkpoints()
         self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
         self.held = members[1].checkpoints()
+        nodes = self.held.keys()
+        for node in nodes:
+            start, stop = self.checkpoints.find(node)
+            if start < stop:  # Prevents: a checkpoint that one reader takes for promised, and another for retired.
+                raise FormatError(f"{what}: checkpoint {ref_of(node)} is promised and held")
         self.segments, ids = members[2].segments()
         self.encodings = members[3].encodings(ids)
 
@@ -220,7 +226,12 @@ class _Table:
         names = ("term", "step", "kind", "base's term", "base's step", "base's state", "count", "lossy", "bytes")
         columns = self._all(EncodingRows.SHAPE, names)
         kinds = self._members.names("kinds")
-        ids = [*segments, *self._loose()]
+        loose = self._loose()
+        if not ascending(loose) or not set(loose).isdisjoint(segments):
+            self._members.refuse("loose", "the ascending ids of segments that are not in the table")
+        if not ascending(kinds):
+            self._members.refuse("kinds", "a list of strings that ascend")
+        ids = [*segments, *loose]
         uses = self._members.number("uses")
         places = self.column("q", "segment", uses)
         if max(columns[2], default=-1) >= len(kinds):

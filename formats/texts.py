@@ -64,6 +64,8 @@ _OF_COMMITS: Final = frozenset(
     | {told.CLOSED, told.HIGHEST, told.LACKS}
 )
 """Members of a COMMIT that a slot with a manifest leaves to it."""
+_MANIFEST: Final = "manifest"
+"""Member of a slot: where the text of its COMMIT is."""
 _TAIL: Final = 34  # line feed, 32 hex digits, line feed
 
 
@@ -139,7 +141,7 @@ def encode_commit(record: CommitRecord, *, seq: int, run: str, manifest: str) ->
     if len(data) > MANIFEST_LIMIT:
         raise FormatError(f"COMMIT at slot {seq}: {len(data)} bytes, at most {MANIFEST_LIMIT} are allowed")
     pointer = {"id": manifest, "size": len(data), "hash": xxh3_128(data)}
-    return seal(known | {"manifest": pointer} | _features(record)), data
+    return seal(known | {_MANIFEST: pointer} | _features(record)), data
 
 
 def decode_record(
@@ -179,7 +181,7 @@ def decode_record(
         )
     if kind != "commit":
         raise IncompatibleFormatError(f"{what}: a record of kind {kind!r}, which this version does not know")
-    pointer = found.mapping("manifest")
+    pointer = found.mapping(_MANIFEST)
     if not pointer:
         return _commit(found, incompat, None, what)
     return _from_manifest(found, Members(pointer, what), seq, run, what, fetch)
@@ -197,12 +199,17 @@ def _from_manifest(
     if doubled := sorted(_OF_COMMITS & slot.rest().keys()):
         # Prevents: what a slot says beside its manifest passed over without a word.
         raise FormatError(f"{what}: has a manifest, and beside it the member {doubled[0]!r}")
+    # Prevents: a wrong member of a slot passed over, because a manifest lies beside it.
+    slot.names("ro_compat")
+    told.check_types(slot.rest(), what)
     data = fetch(manifest_key(term, manifest), size)
     what = f"{what}, manifest {manifest}"
     if len(data) != size or xxh3_128(data) != digest:
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes, {size} expected")
     found = Members(unseal(data, what=what, max_bytes=MANIFEST_LIMIT), what)
     kind, incompat = _heading(found, seq, run, what)
+    if _MANIFEST in found.rest():  # else it would become a member of the next record made of this one
+        found.refuse(_MANIFEST, "a member of a manifest")
     record = _commit(found, incompat, manifest, what)
     if kind != "commit" or (record.term, record.nonce, record.previous) != (term, nonce, previous):
         raise FormatError(f"{what}: belongs to another record")
@@ -211,9 +218,10 @@ def _from_manifest(
 
 def _heading(found: Members, seq: int, run: str, what: str) -> tuple[str, tuple[str, ...]]:
     """What every slot begins with -> (kind, incompat). Features come first: they may change what the rest means."""
-    kind, incompat = found.text("ckptstore"), found.names("incompat")
+    incompat = found.names("incompat")
     if unknown := [name for name in incompat if name not in KNOWN_FEATURES]:
         raise IncompatibleFormatError(f"{what}: needs {', '.join(unknown)}, which this version does not know")
+    kind = found.text("ckptstore")
     if (other := found.digest("run")) != run:
         raise FormatError(f"{what}: belongs to run {other}, not {run}")
     if (number := found.number("seq")) != seq:

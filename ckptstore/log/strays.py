@@ -10,6 +10,7 @@ from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError
+from ckptstore.formats.members import hexadecimal
 from ckptstore.formats.texts import MANIFEST_LIMIT, unseal
 from ckptstore.log.arriving import text_bytes
 
@@ -36,7 +37,7 @@ def all_foreign(backend: Backend, run: str, keys: list[str]) -> bool:
 def _run_of(backend: Backend, key: str) -> str:
     if key.endswith(".json"):
         found = unseal(text_bytes(backend, key, MANIFEST_LIMIT), what=key)["run"]
-        return found if isinstance(found, str) else ""
+        return found if hexadecimal(found) else ""
     from ckptstore.formats.segment import header_length, parse  # numpy, which listing a store does without
 
     with backend.open_source(key) as source:

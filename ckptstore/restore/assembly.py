@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.errors import CorruptSegmentError
@@ -92,7 +92,9 @@ def _master_programs(held: Sequence[Held], chains: Iterable[Chain]) -> dict[_Roo
         if chain.master is not None and _is_joint(chain.master):
             number = len(held) - len(chain.links)
             roots.setdefault(number, {})[chain.master.tensor.name, number] = None
-    return {root: program for some in roots.values() for root, program in _programs(held, list(some)).items()}
+    return {
+        root: program for some in roots.values() for root, program in _programs(held, list(some), compare=False).items()
+    }
 
 
 def _with_program(chain: Chain, count: int, programs: Mapping[_Root, Program]) -> Chain | None:
@@ -205,8 +207,12 @@ class _Needs:
         self.parents[self.find(one)] = self.find(other)
 
 
-def _programs(held: Sequence[Held], roots: Sequence[_Root]) -> dict[_Root, Program]:
-    """root -> the program that restores it; roots that steps have joined share one."""
+def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = True) -> dict[_Root, Program]:
+    """root -> the program that restores it; roots that steps have joined share one.
+
+    Args:
+        compare: whether results are compared with their hashes; those of masters are not (`chain.decode_chunk`).
+    """
     needs = _Needs(held)
     for root in roots:
         needs.add(root)
@@ -217,12 +223,17 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root]) -> dict[_Root, Progr
     for name, number in roots:
         link = held[number][name]
         cell = Cell(name, *spec_of(link.tensor))
-        results.setdefault(needs.find(cell), {})[name] = (cell, link)
+        results.setdefault(needs.find(cell), {})[name] = (cell, link if compare else _unhashed(link))
     kept = KeptBytes()
     programs = {top: Program(tuple(stages[top]), found, kept) for top, found in results.items()}
     return {
         (name, number): programs[needs.find(Cell(name, *spec_of(held[number][name].tensor)))] for name, number in roots
     }
+
+
+def _unhashed(link: Link) -> Link:
+    chunks = tuple(replace(chunk, decoded_hash=None) for chunk in link.tensor.chunks)
+    return replace(link, tensor=replace(link.tensor, chunks=chunks))
 
 
 def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...]) -> None:

@@ -202,8 +202,16 @@ def usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Co
     return (
         not avoid.intersection(encoding.segments)
         and all(segment in catalog.segments for segment in encoding.segments)
+        and _twice(encoding) is None
         and _base_matches(catalog, encoding, held)
     )
+
+
+def _twice(encoding: Encoding) -> str | None:
+    """A segment that the encoding names twice, whose tensors and tree it would have twice; None: there is none."""
+    if len(encoding.segments) == len(set(encoding.segments)):
+        return None
+    return next(one for one in encoding.segments if encoding.segments.count(one) > 1)
 
 
 def base_node(encoding: Encoding) -> Node | None:
@@ -244,6 +252,8 @@ def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[C
                     return CorruptLogError, f"segment {segment} is not in the catalog{hidden}"
                 if segment in avoid:
                     return CorruptSegmentError, f"{catalog.segments[segment].key} is damaged"
+            if (segment := _twice(encoding)) is not None:
+                return CorruptLogError, f"an encoding of {ref_of(node)} names segment {segment} twice"
         base = encodings[0].base
         if base is None:
             break

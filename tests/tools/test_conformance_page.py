@@ -134,7 +134,7 @@ def folded_store(tmp_path: Path) -> tuple[Path, list[Path]]:
     return folder, sorted((folder / "fold").iterdir())
 
 
-def _fold(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def changed_fold(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """Put another fold beside one, of the same slot."""
     head = len(b"ckptstore fold\n") + 33
     line, _, columns = zstandard.decompress(path.read_bytes()[head:]).partition(b"\n")
@@ -142,7 +142,9 @@ def _fold(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(found)
     frame = zstandard.ZstdCompressor().compress(dumps(found) + b"\n" + columns)
     digest = xxh3_128(frame)
-    path.with_name(f"{path.name[:20]}-{digest[:16]}").write_bytes(f"ckptstore fold\n{digest}\n".encode() + frame)
+    made = path.with_name(f"{path.name[:20]}-{digest[:16]}")
+    made.write_bytes(f"ckptstore fold\n{digest}\n".encode() + frame)
+    return made
 
 
 def test_an_older_fold_is_read_where_the_newest_is_damaged(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_of_several_folds_of_a_slot_the_greatest_name_is_read_first(tmp_path: Pa
         fold["terms"]["extra"] = {"0": {"other": fold.setdefault("number", 0)}}
 
     for number in range(6):
-        _fold(newest, lambda fold, number=number: (fold.update(number=number), orphaned(fold)))  # type: ignore[misc]
+        changed_fold(newest, lambda fold, number=number: (fold.update(number=number), orphaned(fold)))  # type: ignore[misc]
     names = sorted(path.name for path in (folder / "fold").iterdir() if path.name[:20] == newest.name[:20])
     assert len(names) == 7
     while names:

@@ -21,9 +21,10 @@ LOOKED_INTO = 16
 FEATURES = {"keep"}
 TAG_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}")
 FOLD_NAME = re.compile("[0-9]{20}-.{16}", re.ASCII)
-TYPES = {"closed": bool, "highest": int, "lacks": int, "reached": int, "remote": str, "manifest": dict, "writer": dict}
-TYPES |= dict.fromkeys(("segments", "checkpoints", "encodings", "drops", "retires", "swept", "keep", "ro_compat"), list)
-TYPES |= {"tags": dict, "requests": dict}
+TYPES = {"closed": bool, "highest": int, "lacks": int, "reached": int, "remote": str}
+OF_OPEN = {"writer": dict}
+OF_COMMIT = dict.fromkeys(("segments", "checkpoints", "encodings", "drops", "retires", "swept", "keep"), list)
+OF_COMMIT |= {"tags": dict, "requests": dict, "manifest": dict}
 OF_COMMITS = {"segments", "checkpoints", "encodings", "drops", "retires", "tags", "requests", "swept", "keep"}
 OF_COMMITS |= {"closed", "lacks", "highest"}
 
@@ -170,7 +171,7 @@ def run_of(path: Path) -> str | None:
         found = (unsealed(data) if path.suffix == ".json" else segments.read(data))["run"]
     except Exception:  # noqa: BLE001  # whatever is wrong with it, it says nothing
         return None
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) else None
 
 
 def text_of(path: Path) -> bytes:
@@ -210,15 +211,19 @@ def take(folder: Path, catalog: Catalog, seq: int, format_file: dict[str, Any]) 
 
 def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
     """What is wrong first decides."""
+    if not are_texts(slot.get("incompat", [])):
+        raise DamagedError
     if set(slot.get("incompat", [])) - FEATURES:
         raise RefusedError("features of a slot")
-    if slot["run"] != run or slot["seq"] != seq:
+    if slot.get("run") != run or slot.get("seq") != seq or not isinstance(slot.get("ckptstore"), str):
         raise DamagedError
     if slot["ckptstore"] not in ("open", "commit"):
         raise RefusedError("kind of a slot")
-    for name, kind in TYPES.items():
+    for name, kind in (TYPES | (OF_OPEN if slot["ckptstore"] == "open" else OF_COMMIT)).items():
         if name in slot and (type(slot[name]) is not kind or (kind is int and not 0 <= slot[name] <= 1 << 53)):
             raise DamagedError
+    if not are_texts(slot.get("ro_compat", [])):
+        raise DamagedError
     for name, node in slot.get("tags", {}).items():
         if not TAG_NAME.fullmatch(name) or not (node is None or is_node(node)):
             raise DamagedError
@@ -226,6 +231,10 @@ def check_slot(slot: dict[str, Any], run: str, seq: int) -> None:
         raise DamagedError
     if any(not isinstance(one.get("metadata", {}), dict) for one in slot.get("checkpoints", [])):
         raise DamagedError
+
+
+def are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def is_node(value: Any) -> bool:
@@ -247,7 +256,7 @@ def continues(catalog: Catalog, slot: dict[str, Any]) -> bool:
 
 def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
     """7.3"""
-    if not slot.get("manifest"):
+    if slot["ckptstore"] == "open" or not slot.get("manifest"):
         return slot
     if OF_COMMITS & slot.keys():
         raise DamagedError
@@ -257,10 +266,11 @@ def whole(folder: Path, slot: dict[str, Any]) -> dict[str, Any]:
     if (len(data), xxhash.xxh3_128_hexdigest(data)) != (pointer["size"], pointer["hash"]):
         raise DamagedError
     found = unsealed(data)
-    if not set(found.get("incompat", [])) - FEATURES and found["ckptstore"] != slot["ckptstore"]:
+    needs = found.get("incompat", [])
+    if are_texts(needs) and not set(needs) - FEATURES and found.get("ckptstore") != slot["ckptstore"]:
         raise DamagedError  # 6.1: only of a slot another kind is no damage
     check_slot(found, slot["run"], slot["seq"])
-    if any(found[name] != slot[name] for name in ("ckptstore", "previous", "term", "nonce")):
+    if "manifest" in found or any(found[name] != slot[name] for name in ("ckptstore", "previous", "term", "nonce")):
         raise DamagedError
     return found
 
@@ -319,7 +329,10 @@ def newest_fold(folder: Path, run: str) -> tuple[Catalog, int]:
             raise RefusedError("features of a fold")
         if found["run"] != run or f"{found['seq']:020d}" != path.name[:20]:
             continue
-        return unfolded(found, columns), found["seq"] + 1
+        try:
+            return unfolded(found, columns), found["seq"] + 1
+        except DamagedError:  # wrong in what section 8 says
+            continue
     return Catalog(run), 0
 
 
@@ -358,7 +371,8 @@ class Columns:
 
     def _take(self, size: int) -> bytes:
         taken, self.data = self.data[:size], self.data[size:]
-        assert len(taken) == size
+        if len(taken) < size:
+            raise DamagedError
         return taken
 
     def numbers(self, rows: int) -> list[int]:
@@ -399,8 +413,13 @@ def unfolded(found: dict[str, Any], data: bytes) -> Catalog:
     for row in zip(ids, *numbers, columns.hashes(rows), strict=True):
         catalog.segments[row[0]] = dict(zip(("id", "term", "size", "header", "hash"), row, strict=True))
     table = found["encodings"]
-    unfold_encodings(catalog, table, columns, ids + split(table.get("loose", "")))
-    assert not columns.data
+    loose = split(table.get("loose", ""))
+    if set(ids) & set(loose) or any(row != sorted(set(row)) for row in (loose, table["kinds"])):
+        raise DamagedError
+    unfold_encodings(catalog, table, columns, ids + loose)
+    wrong = columns.data or any(parent and parent[0] >= term for term, parent in catalog.parents.items())
+    if wrong or len(catalog.checkpoints) < found["checkpoints"]["rows"] + found["held"]["rows"]:
+        raise DamagedError
     catalog.opens = {
         term: seq for term, seq, known in zip(terms["term"], terms["seq"], terms["known"], strict=True) if known
     }

@@ -21,6 +21,13 @@ def cells(column: str) -> list[str | None]:
     return [None if column[at] == "-" else column[at : at + 16] for at in range(0, len(column), 16)]
 
 
+def known_cells(column: str) -> list[str | None]:
+    """Of a column in which no hash may be missing."""
+    found = cells(column)
+    require(None not in found)
+    return found
+
+
 def lengths(nbytes: int) -> list[int]:
     return [min(1 << 24, nbytes - start) for start in range(0, nbytes, 1 << 24)]
 
@@ -70,7 +77,7 @@ def as_number(cell: str | None) -> int | None:
 def read_plain(members: dict[str, Any], document: dict[str, Any], start: int) -> dict[str, Any]:
     logical = dict(document.pop("dtypes", []))
     shards = {place: {"global_shape": whole, "offset": at} for place, whole, at in document.pop("shards", [])}
-    hashes = iter(cells(document.pop("hashes")))
+    hashes = iter(known_cells(document.pop("hashes")))
     digests = cells(document.pop("digests", "-" * 16 * len(members)))
     tensors = {}
     require("uses" not in document)
@@ -102,7 +109,7 @@ def read_packed(document: dict[str, Any], index: dict[str, Any], start: int) -> 
     require(document.pop("uses", sorted(uses)) == sorted(uses))
     stored_lengths, counts = index.pop("length"), index.pop("counts")
     offsets = [start + sum(stored_lengths[:row]) for row in range(len(stored_lengths))]
-    stored, decoded = iter(cells(index.pop("stored"))), iter(cells(index.pop("decoded")))
+    stored, decoded = iter(known_cells(index.pop("stored"))), iter(cells(index.pop("decoded")))
     columns = list(zip(index.pop("tensor"), index.pop("codec"), strict=True))
     digests = cells(index.pop("digests", "-" * 16 * len(columns)))
     chunk = iter(range(len(stored_lengths)))

@@ -16,6 +16,50 @@ SCALARS = {
 }
 
 
+MEMBERS = {
+    "adam/1": {"variant", "amsgrad", "maximize", "scales", *SCALARS["adam/1"]},
+    "sgd/1": {"variant", "buffer", "first", "nesterov", "maximize", "scales", *SCALARS["sgd/1"]},
+    "skip/1": {"slots"},
+}
+
+
+def require(holds: bool) -> None:
+    if not holds:
+        raise RefusedError("an optimizer step")
+
+
+def check_groups(own: Mapping[str, Any]) -> None:
+    """What the groups of a segment's step have to be; `own`: its entries."""
+    found: list[str] = []
+    of_step = {name: tensor for name, tensor in own.items() if tensor["codec"] == "step"}
+    for leader, tensor in of_step.items():
+        if "leader" in tensor["params"]:
+            continue
+        require(tensor["params"].keys() == {"encoding", "rule", "members"})
+        encoding, rule, members = (tensor["params"][name] for name in ("encoding", "rule", "members"))
+        require(encoding in ("predicted", "replayed", "sparse") and isinstance(rule, dict))
+        require(isinstance(members, list) and all(member and isinstance(member, list) for member in members))
+        require(all(isinstance(name, str) for member in members for name in member))
+        require(bool(members) and members[0][0] == leader)
+        slots, size = len(Rule(rule).slots), 0
+        for member in members:
+            require(len(member) == slots and of_step.keys() >= set(member))
+            found += member
+            size += check_member(leader, [own[name] for name in member])
+        require(len(members) == 1 or size <= 1 << 24)
+    require(len(found) == len(set(found)) and of_step.keys() == set(found))
+
+
+def check_member(leader: str, slots: list[Any]) -> int:
+    """The bytes of each slot of a parameter."""
+    for slot in slots:
+        require(slot["dtype"] == "F32" and bool(slot["chunks"]))
+        require(all(slot[part] == slots[0][part] for part in ("shape", "global_shape", "offset")))
+        if slot["name"] != leader:
+            require(slot["params"] == {"leader": leader} and not any(chunk["length"] for chunk in slot["chunks"]))
+    return sum(chunk["logical"] for chunk in slots[0]["chunks"])
+
+
 def numbers(patterns: Array) -> Array:
     return patterns.astype("<u4").view("<f4")
 
@@ -46,9 +90,8 @@ class Rule:
     """5.5.1"""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        self.id = params["rule"]
-        if self.id not in ("adam/1", "sgd/1", "skip/1"):
-            raise RefusedError("rule")
+        self.id = params.get("rule")
+        require(self.id in MEMBERS and params.keys() == {"rule", *MEMBERS[self.id]})
         self.params = params
         self.scalars = {name: number(params[name]) for name in SCALARS.get(self.id, ())}
         self.add = rounded_first if params.get("variant") == "plain" else fused

@@ -157,6 +157,8 @@ class Store:
         """7.4: whether an encoding leads from nothing to its checkpoint, as the catalog says."""
         if any(segment not in self.catalog.segments for segment in edge["segments"]):
             return False
+        if len(set(edge["segments"])) < len(edge["segments"]):
+            return False
         if edge["base"] is None:
             return True
         base = (edge["base"][0], edge["base"][1])
@@ -188,6 +190,7 @@ class Store:
                 raise LostError("the segment says otherwise")
             trees += [doc["trees"][step]] if step in doc["trees"] else []
             own = doc["tensors"][step]
+            steps.check_groups(own)
             for tensor in own.values():
                 key = key_of(tensor, tensor["name"])
                 if key in tensors:
