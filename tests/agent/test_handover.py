@@ -16,7 +16,7 @@ import ckptstore
 import ckptstore.agent
 from ckptstore import DiffOptions
 from ckptstore.agent import AgentWriter
-from ckptstore.errors import AgentBusyError, UsageError
+from ckptstore.errors import AgentBusyError, CheckpointNotFoundError, UsageError
 from tests.agent.lives import agents, alive, begun, kill, run, started, truth, until
 from tests.forms import short_or
 from tests.store.states import same, training_state
@@ -300,6 +300,30 @@ def test_another_parent_than_the_newest_is_a_term_of_its_own(tmp_path: Path, par
         if step:
             same(truth(step), writer.load())
         writer.save(truth(step + 1), step + 1)
+
+
+def test_an_older_step_of_the_same_state_is_not_what_the_agent_keeps(tmp_path: Path) -> None:
+    script = """
+import os, sys
+import ckptstore.agent
+from tests.agent.lives import begun
+writer = ckptstore.agent.writer(sys.argv[1], linger_seconds=120)
+for step in (1, 2):
+    writer.save(begun(), step)
+os._exit(9)
+"""
+    run(script, tmp_path / "store", code=9)
+    with opened(tmp_path / "store", parent="1@1") as writer:
+        assert (writer.inherited, writer.term, writer.step) == (None, 2, 1)
+
+
+def test_a_checkpoint_of_another_store_is_not_what_the_agent_keeps(tmp_path: Path) -> None:
+    run(TRAIN, tmp_path / "store", 3, code=-9)
+    with ckptstore.open(tmp_path / "other").writer() as other:
+        info = other.save(begun(), 3)
+    assert info.ref == "3@1"  # as the agent's newest
+    with pytest.raises(CheckpointNotFoundError):
+        opened(tmp_path / "store", parent=info)
 
 
 def test_the_newest_by_its_name_is_what_the_agent_keeps(tmp_path: Path) -> None:

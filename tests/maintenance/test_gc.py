@@ -361,3 +361,17 @@ def test_nothing_goes_while_listings_of_the_pins_lack_what_others_show(store: St
         collect(Journal(backend))
     assert segment in segments(store)
     assert collect(Journal(backend)).segments == (segment,)  # no pin: the folder is there, and empty
+
+
+def test_a_store_that_never_had_a_pin_is_not_listed_as_a_whole(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would be a request for each thousand segments, in a bucket."""
+    (segment,) = collect(store.journal, dry_run=True).segments
+    backend = LocalBackend(tmp_path / "store")
+    listed = []
+    of_all = backend.list
+    monkeypatch.setattr(backend, "folders", lambda _prefix: ["fold", "log", "seg"])
+    monkeypatch.setattr(backend, "list", lambda prefix: listed.append(prefix) or of_all(prefix))
+    assert collect(Journal(backend)).segments == (segment,)
+    assert "" not in listed
