@@ -252,8 +252,8 @@ def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[C
                     return CorruptLogError, f"segment {segment} is not in the catalog{hidden}"
                 if segment in avoid:
                     return CorruptSegmentError, f"{catalog.segments[segment].key} is damaged"
-            if (segment := _twice(encoding)) is not None:
-                return CorruptLogError, f"an encoding of {ref_of(node)} names segment {segment} twice"
+            if (twice := _twice(encoding)) is not None:
+                return CorruptLogError, f"an encoding of {ref_of(node)} names segment {twice} twice"
         base = encodings[0].base
         if base is None:
             break
