@@ -184,14 +184,10 @@ def open_term(
         StoreReplacedError: the store is another one now.
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
-    # Its own: a store that is deleted and created again gets another medium, and a term must stay with the one it has.
-    known, journal = journal.fold, Journal(journal.backend, journal.format)
-    backend, journal.fold = journal.backend, known
-    if backend.read_only:
-        raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
+    journal = _own(journal)
+    backend = journal.backend
     for done in range(patience.tries + 1):
-        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. From the start
-        # each time: what the last try was built on may have been stale.
+        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. Each try.
         # Prevents: a term above a gap, where the end of the log was lost and nobody has looked above it.
         if done or view is None or not view.looked_above:
             view = read(journal, None, patience, look_above=True)
@@ -218,6 +214,16 @@ def open_term(
     raise FencedError(
         f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row; {_ONE_WRITER}"
     )
+
+
+def _own(journal: Journal) -> Journal:
+    """The store as a term holds it. Raises `ReadOnlyError`."""
+    # A store that is deleted and created again gets another medium, and a term must stay with the one it has.
+    own = Journal(journal.backend, journal.format)
+    own.fold = journal.fold
+    if own.backend.read_only:
+        raise ReadOnlyError(f"{own.url}: read-only, a term cannot be opened")
+    return own
 
 
 def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> CheckpointId | None:
