@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.analysis.measurement import Measurement
-from ckptstore.analysis.methods import DELTAS
+from ckptstore.analysis.methods import COMPARED, DELTAS
 from ckptstore.analysis.sampling import Estimate, Group
 from ckptstore.errors import UsageError
+from ckptstore.formats import codecs
 from ckptstore.write.interval import DeltaSizes, RestoreBound, best_interval, candidates
 
 __all__ = [
@@ -27,11 +28,11 @@ __all__ = [
     "summarize",
 ]
 
-STORED: Final = ("raw", "derive", "planes", "xor", "sub", "prefix", "prefix-grouped", "sub-context")
+STORED: Final = tuple(sorted(codecs.METHODS, key=lambda name: codecs.METHODS[name].rank))
 """What a store can hold, in the order of preference where sizes are equal: simpler and faster first."""
 ENOUGH: Final = 0.01
 """A codec further down that list has to save at least this share of the bytes against those above."""
-SHIPPED: Final = ("raw", "gzip", "zstd", "planes", "xor", "sub", "sub-context")
+SHIPPED: Final = ("raw", *COMPARED)
 
 
 @dataclass(frozen=True, slots=True)

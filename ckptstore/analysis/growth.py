@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ckptstore.analysis.plots import COLOURS, STYLE
+from ckptstore.analysis.plots import STYLE
 from ckptstore.errors import MissingDependencyError, UsageError
 from ckptstore.formats.ranking import number
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_growth"]
 
-_KINDS: Final = {"full": COLOURS["sub"], "delta": COLOURS["xor"], "gradient": COLOURS["sub-context"], "held": "#c5cad1"}
+_KINDS: Final = {"full": "#0072B2", "delta": "#D55E00", "gradient": "#009E73", "held": "#c5cad1"}
 _NAMES: Final = {"gradient": "step diff"}
 """What a kind is called, where not as in the format."""
 _LINES: Final = ("#22272e", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

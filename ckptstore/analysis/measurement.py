@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.analysis.methods import METHODS, Coded, Methods, prefix_counts
+from ckptstore.analysis.methods import COPIES, METHODS, Coded, Methods, prefix_counts
 from ckptstore.analysis.plan import Target
 from ckptstore.analysis.sampling import Estimate, Group, Sums, Unit, read_unit
 from ckptstore.analysis.series import Checkpoint, Read, TensorType
@@ -120,7 +120,7 @@ def measure(
                 read = stack.enter_context(series[target.index].open())
                 reads = {base: stack.enter_context(series[base].open()) for base, _ in target.bases}
                 if not fitted:
-                    masters = _masters(groups, types, read) if "derive" in wanted else {}
+                    masters = _masters(groups, types, read) if {*COPIES} & {*wanted} else {}
                 for number, group in enumerate(groups):
                     if number not in fitted:
                         fitted[number] = _fit(group, read, wanted)
@@ -212,7 +212,7 @@ def _results(job: _Job, target: Target, sums: Mapping[tuple[int | None, str], Su
             decode=total.logical / total.decode if total.decode else None,
         )
         for (base, method), total in sums.items()
-        if method != "derive" or total.count == len(job.group.units)  # only where all of the group is a copy
+        if method not in COPIES or total.count == len(job.group.units)  # only where all of the group is a copy
     ]
 
 
@@ -229,13 +229,15 @@ def _masters(groups: Sequence[Group], types: Mapping[str, TensorType], read: Rea
     found = {}
     for name in names:
         tensor = types[name]
-        if tensor.dtype not in ("BF16", "F16") or tensor.shape not in by_shape:
+        tried = codecs.copies_of(tensor.dtype)
+        if not tried or tensor.shape not in by_shape:
             continue
         count = min(_MASTER, tensor.nbytes // 2)
-        half, codec = read(name, 0, 2 * count), codecs.codec("derive", {"to": tensor.dtype})
+        half = read(name, 0, 2 * count)
         if half.any():
             for master in by_shape[tensor.shape]:
-                if not len(codecs.encode(codec, half, read(master, 0, 4 * count))):
+                numbers = read(master, 0, 4 * count)
+                if any(not len(codecs.encode(codec, half, numbers)) for codec in tried):
                     found[name] = master
                     break
     return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -13,30 +14,44 @@ import numpy.typing as npt
 import zstandard
 
 from ckptstore.formats import codecs, compiled
-from ckptstore.formats.codecs import Codec, Policy, Prefix, Raw, Sample, Sub, Xor
-from ckptstore.formats.codecs.plain import MAPS
+from ckptstore.formats.codecs import Codec, Method, Sample
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["BOUNDS", "DELTAS", "METHODS", "Coded", "Methods", "prefix_counts"]
+__all__ = [
+    "BOUNDS",
+    "COMPARED",
+    "COPIES",
+    "DELTAS",
+    "METHODS",
+    "SHOWN",
+    "Coded",
+    "Methods",
+    "prefix_counts",
+]
 
-METHODS: Final = (
-    *("gzip", "zstd", "raw", "planes", "prefix", "prefix-grouped", "derive"),
-    *("xor", "sub", "sub-context"),
-)
-"""Everything that is measured with a time, in the order of tables. ``gzip`` is level 6, ``zstd`` level 3."""
-DELTAS: Final = ("xor", "sub", "sub-context")
+GENERAL: Final = (Method("gzip", "#999999", 0, "x"), Method("zstd", "#56B4E9", 0, "v"))
+"""General compressors, to compare with: ``gzip`` is level 6, ``zstd`` level 3."""
+SHOWN: Final[Mapping[str, Method]] = MappingProxyType({one.name: one for one in GENERAL} | dict(codecs.METHODS))
+"""Everything that is measured with a time, by name. What is known of a codec's method is told by its class."""
+METHODS: Final = tuple(SHOWN)
+"""Their names, in the order of tables."""
+DELTAS: Final = codecs.methods_of(1)
 """Those that need an earlier checkpoint."""
-BOUNDS: Final = {"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}
-"""Codec -> its bound, in each block the least of: the order-0 entropy of the byte planes of the numbers, and for the
-latter two of their difference, as they are or with the sign moved last; and what this codec, and those without a base,
-made of the block: repetitions that zstd finds are below order 0. So no codec without context is below its bound."""
-_UNBOUND: Final = ("gzip", "zstd", "derive", "sub-context")
+COPIES: Final = codecs.methods_of(2)
+"""Those that need an fp32 master of which the tensor is a copy."""
+COMPARED: Final = tuple(name for name, method in SHOWN.items() if method.marker)
+"""Those that are compared over training, and when a checkpoint is sent."""
+BOUNDS: Final = {name: method.bound.name for name, method in SHOWN.items() if method.bound is not None}
+"""Method -> its bound, in each block the least of: the order-0 entropy of the byte planes of the numbers, or of their
+difference; and what this method, and those without a base, made of the block: repetitions that zstd finds are below
+order 0. So no codec without context is below its bound."""
 SLOW: Final = ("gzip",)
 """Measured on a part of a sample: it costs more time than all others together."""
 TOP: Final = 12
 """Bits of the longest prefix counted."""
 
-_MANTISSA: Final = ("F64", "F32", "BF16", "F16", "C128", "C64", "C32")
+_FEW: Final = 2
+"""Candidates of one method that are tried on every unit; more of them are tried on the first alone."""
 _TRIES: Final = 5
 """Runs of which one is to be free of kernels that load; other threads load some, too."""
 _P = TypeVar("_P", bound="bytes | Bytes")
@@ -70,18 +85,15 @@ class Methods:
 
     @classmethod
     def suited(cls, dtype: str, data: Sequence[Bytes], wanted: Sequence[str]) -> Methods:
-        """Try the parameters of ``planes`` and ``prefix`` on units of the group, as a writer does on its samples."""
+        """Try the parameters of codecs without a base on units of the group, as a writer does on its samples."""
         samples = [Sample(one) for one in data]
         chosen: dict[str, Codec] = {}
-        if "raw" in wanted:
-            chosen["raw"] = Raw()
-        if "planes" in wanted:
-            chosen["planes"] = codecs.evaluate(samples, codecs.candidates(dtype, samples, Policy(("planes",))))[0].codec
-        prefixes = codecs.candidates(dtype, samples[:1], Policy(("prefix",)))
-        for name, grouped in (("prefix", False), ("prefix-grouped", True)):
-            tried = [one for one in prefixes if isinstance(one, Prefix) and bool(one.group) == grouped]
+        for name in codecs.methods_of(0):
+            suited = codecs.kind_of(name).suited(dtype, samples, context=False)
+            tried = [one for one in suited if one.method == name]
             if name in wanted and tried:
-                chosen[name] = codecs.evaluate(samples[:1], tried)[0].codec
+                few = samples if len(tried) <= _FEW else samples[:1]
+                chosen[name] = tried[0] if len(tried) == 1 else codecs.evaluate(few, tried)[0].codec
         return cls(dtype, tuple(wanted), chosen)
 
     @property
@@ -91,11 +103,10 @@ class Methods:
 
     def deltas(self, samples: Sequence[Sample]) -> dict[str, Codec]:
         """The deltas for one pair of checkpoints, from samples of it: name -> codec."""
-        found: dict[str, Codec] = {"xor": Xor(self.word), "sub": Sub(self.word)}
-        if "sub-context" in self.wanted:
-            for one in codecs.candidates(self.dtype, samples, Policy(("sub",), context=True)):
-                if isinstance(one, Sub) and one.context is not None:
-                    found["sub-context"] = one
+        context = any(SHOWN[name].context for name in self.wanted)
+        found: dict[str, Codec] = {}
+        for kind in dict.fromkeys(map(codecs.kind_of, DELTAS)):
+            found |= {one.method: one for one in kind.suited(self.dtype, samples, context=context)}
         return {name: codec for name, codec in found.items() if name in self.wanted}
 
     def alone(self, data: Bytes, *, slow: bool) -> list[Coded]:
@@ -109,47 +120,30 @@ class Methods:
         for name, codec in self.chosen.items():
             if slow or name not in SLOW:
                 found.append(_coded(name, codec, data, None))
-        if "planes" in self.chosen:
-            found.append(self._bound("planes", data, self._entropy(_words(data, self.word)), found))
-        return found
+        words = _words(data, self.word)
+        return [*found, *(self._bound(name, data, words, words, found) for name in self.chosen if name in BOUNDS)]
 
     def against(self, data: Bytes, base: Bytes, deltas: dict[str, Codec], alone: Sequence[Coded]) -> list[Coded]:
         """Every delta against the same unit of an earlier checkpoint, and their bounds, given what `alone` said."""
         found = {name: _coded(name, codec, data, base) for name, codec in deltas.items()}
         new, old = _words(data, self.word), _words(base, self.word)
-        bounds = []
-        if "xor" in found:
-            bounds.append(self._bound("xor", data, self._entropy(new ^ old), [*alone, found["xor"]]))
-        if "sub" in found:
-            bounds.append(self._bound("sub", data, codecs.difference_entropy(new, old), [*alone, found["sub"]]))
+        bounds = [self._bound(name, data, new, old, [*alone, one]) for name, one in found.items() if name in BOUNDS]
         return [*found.values(), *bounds]
-
-    def _entropy(self, words: Words) -> float:
-        """Bits of a word, by the byte planes of whichever order of its bits is best."""
-        return min(codecs.plane_entropy(_mapped(words, how)) for how in MAPS)
 
     def derived(self, data: Bytes, master: Bytes) -> list[Coded]:
         """As the rounded copy of an fp32 master."""
-        return [_coded("derive", codecs.codec("derive", {"to": self.dtype}), data, master)]
+        suited = [one for one in codecs.copies_of(self.dtype) if one.method in self.wanted]
+        return [_coded(one.method, one, data, master) for one in suited]
 
-    def _bound(self, codec: str, data: Bytes, bits: float, coded: Sequence[Coded]) -> Coded:
-        reached = [one.stored for one in coded if one.method not in _UNBOUND]
-        return Coded(BOUNDS[codec], min([bits / (8 * self.word) * len(data), *reached]))
+    def _bound(self, method: str, data: Bytes, new: Words, old: Words, coded: Sequence[Coded]) -> Coded:
+        bound = SHOWN[method].bound
+        assert bound is not None
+        ours = [one.stored for one in coded if one.method in codecs.METHODS and not SHOWN[one.method].context]
+        return Coded(bound.name, min([bound.entropy(new, old) / (8 * self.word) * len(data), *ours]))
 
 
 def _words(data: Bytes, word: int) -> Words:
     return data[: len(data) // word * word].view(f"<u{word}")
-
-
-def _mapped(words: Words, how: str) -> Words:
-    """As ``planes`` maps numbers: rotated left by one, or zigzag (``fold``)."""
-    bits = words.dtype.type(8 * words.itemsize - 1)
-    one = words.dtype.type(1)
-    if how == "rotate":
-        return (words << one) | (words >> bits)
-    if how == "fold":
-        return (words << one) ^ (np.zeros_like(words) - (words >> bits))
-    return words
 
 
 def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptstore.analysis.advice import Shipping, Summary
 from ckptstore.analysis.analyzing import Analysis
 from ckptstore.analysis.measurement import Measurement
-from ckptstore.analysis.methods import DELTAS
+from ckptstore.analysis.methods import BOUNDS, COMPARED, COPIES, DELTAS, SHOWN
 from ckptstore.errors import MissingDependencyError
 from ckptstore.formats.codecs import word_size
 
@@ -34,20 +34,7 @@ __all__ = [
     "training",
 ]
 
-COLOURS: Final = {
-    "raw": "#999999",
-    "gzip": "#999999",
-    "zstd": "#56B4E9",
-    "planes": "#E69F00",
-    "prefix": "#CC79A7",
-    "prefix-grouped": "#AA4499",
-    "xor": "#D55E00",
-    "sub": "#0072B2",
-    "sub-context": "#009E73",
-    "derive": "#000000",
-    "recommended": "#009E73",
-}
-_MARKERS: Final = {"xor": "s", "sub": "o", "sub-context": "^", "planes": "D", "zstd": "v", "gzip": "x"}
+COLOURS: Final = {name: method.colour for name, method in SHOWN.items()} | {"recommended": "#009E73"}
 _CLASS_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _INK: Final = "#22272e"
 _FAINT: Final = "#8a929c"
@@ -162,7 +149,7 @@ def ratios(found: Analysis) -> str:
         for row, one in enumerate(shown):
             if (interval := one.estimate.interval) is not None and interval[1] > interval[0]:
                 axes.plot(interval, [row, row], color=_INK, linewidth=1, label="95 % confidence")
-            bound = cells.get({"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}.get(one.method, ""))
+            bound = cells.get(BOUNDS.get(one.method, ""))
             if bound is not None and bound.estimate.fraction:
                 axes.plot(bound.estimate.ratio, row, label="bound", **_TICK | {"markersize": 15})
                 longest = max(longest, bound.estimate.ratio)
@@ -174,8 +161,8 @@ def ratios(found: Analysis) -> str:
         axes.set_xlim(0, longest * 1.28)
         axes.set_xlabel("times smaller")
         axes.grid(axis="y", visible=False)
-        derived = cells.get("derive")
-        note = "\nderive: costs nothing" if derived is not None and not derived.estimate.fraction else ""
+        free = [name for name in COPIES if name in cells and not cells[name].estimate.fraction]
+        note = "".join(f"\n{name}: costs nothing" for name in free)
         axes.set_title(found.label(number) + note)
 
     return _grid(len(found.major), draw, height=3.1, legend=True)
@@ -187,11 +174,11 @@ def training(found: Analysis) -> str:
 
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]
-        for method in ("gzip", "zstd", "planes", "xor", "sub", "sub-context"):
+        for method in COMPARED:
             points = [one for one in found.over_training(number, method) if one.estimate.fraction]
             if points:
                 steps = [found.series[one.index].step for one in points]
-                style: dict[str, Any] = {"color": COLOURS[method], "marker": _MARKERS[method]}
+                style: dict[str, Any] = {"color": COLOURS[method], "marker": SHOWN[method].marker}
                 axes.plot(steps, [one.estimate.ratio for one in points], label=method, **style)
                 lines = [one.estimate.interval for one in points]
                 if all(line is not None and math.isfinite(line[1]) for line in lines):
@@ -220,21 +207,24 @@ def gaps(found: Analysis) -> str:
         bits = 8 * word_size(found.groups[number].dtype)
         for method in DELTAS:
             cells = [one for one in _means(found, number, method) if one.gap in found.gaps]
-            style: dict[str, Any] = {"color": COLOURS[method], "marker": _MARKERS[method]}
+            style: dict[str, Any] = {"color": COLOURS[method], "marker": SHOWN[method].marker}
             axes.plot(
                 [one.gap or 1 for one in cells], [bits * one.estimate.fraction for one in cells], label=method, **style
             )
             pairs = _of(found, number, method)  # of every gap: an uneven series has few that are the same
             marks = [bits * one.estimate.fraction for one in pairs]
             axes.scatter([one.gap or 1 for one in pairs], marks, s=9, color=COLOURS[method], alpha=0.35, linewidths=0)
-        for method in ("xor", "sub"):
-            cells = [one for one in _means(found, number, f"bound-{method}") if one.gap in found.gaps]
-            marks = [bits * one.estimate.fraction for one in cells]
-            axes.plot([one.gap or 1 for one in cells], marks, color=COLOURS[method], linestyle="--", linewidth=1)
-        for one in _means(found, number, "bound"):
-            axes.axhline(bits * one.estimate.fraction, color=COLOURS["planes"], linestyle="--", linewidth=1)
-        for one in _means(found, number, "planes"):
-            axes.axhline(bits * one.estimate.fraction, color=COLOURS["planes"], linestyle=":", label="planes, no base")
+        for method, bound in BOUNDS.items():
+            colour = COLOURS[method]
+            if method in DELTAS:
+                cells = [one for one in _means(found, number, bound) if one.gap in found.gaps]
+                marks = [bits * one.estimate.fraction for one in cells]
+                axes.plot([one.gap or 1 for one in cells], marks, color=colour, linestyle="--", linewidth=1)
+                continue
+            for one in _means(found, number, bound):
+                axes.axhline(bits * one.estimate.fraction, color=colour, linestyle="--", linewidth=1)
+            for one in _means(found, number, method):
+                axes.axhline(bits * one.estimate.fraction, color=colour, linestyle=":", label=f"{method}, no base")
         axes.set_xscale("log", base=2)
         _plain(axes.xaxis, _drop_crowded(found.gaps))
         axes.set_title(found.label(number))
@@ -292,7 +282,7 @@ def speeds(found: Analysis) -> str:
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]
         for one in found.summaries:
-            if one.group != number or one.gap not in (None, gap) or one.method in ("raw", "derive"):
+            if one.group != number or one.gap not in (None, gap) or one.method in ("raw", *COPIES):
                 continue
             if one.encode and one.decode and one.estimate.fraction and one.method in COLOURS:
                 colour, height = COLOURS[one.method], one.estimate.ratio

@@ -13,7 +13,7 @@ from ckptstore._version import __version__
 from ckptstore.analysis import plots, titles
 from ckptstore.analysis.advice import Summary
 from ckptstore.analysis.analyzing import PREFIX_BITS, Analysis
-from ckptstore.analysis.methods import METHODS
+from ckptstore.analysis.methods import BOUNDS, METHODS
 from ckptstore.analysis.sampling import Estimate
 from ckptstore.analysis.style import STYLE
 from ckptstore.analysis.wording import headline, percent, ratio, restore_line, sample_line, what_to_do
@@ -204,7 +204,7 @@ def _every_codec(found: Analysis) -> str:
 
 
 def _codec_row(one: Summary, cells: dict[str, Summary], bits: int) -> list[str]:
-    bound = cells.get({"planes": "bound", "xor": "bound-xor", "sub": "bound-sub"}.get(one.method, ""))
+    bound = cells.get(BOUNDS.get(one.method, ""))
     return [
         _text(one.method),
         _with_margin(one.estimate),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ckptstore.analysis.analyzing import Analysis
+from ckptstore.analysis.methods import SHOWN
 from ckptstore.analysis.plots import speed
 from ckptstore.analysis.sampling import Estimate
 from ckptstore.analysis.wording import ratio
@@ -104,7 +105,7 @@ def why_not_soonest(found: Analysis) -> str:
         return ""
     where = "; ".join(f"{method} at {', '.join(links)}" for method, links in sooner.items())
     said = f" What is recommended stores least; something else is sent soonest: {where}."
-    if any(one.method == "sub-context" for one in found.advice.groups if one.group in found.major):
+    if any(SHOWN[one.method].context for one in found.advice.groups if one.group in found.major):
         said += (
             " If sending has to keep up with saving, leave policy=SMALL_POLICY out: codecs without context are faster."
         )

@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from ckptstore.analysis.analyzing import Analysis
+from ckptstore.analysis.methods import SHOWN
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
 from ckptstore.formats.sizes import size
 from ckptstore.write.interval import RestoreBound
@@ -88,7 +89,7 @@ def what_to_do(found: Analysis) -> str:
 def _arguments(found: Analysis) -> str:
     advice, options = found.advice, found.options
     arguments = [f"interval={advice.best.interval}"]
-    if any(one.method == "sub-context" for one in advice.groups if one.group in found.major):
+    if any(SHOWN[one.method].context for one in advice.groups if one.group in found.major):
         arguments.append("policy=SMALL_POLICY")
     if options.bound != RestoreBound():
         arguments.append(f"bound={options.bound!r}")

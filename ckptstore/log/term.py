@@ -172,7 +172,8 @@ def open_term(
         info: who opens, for people.
         like: the OPEN of this term in the run's other tier, which is there already: this one is the same term.
         remote: URL of the store's other tier from now on; None: that of the term before.
-        view: the log as it was read just now, for the first try, if it was looked above its end (`View.looked_above`).
+        view: the log as it was read just now, with a look above its end (`View.looked_above`). The first try builds on
+            it; if the log has grown since, the slot is taken, and the next try reads.
 
     Raises:
         CheckpointNotFoundError: the parent is not promised.
@@ -183,13 +184,10 @@ def open_term(
         StoreReplacedError: the store is another one now.
         StorageError: the medium failed; nothing was opened, or a term that nobody owns.
     """
-    # Its own: a store that is deleted and created again gets another medium, and a term must stay with the one it has.
-    backend, known, journal = journal.backend, journal.fold, Journal(journal.backend, journal.format)
-    journal.fold = known
-    if backend.read_only:
-        raise ReadOnlyError(f"{backend.url}: read-only, a term cannot be opened")
+    journal = _own(journal)
+    backend = journal.backend
     for done in range(patience.tries + 1):
-        # 1. READ; t = max term + 1; the parent must be live in this view, which is another for each try.
+        # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. Each try.
         # Prevents: a term above a gap, where the end of the log was lost and nobody has looked above it.
         if done or view is None or not view.looked_above:
             view = read(journal, None, patience, look_above=True)
@@ -213,8 +211,19 @@ def open_term(
             crash_point("open.verified")
             return Term(journal, view, record, xxh3_128(data), patience)
         patience.pause(done)
-    tries = patience.tries + 1
-    raise FencedError(f"{backend.url}: other writers opened a term first, {tries} times in a row; {_ONE_WRITER}")
+    raise FencedError(
+        f"{backend.url}: other writers opened a term first, {patience.tries + 1} times in a row; {_ONE_WRITER}"
+    )
+
+
+def _own(journal: Journal) -> Journal:
+    """The store as a term holds it. Raises `ReadOnlyError`."""
+    # A store that is deleted and created again gets another medium, and a term must stay with the one it has.
+    own = Journal(journal.backend, journal.format)
+    own.fold = journal.fold
+    if own.backend.read_only:
+        raise ReadOnlyError(f"{own.url}: read-only, a term cannot be opened")
+    return own
 
 
 def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> CheckpointId | None:
@@ -441,13 +450,11 @@ class Term:
             try:
                 over = opened_over(self.journal.backend, seq)
             except StorageError as error:
-                unknown = error
+                if done == self.patience.tries:
+                    raise doubt from error
+                self.patience.pause(done)
             else:
                 break
-            if done < self.patience.tries:
-                self.patience.pause(done)
-        else:
-            raise doubt from unknown
         if over:
             # Prevents: an acknowledged commit that the next term lacks, and that folds forget for good.
             self.dead = CommitUnknownError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptstore.formats import compiled, digest
+from ckptstore.formats.codecs import FROM_MASTER
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import RAW, TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
@@ -74,7 +75,7 @@ class Chain:
 
 def master_of(tensor: TensorEntry) -> str | None:
     """Name of the tensor of the same step that `tensor` is a rounded copy of, or None."""
-    if tensor.codec != "derive" or "of" not in tensor.params:
+    if tensor.codec not in FROM_MASTER or "of" not in tensor.params:
         return None
     name = tensor.params["of"]
     return name if isinstance(name, str) else str(name)  # as it is: the key of a shard shows itself in errors

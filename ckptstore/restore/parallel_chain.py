@@ -24,7 +24,7 @@ _LINKS: Final = 4
 def parts_of(links: Sequence[Link], threads: int) -> list[Sequence[Link]]:
     """Cut a chain into parts for so many threads: the first begins with the full, the others are additive deltas."""
     first = len(links)
-    while first > 1 and links[first - 1].group is None and codecs.is_additive(links[first - 1].codec):
+    while first > 1 and links[first - 1].group is None and links[first - 1].codec.additive:
         if links[first - 1].codec != links[-1].codec:
             break
         first -= 1

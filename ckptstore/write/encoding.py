@@ -308,7 +308,7 @@ def _choose(
         for start, stop in codecs.sample_ranges(spec.nbytes)
     ]
     choice = codecs.choose(spec.dtype, samples, choices.policy)
-    derived = master if choice.name == "derive" else None
+    derived = master if choice.codec.base_ratio == 2 else None
     choices.learn(spec.name, apart, choice, derived)
     return TensorPlan(spec, source, choice, base is not None, derived)
 
@@ -318,7 +318,7 @@ def _still_applies(choice: CodecChoice, master: str | None, spec: TensorSpec, fl
     if master is None:
         return True
     source = flat.tensors.get(master)
-    if source is None or source.dtype != "F32" or choice.params["to"] != spec.dtype:
+    if source is None or source.dtype != "F32" or choice.codec not in codecs.copies_of(spec.dtype):
         return False
     return _place(source) == (spec.shape, spec.global_shape, spec.offset)
 
@@ -329,7 +329,7 @@ def _place(source: TensorSource) -> _Place:
 
 def _masters(flat: FlatState) -> dict[_Place, list[str]]:
     """Names of fp32 tensors by shape (of shards: and place), where some half-width tensor has the same."""
-    halves = {_place(source) for source in flat.tensors.values() if source.dtype in ("BF16", "F16")}
+    halves = {_place(source) for source in flat.tensors.values() if codecs.copies_of(source.dtype)}
     found: dict[_Place, list[str]] = {}
     for name, source in flat.tensors.items():
         if source.dtype == "F32" and (place := _place(source)) in halves:
@@ -341,15 +341,16 @@ def _master_for(
     spec: TensorSpec, source: TensorSource, masters: Mapping[_Place, Sequence[str]], flat: FlatState
 ) -> str | None:
     """The fp32 tensor whose first numbers, rounded, are those of `source`; a zero tensor proves nothing."""
-    if spec.dtype not in ("BF16", "F16") or not spec.nbytes:
+    tried = codecs.copies_of(spec.dtype)
+    if not tried or not spec.nbytes:
         return None
     count = min(_ELEMENTS, spec.nbytes // 2)
     half = host_bytes(source, 0, 2 * count)
     if not half.any():
         return None
-    codec = codecs.codec("derive", {"to": spec.dtype})
     for name in masters.get((spec.shape, spec.global_shape, spec.offset), ()):
-        if not len(codecs.encode(codec, half, host_bytes(flat.tensors[name], 0, 4 * count))):
+        numbers = host_bytes(flat.tensors[name], 0, 4 * count)
+        if any(not len(codecs.encode(codec, half, numbers)) for codec in tried):
             return name
     return None
 

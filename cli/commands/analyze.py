@@ -210,13 +210,13 @@ def _classes(found: Analysis) -> Iterator[list[str]]:
 
 
 def _codecs(found: Analysis) -> tuple[list[str], list[list[str]]]:
-    from ckptstore.analysis.methods import METHODS
+    from ckptstore.analysis.methods import BOUNDS, METHODS
     from ckptstore.analysis.wording import ratio
 
     gap = found.gap
     cells = {(one.group, one.method): one for one in found.summaries if one.gap in (None, gap)}
     rows = []
-    for method in (*METHODS, "bound", "bound-xor", "bound-sub"):
+    for method in (*METHODS, *BOUNDS.values()):
         row = [method]
         for number in range(len(found.groups)):
             one = cells.get((number, method))
@@ -230,12 +230,14 @@ def _codecs(found: Analysis) -> tuple[list[str], list[list[str]]]:
 
 
 def _gaps(found: Analysis) -> tuple[list[str], list[list[str]]]:
+    from ckptstore.analysis.methods import BOUNDS, DELTAS
     from ckptstore.formats.codecs import word_size
 
+    shown = [name for method in DELTAS for name in (method, BOUNDS.get(method)) if name is not None]
     cells = {(one.group, one.method, one.gap): one for one in found.summaries}
     rows = []
     for number, group in enumerate(found.groups):
-        for method in ("xor", "bound-xor", "sub", "bound-sub", "sub-context"):
+        for method in shown:
             found_here = [cells.get((number, method, gap)) for gap in found.gaps]
             if any(found_here):
                 bits = 8 * word_size(group.dtype)

@@ -6,11 +6,6 @@ Imports what is in `formats` and knows nothing of codecs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
-
-from ckptstore.errors import IncompatibleFormatError
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, bound
 from ckptstore.formats.codecs.choice import (
     FAST_POLICY,
@@ -18,22 +13,32 @@ from ckptstore.formats.codecs.choice import (
     SMALL_POLICY,
     CodecChoice,
     Policy,
-    Sample,
     candidates,
     choose,
     evaluate,
     sample_ranges,
-    word_size,
 )
-from ckptstore.formats.codecs.coding import Buffer, Codec, apply, as_bytes, decode, encode
+from ckptstore.formats.codecs.coding import apply, as_bytes, decode, encode
 from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Sub, Xor
 from ckptstore.formats.codecs.derive import Derive
+from ckptstore.formats.codecs.kinds import Buffer, Codec, Method, Sample, word_size
 from ckptstore.formats.codecs.measure import context_entropy, difference_entropy, plane_entropy
 from ckptstore.formats.codecs.plain import Planes, Raw
 from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
 from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
-from ckptstore.formats.codecs.sums import add, is_additive
+from ckptstore.formats.codecs.sums import add
+from ckptstore.formats.codecs.table import (
+    CODECS,
+    FROM_MASTER,
+    KINDS,
+    METHODS,
+    WITHOUT_BASE,
+    codec,
+    copies_of,
+    kind_of,
+    methods_of,
+)
 
 __all__ = [
     "BLOCK",
@@ -42,7 +47,10 @@ __all__ = [
     "DEPTH",
     "FAST",
     "FAST_POLICY",
+    "FROM_MASTER",
+    "KINDS",
     "MAX_CLASSES",
+    "METHODS",
     "PAPER_POLICY",
     "RUN",
     "SMALL_POLICY",
@@ -55,6 +63,7 @@ __all__ = [
     "Context",
     "Derive",
     "Member",
+    "Method",
     "Planes",
     "Policy",
     "Pool",
@@ -71,32 +80,16 @@ __all__ = [
     "choose",
     "codec",
     "context_entropy",
+    "copies_of",
     "decode",
     "difference_entropy",
     "distinct_prefixes",
     "encode",
     "evaluate",
-    "is_additive",
+    "kind_of",
+    "methods_of",
     "plan_pools",
     "plane_entropy",
     "sample_ranges",
     "word_size",
 ]
-
-_KINDS: tuple[type[Raw | Planes | Xor | Sub | Prefix | Derive], ...] = (Raw, Planes, Xor, Sub, Prefix, Derive)
-CODECS: Mapping[str, Callable[[Mapping[str, Any]], Codec]] = MappingProxyType(
-    {kind.name: kind.parse for kind in _KINDS}
-)
-"""Every codec's parser of parameters, by name."""
-WITHOUT_BASE = frozenset(kind.name for kind in _KINDS if kind.base_ratio != 1)
-"""Codecs of tensors that build on no tensor of another checkpoint."""
-
-
-def codec(name: str, params: Mapping[str, Any]) -> Codec:
-    """The codec that a segment's metadata names.
-
-    Raises ``IncompatibleFormatError`` for an unknown name, ``FormatError`` for an unknown parameter.
-    """
-    if name not in CODECS:
-        raise IncompatibleFormatError(f"unknown codec {name!r:.80}: this version knows {', '.join(CODECS)}")
-    return CODECS[name](params)

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ckptstore.formats import dtypes
-from ckptstore.formats.codecs import kernels
+from ckptstore.errors import UsageError
 from ckptstore.formats.codecs.blocks import BLOCK
-from ckptstore.formats.codecs.coding import Buffer, Codec, as_bytes, encode
-from ckptstore.formats.codecs.deltas import MAX_CLASSES, Context, Sub, Xor
-from ckptstore.formats.codecs.derive import TARGETS, Derive
-from ckptstore.formats.codecs.plain import Planes, Raw, words_of
+from ckptstore.formats.codecs.coding import as_bytes, encode
+from ckptstore.formats.codecs.kinds import Codec, Sample
+from ckptstore.formats.codecs.plain import Raw
 from ckptstore.formats.codecs.planecoder import FAST, THRIFTY
-from ckptstore.formats.codecs.prefix import Prefix
+from ckptstore.formats.codecs.table import KINDS, TRIED
 
 SAMPLE_BYTES = 128 << 10
 SAMPLES = 6
-_MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, "C32": 10}
-_SIGNED = {"I8", "I16", "I32", "I64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +28,7 @@ class Policy:
     """What may be chosen, and what for.
 
     Attributes:
-        codecs: names of the codecs to try; ``raw`` always is.
+        codecs: names of the codecs to try; ``raw`` always is. An unknown one raises `UsageError`.
         context: whether ``sub`` may sort by the base's exponents: 3 to 25 % smaller at half the speed.
         level: the encoder's level (``encode``).
         gain: the least share of the bytes a codec has to save against ``raw``.
@@ -42,11 +36,15 @@ class Policy:
             encode and write wins (encoding by one core, measured on the samples); else the smallest payload.
     """
 
-    codecs: tuple[str, ...] = ("planes", "xor", "sub", "derive")
+    codecs: tuple[str, ...] = TRIED
     context: bool = False
     level: int = FAST
     gain: float = 0.02
     bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.codecs if name not in KINDS]:
+            raise UsageError(f"policy: no codec is called {unknown[0]!r:.80}; there are {', '.join(KINDS)}")
 
 
 FAST_POLICY = Policy()
@@ -55,19 +53,6 @@ SMALL_POLICY = Policy(context=True, level=THRIFTY)
 """The fewest bytes."""
 PAPER_POLICY = Policy(codecs=("planes", "xor", "prefix"))
 """What the XOR paper proposes: XOR for weights, prefix dictionaries for moments."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One range of a tensor: its bytes, the same range of the base tensor, the same elements of an fp32 master."""
-
-    data: Buffer
-    base: Buffer | None = None
-    master: Buffer | None = None
-
-    def base_for(self, codec: Codec) -> Buffer | None:
-        """What ``encode`` wants as this codec's base."""
-        return (None, self.base, self.master)[codec.base_ratio]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +83,6 @@ class CodecChoice:
         return 1 / self.throughput + 1 / (self.ratio * bandwidth)
 
 
-def word_size(dtype: str) -> int:
-    """Bytes of one number of a logical dtype: of the real part, for complex numbers. Raises ``FormatError``."""
-    found = dtypes.get(dtype)
-    return found.itemsize // (2 if found.trailing else 1)
-
-
 def sample_ranges(nbytes: int, count: int = SAMPLES, size: int = SAMPLE_BYTES) -> list[tuple[int, int]]:
     """(start, stop) byte ranges to sample a tensor of ``nbytes`` at, spread evenly; all of a small one.
 
@@ -119,22 +98,13 @@ def sample_ranges(nbytes: int, count: int = SAMPLES, size: int = SAMPLE_BYTES) -
 
 def candidates(dtype: str, samples: Sequence[Sample], policy: Policy) -> list[Codec]:
     """The codecs worth trying on a tensor of this dtype under this policy, with their parameters."""
-    word, found = word_size(dtype), []
-    based = bool(samples) and all(sample.base is not None for sample in samples)
-    mastered = bool(samples) and all(sample.master is not None for sample in samples)
+    found: list[Codec] = []
     for name in policy.codecs:
-        if name == "planes":
-            found += _planes(dtype, word)
-        elif name == "prefix" and word > 1:
-            found += [Prefix(word, bits, group) for bits in (8, 9, 10, 12) for group in (0, 256, 1024, 4096)]
-        elif name == "xor" and based:
-            found.append(Xor(word))
-        elif name == "sub" and based:
-            found.append(Sub(word))
-            if policy.context and dtype in _MANTISSA:
-                found += _contexts(word, _MANTISSA[dtype], samples)
-        elif name == "derive" and mastered and dtype in TARGETS:
-            found.append(Derive(dtype))
+        kind = KINDS[name]
+        if kind.base_ratio and not (samples and all(sample.base_for(kind) is not None for sample in samples)):
+            continue
+        if kind is not Raw:  # which needs no trial
+            found += kind.suited(dtype, samples, context=policy.context)
     return found
 
 
@@ -182,25 +152,3 @@ def choose(dtype: str, samples: Sequence[Sample], policy: Policy = FAST_POLICY) 
         return worthy[0]
     bandwidth = policy.bandwidth
     return min([*worthy, raw], key=lambda choice: choice.seconds(bandwidth))
-
-
-def _planes(dtype: str, word: int) -> list[Codec]:
-    plain = Planes(word)
-    if word == 1 and dtype not in _SIGNED:
-        return [plain]
-    return [plain, replace(plain, map="fold" if dtype in _SIGNED else "rotate")]
-
-
-def _contexts(word: int, mantissa: int, samples: Sequence[Sample]) -> list[Codec]:
-    """``sub`` with the exponents that most of the base's words have, all others in the outermost classes."""
-    exponents = []
-    for sample in samples:
-        words, _ = words_of(as_bytes(sample.base if sample.base is not None else b""), word)
-        magnitudes = words[:: max(1, len(words) // 4096)] & kernels.WORDS[word].type((1 << (8 * word - 1)) - 1)
-        exponents.append(magnitudes >> mantissa)
-    present = np.concatenate(exponents)
-    if not len(present):
-        return []
-    low, high = (int(bound) for bound in np.percentile(present, (2, 99.5), method="nearest"))
-    low = max(low, high - MAX_CLASSES + 1)
-    return [Sub(word, Context(mantissa, low, high))] if high > low else []

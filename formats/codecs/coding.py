@@ -1,46 +1,24 @@
-"""What a codec is, and the loops over a chunk's blocks that all codecs share.
+"""The loops over a chunk's blocks that all codecs share.
 
-A codec is a small frozen value: a name and parameters, both of which go into a segment's metadata. It codes one
-*block* at a time; the functions here cut chunks into blocks, check every bound, and apply chains of deltas.
+A codec (`kinds`) codes one *block* at a time; the functions here cut chunks into blocks, check every bound, and apply
+chains of deltas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, OVERHEAD, ZERO_GROUP, block_count, bound
 from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.kinds import Buffer, Codec
 from ckptstore.formats.codecs.planecoder import FAST, Cursor
 from ckptstore.formats.compiled import steady
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
 _NOTHING = np.empty(0, np.uint8)
-
-
-class Codec(Protocol):
-    """One way of coding a tensor's bytes. Implementations are frozen, hashable and free of state."""
-
-    name: ClassVar[str]
-    base_ratio: ClassVar[int]
-    """Bytes of base per byte of chunk: 0 for a codec without a base, 1 for a delta, 2 for a half-width copy."""
-
-    @property
-    def word(self) -> int:
-        """Bytes of one number; a chunk's last bytes that make no number are stored as they are."""
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """JSON parameters; ``codec(name, params)`` makes an equal codec of them."""
-
-    def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
-        """Encode one block to ``out[at:]``; returns the end, at most ``at + len(block) + OVERHEAD``."""
-
-    def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
-        """Decode one block into ``out``, which may be ``base`` itself. Raises ``CorruptSegmentError``."""
 
 
 @steady

@@ -13,7 +13,7 @@ their size (bf16: up to a quarter) below their order-0 entropy, at half the spee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,23 +22,30 @@ import numpy as np
 from ckptstore.errors import FormatError
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.coding import Fields
+from ckptstore.formats.codecs.coding import Fields, as_bytes
 from ckptstore.formats.codecs.kernels import Bytes, Counts, Words
+from ckptstore.formats.codecs.kinds import Bound, Codec, Kind, Method, Sample, word_size
+from ckptstore.formats.codecs.measure import best_entropy, difference_entropy
 from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
 
 MAX_CLASSES = 16
 RUN = 4096
 """A class of fewer words in a block is coded with the next: its code tables would cost more than it saves."""
+_MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, "C32": 10}
 
 
 @dataclass(frozen=True, slots=True)
-class Xor:
+class Xor(Kind):
     """Exclusive or with the base."""
 
     word: int
     name: ClassVar[str] = "xor"
     base_ratio: ClassVar[int] = 1
+    tried: ClassVar[bool] = True
+    methods: ClassVar[tuple[Method, ...]] = (
+        Method("xor", "#D55E00", 30, "s", Bound("bound-xor", lambda new, base: best_entropy(new ^ base))),
+    )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -52,6 +59,21 @@ class Xor:
         codec = Xor(fields.integer("word", None, WORD_SIZES))
         fields.finish()
         return codec
+
+    @property
+    def additive(self) -> bool:
+        """See `Codec.additive`."""
+        return True
+
+    @staticmethod
+    def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
+        """See `Codec.suited`."""
+        del samples, context
+        return [Xor(word_size(dtype))]
+
+    def sum_up(self, later: Words, into: Words) -> None:
+        """See `Codec.sum_up`."""
+        into ^= later
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""
@@ -87,13 +109,18 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Sub:
+class Sub(Kind):
     """Difference of the bit patterns as integers, wrapping, as zigzag; with ``context``, class by class."""
 
     word: int
     context: Context | None = None
     name: ClassVar[str] = "sub"
     base_ratio: ClassVar[int] = 1
+    tried: ClassVar[bool] = True
+    methods: ClassVar[tuple[Method, ...]] = (
+        Method("sub", "#0072B2", 40, "o", Bound("bound-sub", difference_entropy)),
+        Method("sub-context", "#009E73", 70, "^", context=True),
+    )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -114,6 +141,27 @@ class Sub:
         if context and context.high >= 1 << (8 * word - 1 - context.shift):
             raise FormatError(f"codec sub: no {word}-byte word has class {context.high}")
         return Sub(word, context)
+
+    @property
+    def method(self) -> str:
+        """See `Codec.method`."""
+        return self.methods[self.context is not None].name
+
+    @property
+    def additive(self) -> bool:
+        """See `Codec.additive`: not where the base decides how to decode."""
+        return self.context is None
+
+    @staticmethod
+    def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
+        """See `Codec.suited`; with `context`, also with the exponents that most words of the base have."""
+        word = word_size(dtype)
+        contexts = _contexts(word, _MANTISSA[dtype], samples) if context and dtype in _MANTISSA else []
+        return [Sub(word), *contexts]
+
+    def sum_up(self, later: Words, into: Words) -> None:
+        """See `Codec.sum_up`."""
+        into += later
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""
@@ -160,3 +208,18 @@ def _runs(counts: Counts) -> list[tuple[int, int]]:
         if end - cuts[-1] >= RUN and ends[-1] - end >= RUN:
             cuts.append(end)
     return list(zip(cuts, [*cuts[1:], ends[-1]], strict=True))
+
+
+def _contexts(word: int, mantissa: int, samples: Sequence[Sample]) -> list[Sub]:
+    """``sub`` with the exponents that most of the base's words have, all others in the outermost classes."""
+    exponents = [np.empty(0, kernels.WORDS[word])]
+    for sample in samples:
+        words, _ = words_of(as_bytes(sample.base if sample.base is not None else b""), word)
+        magnitudes = words[:: max(1, len(words) // 4096)] & kernels.WORDS[word].type((1 << (8 * word - 1)) - 1)
+        exponents.append(magnitudes >> mantissa)
+    present = np.concatenate(exponents)
+    if not len(present):
+        return []
+    low, high = (int(bound) for bound in np.percentile(present, (2, 99.5), method="nearest"))
+    low = max(low, high - MAX_CLASSES + 1)
+    return [Sub(word, Context(mantissa, low, high))] if high > low else []

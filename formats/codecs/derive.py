@@ -7,7 +7,7 @@ found the copy exact, otherwise the exceptions, coded as ``sub`` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from ckptstore.formats.codecs import kernels, rounding
 from ckptstore.formats.codecs.blocks import read_group, write_group
 from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import Bytes, Words
+from ckptstore.formats.codecs.kinds import Codec, Kind, Method, Sample
 from ckptstore.formats.codecs.plain import words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
 
@@ -23,13 +24,15 @@ TARGETS = tuple(_ROUND)
 
 
 @dataclass(frozen=True, slots=True)
-class Derive:
+class Derive(Kind):
     """The base is an fp32 tensor of the same shape, twice as long; ``to`` is what its words are rounded to."""
 
     to: str
     name: ClassVar[str] = "derive"
     base_ratio: ClassVar[int] = 2
     word: ClassVar[int] = 2
+    tried: ClassVar[bool] = True
+    methods: ClassVar[tuple[Method, ...]] = (Method("derive", "#000000", rank=10),)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -43,6 +46,12 @@ class Derive:
         codec = Derive(fields.choice("to", "", TARGETS))
         fields.finish()
         return codec
+
+    @staticmethod
+    def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
+        """See `Codec.suited`."""
+        del samples, context
+        return [Derive(dtype)] if dtype in TARGETS else []
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""

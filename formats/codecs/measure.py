@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from ckptstore.formats.codecs import kernels
-from ckptstore.formats.codecs.deltas import Context
 from ckptstore.formats.codecs.kernels import Words
 
 SEGMENT = 1 << 16
+
+
+class Classes(Protocol):
+    """Classes of words by their base: a `deltas.Context`."""
+
+    @property
+    def shift(self) -> int: ...  # noqa: D102
+    @property
+    def low(self) -> int: ...  # noqa: D102
+    @property
+    def high(self) -> int: ...  # noqa: D102
+    @property
+    def count(self) -> int: ...  # noqa: D102
 
 
 def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
@@ -24,6 +38,18 @@ def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
     return bits / len(words) if len(words) else 0.0
 
 
+def best_entropy(words: Words, segment: int = SEGMENT) -> float:
+    """`plane_entropy` of the numbers as they are, rotated by one bit or as zigzag, whichever is least.
+
+    These are the maps of ``planes``.
+    """
+    mapped, found = np.empty(len(words), words.dtype), [plane_entropy(words, segment)]
+    for forward in (kernels.rotate_left, kernels.zigzag):
+        forward(words, mapped)
+        found.append(plane_entropy(mapped, segment))
+    return min(found)
+
+
 def difference_entropy(new: Words, base: Words, segment: int = SEGMENT) -> float:
     """``plane_entropy`` of the integer difference as zigzag: the bound for ``sub``."""
     delta = np.empty(len(new), new.dtype)
@@ -31,7 +57,7 @@ def difference_entropy(new: Words, base: Words, segment: int = SEGMENT) -> float
     return plane_entropy(delta, segment)
 
 
-def context_entropy(new: Words, base: Words, context: Context, segment: int = SEGMENT) -> float:
+def context_entropy(new: Words, base: Words, context: Classes, segment: int = SEGMENT) -> float:
     """``difference_entropy`` with a histogram for every class of the base: the bound for ``sub`` with ``context``."""
     delta, labels = np.empty(len(new), new.dtype), np.empty(len(new), np.uint8)
     kernels.difference(new, base, delta)

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.blocks import read_group, write_group
 from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
+from ckptstore.formats.codecs.kinds import Bound, Codec, Kind, Method, Sample, word_size
+from ckptstore.formats.codecs.measure import best_entropy
 from ckptstore.formats.codecs.planecoder import Cursor
 
 WORD_SIZES = (1, 2, 4, 8)
 MAPS = ("none", "rotate", "fold")
 _FORWARD: dict[str, Callable[[Words, Words], None]] = {"rotate": kernels.rotate_left, "fold": kernels.zigzag}
+_SIGNED = {"I8", "I16", "I32", "I64"}
 _BACKWARD = {"none": kernels.PUT, "rotate": kernels.ROTATE, "fold": kernels.UNZIGZAG}
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class Raw(Kind):
     """The bytes themselves."""
 
     name: ClassVar[str] = "raw"
     base_ratio: ClassVar[int] = 0
     word: ClassVar[int] = 1
+    methods: ClassVar[tuple[Method, ...]] = (Method("raw", "#999999", rank=0),)
 
     @property
     def params(self) -> dict[str, Any]:
@@ -36,6 +40,12 @@ class Raw:
         """The codec of JSON parameters (there are none). Raises ``FormatError``."""
         Fields(Raw.name, params).finish()
         return Raw()
+
+    @staticmethod
+    def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
+        """See `Codec.suited`."""
+        del dtype, samples, context
+        return [Raw()]
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""
@@ -50,7 +60,7 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
-class Planes:
+class Planes(Kind):
     """Byte planes of the numbers themselves.
 
     ``word`` is the size of one number in bytes (of a complex number's real part). ``map`` says what is done to it
@@ -62,6 +72,10 @@ class Planes:
     map: str = "none"
     name: ClassVar[str] = "planes"
     base_ratio: ClassVar[int] = 0
+    tried: ClassVar[bool] = True
+    methods: ClassVar[tuple[Method, ...]] = (
+        Method("planes", "#E69F00", 20, "D", Bound("bound", lambda new, _: best_entropy(new))),
+    )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -75,6 +89,15 @@ class Planes:
         codec = Planes(fields.integer("word", None, WORD_SIZES), fields.choice("map", "none", MAPS))
         fields.finish()
         return codec
+
+    @staticmethod
+    def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
+        """See `Codec.suited`."""
+        del samples, context
+        plain = Planes(word_size(dtype))
+        if plain.word == 1 and dtype not in _SIGNED:
+            return [plain]
+        return [plain, replace(plain, map="fold" if dtype in _SIGNED else "rotate")]
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptstore.formats.codecs.blocks import BLOCK
-from ckptstore.formats.codecs.coding import Buffer, as_bytes
+from ckptstore.formats.codecs.coding import as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.kinds import Buffer
 
 TINY = 64 << 10
 """Tensors below this many bytes are pooled."""

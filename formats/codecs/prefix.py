@@ -20,7 +20,7 @@ Every section is packed by ``bitpacking.pack_bits``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs import bitpacking
 from ckptstore.formats.codecs.coding import Fields
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
+from ckptstore.formats.codecs.kinds import Codec, Kind, Method, Sample, word_size
 from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
 from ckptstore.formats.codecs.planecoder import Cursor
 
@@ -39,7 +40,7 @@ GROUPS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(Kind):
     """Dictionary coding of the ``bits`` highest bits of each word; ``group`` words to a dictionary, 0 for the block."""
 
     word: int
@@ -47,6 +48,10 @@ class Prefix:
     group: int = 0
     name: ClassVar[str] = "prefix"
     base_ratio: ClassVar[int] = 0
+    methods: ClassVar[tuple[Method, ...]] = (
+        Method("prefix", "#CC79A7", rank=50),
+        Method("prefix-grouped", "#AA4499", rank=60),
+    )
 
     @property
     def params(self) -> dict[str, Any]:
@@ -63,6 +68,20 @@ class Prefix:
         if bits >= 8 * word:
             raise FormatError(f"codec prefix: {word}-byte words have no prefix of {bits} bits below a suffix")
         return Prefix(word, bits, group)
+
+    @property
+    def method(self) -> str:
+        """See `Codec.method`."""
+        return self.methods[bool(self.group)].name
+
+    @staticmethod
+    def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
+        """See `Codec.suited`."""
+        del samples, context
+        word = word_size(dtype)
+        if word == 1:
+            return []
+        return [Prefix(word, bits, group) for bits in (8, 9, 10, 12) for group in (0, 256, 1024, 4096)]
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
         """See `Codec.write`."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.codecs.coding import Buffer, as_bytes
+from ckptstore.formats.codecs.coding import as_bytes
+from ckptstore.formats.codecs.kinds import Buffer
 from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.optim import predicted, replayed
 from ckptstore.formats.optim.arithmetic import Floats, exactly

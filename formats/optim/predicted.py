@@ -16,8 +16,9 @@ import numpy as np
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs import CHUNK, FAST
-from ckptstore.formats.codecs.coding import Buffer, as_bytes
+from ckptstore.formats.codecs.coding import as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.kinds import Buffer
 from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.compiled import steady
 from ckptstore.formats.optim import residuals

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import FAST
-from ckptstore.formats.codecs.coding import Buffer, as_bytes
+from ckptstore.formats.codecs.coding import as_bytes
 from ckptstore.formats.codecs.kernels import Bytes
+from ckptstore.formats.codecs.kinds import Buffer
 from ckptstore.formats.codecs.planecoder import Cursor
 from ckptstore.formats.optim import replayed
 from ckptstore.formats.optim.gradients import SparseGradient

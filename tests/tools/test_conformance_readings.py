@@ -30,7 +30,7 @@ from tests.tools.test_conformance_page import OTHER_RUN, both, changed_fold, fol
 from tools.golden.by_hand import Hand, Made, Step, changed_document, entry
 from tools.golden.make_conformance import flip, rewritten
 from tools.golden.make_segments import RUN
-from tools.golden.make_slips import _stepped
+from tools.golden.make_slips import stepped
 
 WORDS = np.arange(40, dtype="<u4")
 Change = Callable[[dict[str, Any]], object]
@@ -580,7 +580,7 @@ def _moved(old: dict[str, Any]) -> list[Any]:
 def _group(name: str) -> tuple[dict[str, Any], list[Any]]:
     """The old slots of a parameter by name, and the entries of one step of them."""
     old = [np.arange(40, dtype="<f4"), np.ones(40, "<f4")]
-    entries = _stepped(name, _RULE, old, np.ones(40, "<f4"))
+    entries = stepped(name, _RULE, old, np.ones(40, "<f4"))
     return {one.name: part for (one, _), part in zip(entries, old, strict=True)}, entries
 
 

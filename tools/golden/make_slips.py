@@ -224,7 +224,7 @@ def _lossy(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------- arithmetic
 
 
-def _stepped(name: str, rule: optim.Rule, old: list[Array], gradient: Array | None) -> list[Entry]:
+def stepped(name: str, rule: optim.Rule, old: list[Array], gradient: Array | None) -> list[Entry]:
     """The entries of a group of one parameter. Without a gradient: predicted, and exact."""
     new = [part.copy() for part in old]
     optim.advance(rule, new, np.zeros_like(old[0]) if gradient is None else gradient)
@@ -269,7 +269,7 @@ def _rounding(folder: Path) -> None:
     ]
     base = hand.segment({1: Step(old)})
     hand.promise(base)
-    new = [one for name, (rule, state, given) in groups.items() for one in _stepped(name, rule, state, given)]
+    new = [one for name, (rule, state, given) in groups.items() for one in stepped(name, rule, state, given)]
     hand.promise(hand.segment({2: Step(new, base=base.identity(1))}))
 
 
