@@ -23,6 +23,7 @@ __all__ = [
     "on_copies",
     "other_members",
     "plan_nothing",
+    "save_by",
     "waits_for",
 ]
 
@@ -52,6 +53,11 @@ def other_members(module: torch.nn.Module) -> None:
 def not_persistent(module: torch.nn.Module, name: str) -> None:
     """Leave a buffer out of the state from now on: `torch.nn.Module._non_persistent_buffers_set`."""
     module._non_persistent_buffers_set.add(name)
+
+
+def save_by(module: torch.nn.Module, save: Callable[..., None]) -> None:
+    """Give a module a way of its own to save itself: `torch.nn.Module._save_to_state_dict`, which torch documents."""
+    module._save_to_state_dict = save
 
 
 def hook_state_dict(module: torch.nn.Module, hook: Callable[..., Any]) -> None:
