@@ -50,6 +50,13 @@ def open_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:
     return SqliteBackend(path)
 
 
+class _Connection(sqlite3.Connection):
+    """Closed when its thread ends: Python 3.13 warns of one that is not."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class SqliteBackend(Backend):
     """The store in the file `path`. Thread-safe: each thread has a connection of its own."""
 
@@ -65,7 +72,9 @@ class SqliteBackend(Backend):
         try:
             if (connection := getattr(self._connections, "own", None)) is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                connection = sqlite3.connect(self._path, timeout=_SECONDS, isolation_level=None)
+                connection = sqlite3.connect(
+                    self._path, timeout=_SECONDS, isolation_level=None, check_same_thread=False, factory=_Connection
+                )
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL)")
                 self._connections.own = connection
