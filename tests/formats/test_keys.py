@@ -17,6 +17,7 @@ from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.keys import identity
 from ckptstore.formats.state import flatten, unflatten
+from ckptstore.formats.tree import decode_key
 from ckptstore.formats.united import united
 from tests.forms import short_or
 from tools.conformance.page.ranks import same_key, unranked
@@ -149,6 +150,24 @@ def test_the_same_key(one: Any, other: Any, same: bool) -> None:
 def test_what_can_be_no_key(node: Any) -> None:
     with pytest.raises(FormatError):
         identity(node)
+
+
+def test_a_key_may_be_as_deep_as_a_tree_may_have_it() -> None:
+    def nested(levels: int) -> Any:
+        node: Any = 0
+        for _ in range(levels):
+            node = {"$tuple": [node]}
+        return node
+
+    deepest = 0
+    with pytest.raises(FormatError):
+        while True:
+            decode_key(nested(deepest + 1), 0)
+            deepest += 1
+    assert deepest > 50
+    assert identity(nested(deepest)) != identity(nested(deepest - 1))
+    with pytest.raises(FormatError):
+        identity(nested(deepest + 1))
 
 
 @pytest.mark.parametrize(
