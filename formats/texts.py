@@ -200,7 +200,6 @@ def _from_manifest(
         # Prevents: what a slot says beside its manifest passed over without a word.
         raise FormatError(f"{what}: has a manifest, and beside it the member {doubled[0]!r}")
     # Prevents: a wrong member of a slot passed over, because a manifest lies beside it.
-    slot.names("ro_compat")
     told.check_types(slot.rest(), what)
     data = fetch(manifest_key(term, manifest), size)
     what = f"{what}, manifest {manifest}"
