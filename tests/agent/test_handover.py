@@ -317,13 +317,16 @@ os._exit(9)
         assert (writer.inherited, writer.term, writer.step) == (None, 2, 1)
 
 
-def test_an_agent_that_has_kept_nothing_is_ended_for_another_parent(tmp_path: Path) -> None:
-    """Its trainer died before its first save: the term continues from what that one wanted."""
+@pytest.mark.parametrize(("parent", "term", "step"), [("latest", 2, 1), (None, 3, 0)])
+def test_an_agent_that_has_kept_nothing_goes_on_from_its_parent_alone(
+    tmp_path: Path, parent: str | None, term: int, step: int
+) -> None:
+    """Its trainer died before its first save."""
     with ckptstore.open(tmp_path / "store").writer() as writer:
         writer.save(begun(), 1)
     run("ckptstore.agent.writer(sys.argv[1], linger_seconds=120)\nkill()", tmp_path / "store", code=-9)
-    with opened(tmp_path / "store", parent=None) as anew:
-        assert (anew.inherited, anew.term, anew.step) == (None, 3, 0)
+    with opened(tmp_path / "store", parent=parent) as next_one:
+        assert (next_one.inherited, next_one.term, next_one.step) == (None, term, step)
 
 
 def test_a_checkpoint_of_another_store_is_not_what_the_agent_keeps(tmp_path: Path) -> None:

@@ -357,6 +357,9 @@ def test_settings_from_torchs_groups():
         assert optim.from_group(type(made).__name__, made.param_groups[0]) == wanted
     group = torch.optim.Adam([parameter], weight_decay=0.2).param_groups[0]
     assert optim.from_group("Adam", {**group, "decoupled_weight_decay": True}) == optim.AdamW(weight_decay=0.2)
+    group.pop("decoupled_weight_decay", None)  # which older versions of torch do not have
+    assert optim.from_group("Adam", group) == optim.Adam(weight_decay=0.2)
+    assert optim.from_group("AdamW", group) == optim.AdamW(weight_decay=0.2)
     for name, bad in (("Lion", group), ("Adam", {**group, "betas": None}), ("SGD", group)):
         with pytest.raises(UnsupportedStateError, match=name):
             optim.from_group(name, bad)

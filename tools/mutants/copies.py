@@ -16,7 +16,7 @@ from typing import Final
 
 __all__ = ["Copy", "repository"]
 
-_ROOMS: Final = ("ckptstore", "formats", "cli", "tools", "tests", "docs")
+_ROOMS: Final = ("ckptstore", "formats", "cli", "tools", "tests", "docs", "examples")
 _INSIDE: Final = ("formats", "cli")
 _LOOSE: Final = ("pyproject.toml", "README.md", "Makefile", "CHANGELOG.md", "constraints.txt")
 
