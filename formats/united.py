@@ -40,6 +40,8 @@ def united(nodes: Sequence[Any], depth: int = 0) -> Any:
     # Prevents: a tensor of one rank hidden by another rank's None, which stands in its place there.
     leads = 0 if len(set(kinds)) == 1 else next((at for at, node in enumerate(nodes) if tensor_names(node)), 0)
     kind, nodes = kinds[leads], [node for node, kind in zip(nodes, kinds, strict=True) if kind == kinds[leads]]
+    if len(nodes) == 1:
+        return nodes[0]
     if kind in _MAPPINGS:
         return _mapping(kind, nodes, depth)
     if kind in _SEQUENCES:

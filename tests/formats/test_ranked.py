@@ -293,6 +293,10 @@ READ_TWICE: dict[str, tuple[Any, Any]] = {
     "a key twice": ({"$ranks": [[0, 1], [{"$dict": [[1, 2], [True, 3]]}, {"$dict": [[1, 5]]}]]}, FormatError),
     "a NaN twice": ({"$ranks": [[0, 1], [{"$dict": [[NAN, 2], [NAN, 3]]}, {"$dict": [[1, 5]]}]]}, FormatError),
     "a key twice alone": ({"$ranks": [[0, 0], [{"$dict": [[1, 2], [True, 3]]}]]}, {"$dict": [[1, 2], [True, 3]]}),
+    "a NaN twice, left alone": (
+        {"$ranks": [[0, 1], [{"$dict": [[NAN, 2], [NAN, 3]]}, [1]]]},
+        {"$dict": [[NAN, 2], [NAN, 3]]},
+    ),
     "200 around null": ([deep(None, 199), {"$ranks": [[0], [1]]}], [deep(None, 199), 1]),
     "201 around null": ([deep(None, 200), {"$ranks": [[0], [1]]}], FormatError),
     "201 around an empty array": ([deep([], 200), {"$ranks": [[0], [1]]}], FormatError),

@@ -83,6 +83,8 @@ def union(nodes: list[Any]) -> Any:
         holding = [kind for kind, node in zip(kinds, nodes, strict=True) if holds_tensor(node)]
         kind = (holding or kinds)[0]
         nodes = [node for node, own in zip(nodes, kinds, strict=True) if own == kind]
+        if len(nodes) == 1:
+            return nodes[0]
     if kind in MAPPINGS:
         return of_mappings(kind, nodes)
     if kind in ("list", "$tuple"):
