@@ -146,7 +146,7 @@ mutants: .venv/.ready  ## remove each sync, check and fence in turn: some test m
 mutants-ordinary: .venv/.ready  ## MUTANTS slips in what changed since SINCE (or in MODULES): some test must fail
 	$(BIN)/python -m tools.mutants --ordinary $(MUTANTS) --seed $(or $(SEED),0) $(or $(MODULES),--since $(SINCE))
 
-golden: .venv/.ready  ## golden files that are missing (--again: all, before the freeze); frozen ones are never changed
+golden: .venv/.ready  ## golden files that are missing; frozen ones are never changed
 	$(BIN)/python -m tools.golden
 
 READER ?= $(BIN)/python -m tools.conformance.page
