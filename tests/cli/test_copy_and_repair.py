@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 import ckptstore
 from tests.cli.conftest import Run, assert_documented, documented
-from tests.maintenance.test_pruning import CHAIN, save
+from tests.maintenance.test_pruning import CHAIN
 
 
 def test_copy(ckpt: Run, run: Path, tmp_path: Path) -> None:
@@ -70,7 +72,10 @@ def test_repair_of_an_intact_store(ckpt: Run, run: Path, tmp_path: Path) -> None
 
 def test_what_is_lost_for_one_reason_is_one_line(ckpt: Run, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "chain") as store, store.writer(deltas=CHAIN, poll_seconds=None) as writer:
-        save(writer, range(1, 8))
+        weights = np.random.default_rng(1).integers(0, 2**31, 20000).astype(np.int32)
+        for step in range(1, 8):
+            weights[:20] += 1  # of each nothing can be had without the one before
+            writer.save({"weights": weights.copy()}, step)
         key = next(iter(store.checkpoint("2@1").segments))
     next((tmp_path / "chain").rglob(f"{key}.safetensors")).unlink()
     done = ckpt("repair", tmp_path / "chain", tmp_path / "new")
