@@ -278,7 +278,6 @@ WRONG: dict[str, tuple[Callable[[Crafted], Any], bool, str, tuple[str, ...]]] = 
     "another term's step": (lambda one: _document(one, 2).update(terms=[2]), False, BASE, ALL[1:]),
     "no tree": (lambda one: _row(one, 2, "w")[0]["trees"].clear(), False, "0 trees", ("2@1",)),
     "two trees": (_second_tree, False, "2 trees", ("2@1",)),
-    "twice": (_twice, False, "is in two segments", ALL[1:]),
     "no state": (lambda one: _tree(one, 2, "step", {"$no": 1}), True, "unknown tag", ("2@1",)),
     "another value": (lambda one: _tree(one, 2, "step", 7), False, "another state", ("2@1",)),
     "another hash": (_decoded, False, "another state", ("2@1",)),
@@ -321,6 +320,22 @@ def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: 
     assert any(
         reason in str(error) or "base has" in str(error) or "begins with" in str(error) for error in wrong.values()
     )
+
+
+def test_an_encoding_that_names_a_segment_twice_leads_nowhere(deltas: Crafted) -> None:
+    """The log says so by itself, of each checkpoint that is lost; and the segment would be read twice (SPEC 7.4)."""
+    crafted = deltas.clone()
+    _twice(crafted)
+    store = crafted.write(restate=False)
+    report = ckptstore.verify(store)
+    reason = f"an encoding of 2@1 names segment {_encoding(crafted, 2)['segments'][0]} twice"
+    of_log = [one.what for one in report.damage if one.key.startswith("log/")]
+    assert of_log == [f"checkpoint {ref} cannot be restored: {reason}" for ref in ALL[1:]]
+    assert ["is in two segments" in one.what for one in report.damage] == [False, False, True]
+    assert report.lost == ALL[1:]
+    right, wrong = loadable(store)
+    assert tuple(right) == report.restorable == ALL[:1]
+    assert {ref: reason in str(error) for ref, error in wrong.items()} == dict.fromkeys(ALL[1:], True)
 
 
 @pytest.mark.parametrize("how", ["copy", "sync"])
