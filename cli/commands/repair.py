@@ -87,7 +87,7 @@ def _print(done: Repaired) -> None:
     if done.found:
         say(f"found    {checkpoints(done.found)}: the log says nothing of them, their segments do", hanging=9)
     if done.rewritten:
-        say(f"rewritten, because their segment is damaged elsewhere: {ranges(done.rewritten)}")
+        say(f"rewritten, because what leads to them is damaged where they do not need it: {ranges(done.rewritten)}")
     say(f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}")
     if done.log != "whole":
         note("tags, metadata and retirements that stood in lost parts of the log are lost with them")
