@@ -7,7 +7,9 @@ import errno
 import os
 import random
 import textwrap
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -549,6 +551,25 @@ def test_reading_back_is_no_proof_until_settled(fault: Fault) -> None:
             if commit(backend, f"log/{number}", f"slot {number} ".encode() * 100, settle=settle):
                 recording.acknowledge(f"log/{number}")
         assert (violations(recording) == []) == settle
+
+
+def test_a_handle_may_be_closed_within_a_count_of_calls() -> None:
+    """As a collection does, in whatever it comes between. A thread that waits in it for itself ends all collecting."""
+    posix = FaultyPosix()
+    handle = posix.open("/x", os.O_CREAT | os.O_WRONLY)
+
+    class Collected(frozenset[str]):
+        def isdisjoint(self, names: Iterable[object]) -> bool:
+            if "unlink" in names:
+                posix.close(handle)
+            return super().isdisjoint(names)
+
+    posix._faults.append((Fault(Collected()), Counter()))
+    worker = threading.Thread(target=posix.unlink, args=("/x",), daemon=True)
+    worker.start()
+    worker.join(10)
+    assert not worker.is_alive()
+    assert posix.calls["close"] == 1
 
 
 @pytest.mark.parametrize("nth", range(1, 10))
