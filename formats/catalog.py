@@ -394,6 +394,8 @@ class CatalogBuilder:
         for checkpoint in record.checkpoints:
             catalog.checkpoints[checkpoint.node] = checkpoint
             catalog.slots[checkpoint.node] = seq
+            # Prevents: a fold that every reader passes over, because it has a checkpoint as promised and as held.
+            catalog.held.pop(checkpoint.node, None)
         added: dict[Node, list[Encoding]] = {}  # one checkpoint may be given a million
         for edge in record.encodings:
             added.setdefault(edge.checkpoint, []).append(edge)

@@ -53,6 +53,7 @@ class Plain:
         for entry in record.checkpoints:
             self.checkpoints[entry.node] = entry
             self.slots[entry.node] = seq
+            self.held.pop(entry.node, None)
         for edge in record.encodings:
             self.encodings[edge.checkpoint] = (*self.encodings.get(edge.checkpoint, ()), edge)
         for node in record.retires:

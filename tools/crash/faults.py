@@ -131,7 +131,7 @@ class FaultyPosix(Posix):
         self.inner = inner or RamPosix()
         self.calls: Counter[str] = Counter()
         self._faults = [(fault, Counter[str]()) for fault in faults]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that closes files may run inside
 
     def _fault(self, *names: str) -> Fault | None:
         """Count a call; returns the fault that hits it, if any."""
