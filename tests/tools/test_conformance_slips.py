@@ -69,7 +69,7 @@ SLIPS = (
     ("log", "found[1] >= self.highest.get(self.term, 0)", "False", "before"),
     ("log", "if one == term and step <= below]", "if one == term]", "search"),
     ("log", ' or catalog.checkpoints[node]["state"] != parent[2]', "", "orphan-state"),
-    ("log", 'ids + split(table.get("loose", ""))', 'split(table.get("loose", "")) + ids', "loose"),
+    ("log", "columns, ids + loose)", "columns, loose + ids)", "loose"),
     ("log", "catalog.tags.pop(name, None)", "pass", "tags"),
     ("log", "not TAG_NAME.fullmatch(name) or", "", "tags-damaged"),
     ("log", "not (node is None or is_node(node))", "False", "tags-damaged"),
