@@ -131,11 +131,7 @@ class FaultyPosix(Posix):
         self.inner = inner or RamPosix()
         self.calls: Counter[str] = Counter()
         self._faults = [(fault, Counter[str]()) for fault in faults]
-<<<<<<< HEAD
-        self._lock = threading.RLock()  # a finalizer that closes files may run inside
-=======
         self._lock = threading.RLock()  # a handle that nobody holds any more is closed in any thread, in here too
->>>>>>> w9-mend
 
     def _fault(self, *names: str) -> Fault | None:
         """Count a call; returns the fault that hits it, if any."""
