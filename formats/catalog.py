@@ -394,7 +394,7 @@ class CatalogBuilder:
         for checkpoint in record.checkpoints:
             catalog.checkpoints[checkpoint.node] = checkpoint
             catalog.slots[checkpoint.node] = seq
-            # Prevents: a node that is promised and held, which no reader takes from a fold.
+            # Prevents: a fold that every reader passes over, because it has a checkpoint as promised and as held.
             catalog.held.pop(checkpoint.node, None)
         added: dict[Node, list[Encoding]] = {}  # one checkpoint may be given a million
         for edge in record.encodings:
