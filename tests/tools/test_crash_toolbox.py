@@ -8,7 +8,6 @@ import os
 import random
 import textwrap
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -555,8 +554,6 @@ def test_reading_back_is_no_proof_until_settled(fault: Fault) -> None:
 
 def test_a_handle_may_be_closed_within_a_count_of_calls() -> None:
     """As a collection does, in whatever it comes between. A thread that waits in it for itself ends all collecting."""
-    posix = FaultyPosix()
-    handle = posix.open("/x", os.O_CREAT | os.O_WRONLY)
 
     class Collected(frozenset[str]):
         def isdisjoint(self, names: Iterable[object]) -> bool:
@@ -564,7 +561,8 @@ def test_a_handle_may_be_closed_within_a_count_of_calls() -> None:
                 posix.close(handle)
             return super().isdisjoint(names)
 
-    posix._faults.append((Fault(Collected()), Counter()))
+    posix = FaultyPosix(None, Fault(Collected()))
+    handle = posix.open("/x", os.O_CREAT | os.O_WRONLY)
     worker = threading.Thread(target=posix.unlink, args=("/x",), daemon=True)
     worker.start()
     worker.join(10)
