@@ -1,8 +1,8 @@
 """Listings that something between here and the medium may have answered in its place.
 
 A proxy or a login page answers any request with a page of its own, and clients of object stores take any XML that they
-do not know for a listing of nothing. So whoever reports or deletes what a listing does not show compares it with what
-is known otherwise, and looks again.
+do not know for a listing of nothing. A command that reports or deletes what a listing does not show must compare the
+listing with what is known otherwise, and list again.
 """
 
 from __future__ import annotations

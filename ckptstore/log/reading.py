@@ -42,6 +42,7 @@ from ckptstore.log.strays import all_foreign
 from ckptstore.log.telling import tell_damage
 
 __all__ = [
+    "LOOKS",
     "PATIENT",
     "Patience",
     "View",
@@ -188,10 +189,15 @@ def outdated(journal: Journal, view: View) -> bool:
         return False
 
 
+LOOKS: Final = 3
+"""How often a store is examined, if each time a slot that was damaged is whole in the end (`overtaken`)."""
+
+
 def overtaken(journal: Journal, judged: Mapping[int, str]) -> bool:
     """Whether a slot that was taken for damaged has other bytes now: somebody was still writing it.
 
-    For whoever reports damage after a long look at other things. (Who reads the log again finds out by `outdated`.)
+    It is for commands that report damage after long work on other things. (A reader that reads the log again uses
+    `outdated`.)
 
     Args:
         judged: slot -> hash of the bytes that it had.

@@ -157,7 +157,8 @@ def opened(
         tried: what is known of ways that failed.
         bases: other checkpoints, held in memory: what builds on one is preferred where that is less to read.
         since: what was read of the log just now.
-        catalog: the log, for whoever examines a store: it is not read again, nothing is pinned, and nobody is warned.
+        catalog: the log, for a command that examines a store. It is not read again, nothing is pinned, and no warning
+            is given.
     """
     entered = False
     while not entered:

@@ -1,6 +1,6 @@
 """Restoring a checkpoint to see whether it can be: by the ways that a load takes, and nothing of it is kept.
 
-Whoever says of a checkpoint that it is lost (verify, repair) asks here first. So it says what a load does.
+Verify and repair ask here before they call a checkpoint lost. So they say what a load says.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Saves that share a medium which is nearly full: claims of its space, and who waits for whom."""
+"""Saves that share a medium that is nearly full: they claim its space, and wait for each other."""
 
 from __future__ import annotations
 
 import threading
-import time
+from queue import SimpleQueue
 from typing import Any
 
 from ckptstore.backends.sharing import Sharing
@@ -27,23 +27,21 @@ def test_two_saves_do_not_claim_the_same_space() -> None:
 
 def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
     sharing = Sharing()
-    first, second = sharing.begin(), sharing.begin()
-    found: list[bool] = []
-    waiting = threading.Thread(target=lambda: found.append(sharing.outlast(second)))  # type: ignore[arg-type]
-    waiting.start()
-    time.sleep(0.1)
-    assert not found
-    assert not sharing.outlast(first), "all others wait: this one gives way"  # type: ignore[arg-type]
+    found: SimpleQueue[tuple[Any, bool]] = SimpleQueue()
+    for save in (sharing.begin(), sharing.begin()):
+        threading.Thread(target=lambda save=save: found.put((save, sharing.outlast(save))), daemon=True).start()
+    first, waited = found.get(timeout=60)
+    assert not waited, "all others wait: this one gives way"
     first.end()
-    waiting.join(60)
-    assert found == [True]
-    assert not sharing.outlast(second), "nobody else is under way"  # type: ignore[arg-type]
+    second, waited = found.get(timeout=60)
+    assert waited
+    assert not sharing.outlast(second), "nobody else is under way"
     third = sharing.begin()
     third.end()
-    assert sharing.outlast(second), "one ended since it looked"  # type: ignore[arg-type]
-    assert not sharing.outlast(second), "which counts once"  # type: ignore[arg-type]
+    assert sharing.outlast(second), "one ended since it looked"
+    assert not sharing.outlast(second), "which counts once"
     third.end()
-    assert not sharing.outlast(second), "and so does an end that is said twice"  # type: ignore[arg-type]
+    assert not sharing.outlast(second), "and so does an end that is said twice"
     assert not sharing.outlast(None)
 
 

@@ -1,4 +1,4 @@
-"""The table of frameworks: what the process has imported is asked; what nobody can overwrite, ``into=`` refuses."""
+"""The table of frameworks: only imported ones are asked, and ``into=`` refuses tensors that cannot be overwritten."""
 
 from __future__ import annotations
 

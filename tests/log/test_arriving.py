@@ -484,7 +484,7 @@ def test_a_commit_that_was_slow_and_that_nobody_opened_over_is_acknowledged(tmp_
     assert [info.step for info in store.checkpoints()] == [1, 2]
 
 
-def test_a_commit_that_was_whole_at_once_is_acknowledged_whoever_opens_a_term_after_it(tmp_path: Path) -> None:
+def test_a_commit_that_was_whole_at_once_is_acknowledged_although_a_term_is_opened_after_it(tmp_path: Path) -> None:
     store, other = (ckptstore.open(tmp_path / "run") for _ in range(2))
     create = store.backend.create
     opened: list[ckptstore.Writer] = []

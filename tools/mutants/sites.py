@@ -62,7 +62,7 @@ _KERNELS: Final = frozenset({"formats/compiled.py", "formats/kernel_cache.py"})
 _DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
 _ANSWERING: Final = {
     "ckptstore/agent/link.py": "fence",  # whose requests an agent gets
-    "ckptstore/agent/opening.py": "fence",  # which agents a trainer goes on with
+    "ckptstore/agent/opening.py": "fence",  # which agents a trainer continues with
     "ckptstore/backends/sharing.py": "rule",  # which save has space, and which waits
     "ckptstore/training/loader_contents.py": "rule",  # whether an epoch goes on in the samples that it had
 }

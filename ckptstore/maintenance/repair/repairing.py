@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
@@ -28,7 +28,7 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.journal import Journal
 from ckptstore.log.listings import every_object
-from ckptstore.log.reading import overtaken
+from ckptstore.log.reading import LOOKS, overtaken
 from ckptstore.log.replica import Origin, Replica
 from ckptstore.maintenance.copies.choosing import lines_of
 from ckptstore.maintenance.copies.copying import check_apart, check_known
@@ -48,8 +48,6 @@ from ckptstore.restore.trying import try_restoring
 __all__ = ["Repaired", "repair"]
 
 LogState = Literal["whole", "damaged", "gone"]
-_LOOKS: Final = 3
-"""How often a store is looked at, if each time its last slot was damaged and is whole in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def repair(
         run, format_file = look.format_file.run, look.format_file
         replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
         journal = Journal(source, format_file)
-        for _ in range(_LOOKS):
+        for _ in range(LOOKS):
             found = Findings(Tally(progress))
             verdict = _examined(journal, look.options.catalog, found, threads)
             # Prevents: steps that are cut off, because the writer of the last slot was stopped for longer than a reader

@@ -43,7 +43,7 @@ from ckptstore.log.arriving import exists, fold_bytes, slot_bytes, text_bytes
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.listings import every_object
-from ckptstore.log.reading import overtaken, read
+from ckptstore.log.reading import LOOKS, overtaken, read
 from ckptstore.maintenance.verify.examination import examine
 from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
 from ckptstore.maintenance.verify.log_check import UNSAID, SlotHashes, check_folds_listed, check_log
@@ -60,8 +60,6 @@ _LIMITS: Final = {
     "req": texts.MANIFEST_LIMIT,
 }
 """Folder -> bytes that an object in it may have."""
-_LOOKS: Final = 3
-"""How often a store is checked, if each time a slot that was damaged is whole in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ def verify(
         StorageError: the medium failed where nothing else can be said (a listing, the log).
     """
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         judged: dict[int, str] = {}
         report = _verified(journal, ref, judged, progress, threads, deep=deep)
         # Prevents: an intact store called damaged, because its writer was slow: stopped for longer than a reader waits
