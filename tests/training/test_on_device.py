@@ -1,4 +1,4 @@
-"""A training loop on a device: each strategy gives its bits back; on the CPU everywhere, on a GPU where there is one."""
+"""A training loop on a device: each strategy gives its bits back; on the CPU everywhere, on a GPU where one is."""
 
 from __future__ import annotations
 
