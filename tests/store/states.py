@@ -82,7 +82,7 @@ def same(left: Any, right: Any, where: str = "state") -> None:
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """The tensor's bits in C order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def files(root: Path) -> list[Path]:
