@@ -16,15 +16,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ckptstore.formats.state import FlatState, Recognise, Tagged, TensorSource
+    from ckptstore.frameworks.torch_offload import CopyQueue
+    from ckptstore.host.buffers import Bytes
 
 __all__ = [
     "ADAPTERS",
     "Adapter",
+    "any_on_device",
+    "copy_queue",
     "device_digests",
     "environment",
     "environment_differences",
     "flattened",
     "process_group",
+    "register",
+    "registered",
     "shards",
     "stepping",
     "tensors",
@@ -128,13 +134,48 @@ def process_group(group: Any) -> tuple[int, int, Any]:
     return torch_ranks.process_group(group)
 
 
-def device_digests(sources: Mapping[str, TensorSource]) -> dict[str, int]:
-    """State digests of tensors on devices that compute them, by name: `torch_digest.device_digests`."""
+def device_digests(sources: Mapping[str, TensorSource]) -> Mapping[str, int]:
+    """State digests of tensors on devices that compute them, by name: `torch_digest.device_digests`.
+
+    They are computed behind the work that was queued before; to look at one waits for it.
+    """
     if not torch_in_use():
         return {}
     from ckptstore.frameworks import torch_digest  # see above
 
     return torch_digest.device_digests(sources)
+
+
+def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
+    """How to copy a state with tensors on devices (`torch_offload.CopyQueue`); None: it has none."""
+    if not torch_in_use():
+        return None
+    from ckptstore.frameworks import torch_offload  # see above
+
+    return torch_offload.copy_queue(sources)
+
+
+def any_on_device(sources: Mapping[str, TensorSource]) -> bool:
+    """Whether a state has tensors on devices that copy to registered memory: `torch_offload.any_on_device`."""
+    if not torch_in_use():
+        return False
+    from ckptstore.frameworks import torch_offload  # see above
+
+    return torch_offload.any_on_device(sources)
+
+
+def register(memory: Bytes) -> None:
+    """Have devices copy to this memory by themselves, if they can: `torch_offload.register`."""
+    from ckptstore.frameworks import torch_offload  # see above
+
+    torch_offload.register(memory)
+
+
+def registered(memory: Bytes) -> bool:
+    """Whether devices copy to this memory by themselves: `torch_offload.registered`."""
+    from ckptstore.frameworks import torch_offload  # see above
+
+    return torch_offload.registered(memory)
 
 
 def environment() -> dict[str, Any]:

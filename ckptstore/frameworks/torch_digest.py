@@ -6,8 +6,11 @@ torch has no unsigned 64-bit arithmetic, and needs none: modulo 2^64, products a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +20,7 @@ from ckptstore.formats import digest as reference
 from ckptstore.formats.sources import TensorSource
 from ckptstore.frameworks import torch_tensors as adapter
 
-__all__ = ["device_digests", "digest", "digests", "partial_on_device"]
+__all__ = ["DeviceDigests", "device_digests", "digest", "digests", "partial_on_device"]
 
 _BATCH = 64  # blocks of 256 KiB at once: 32 MiB of int64 scratch, enough to fill a GPU
 _WORTH = 1 << 20  # bytes from which a device is asked: a dozen kernels are launched for each tensor
@@ -53,28 +56,95 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     return found
 
 
-def device_digests(sources: Mapping[str, TensorSource]) -> dict[str, int]:
+class DeviceDigests(Mapping[str, int]):
+    """Digests that devices compute, by name. Which there are is known at once; to look at one waits for its device."""
+
+    def __init__(self, names: Mapping[str, int], waiting: Sequence[_Sums]) -> None:
+        """
+        Args:
+            names: bytes of each tensor.
+            waiting: what computes them.
+        """
+        self._nbytes = dict(names)
+        self._waiting = list(waiting)
+        self._found: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> int:
+        nbytes = self._nbytes[name]
+        with self._lock:
+            while self._waiting:
+                self._found.update(self._waiting[-1].wait())
+                self._waiting.pop()
+        return reference.combine(self._found[name], nbytes=nbytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._nbytes)
+
+    def __len__(self) -> int:
+        return len(self._nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Partial digests on their way to the host.
+
+    Attributes:
+        host: 1-D int64, in the order of `names`; there when `ready` is. None: it is there.
+    """
+
+    names: tuple[str, ...]
+    host: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def queued(cls, partials: Mapping[str, torch.Tensor], stream: torch.cuda.Stream | None) -> Self:
+        """Bring them to the host: queued on `stream`; None: the device has no streams, so that is waited for."""
+        sums = torch.stack(list(partials.values()))
+        if stream is None:
+            return cls(tuple(partials), sums.cpu(), None)
+        host = torch.empty(len(partials), dtype=torch.int64, pin_memory=True)
+        host.copy_(sums, non_blocking=True)
+        return cls(tuple(partials), host, stream.record_event())
+
+    def wait(self) -> dict[str, int]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return dict(zip(self.names, self.host.tolist(), strict=True))
+
+
+def device_digests(
+    sources: Mapping[str, TensorSource],
+    on: Callable[[adapter.TorchSource], torch.cuda.Stream | None] = lambda source: source.stream,
+) -> DeviceDigests:
     """Digests of the larger ones of those tensors that are on CUDA devices, by name; the host computes all others'.
 
-    Each is computed on the stream on which its tensor is read. Returns when they are there. A device without memory
-    for the scratch (some 100 MiB, and a copy of a strided tensor) is not asked on: what it has computed is used.
+    They are queued when this returns. A device without memory for the scratch (some 100 MiB, and a copy of a strided
+    tensor) is not asked on: what it computes already is used.
+
+    Args:
+        on: the stream on which one is computed; by default the one on which the tensor is read. If it is another one,
+            the caller sees to the order.
     """
     by_stream: dict[torch.cuda.Stream | None, dict[str, adapter.TorchSource]] = {}
     for name, source in sources.items():
         if isinstance(source, adapter.TorchSource) and source.nbytes >= _WORTH and _computes(source.tensor):
-            by_stream.setdefault(source.stream, {})[name] = source
+            by_stream.setdefault(on(source), {})[name] = source
     found: dict[str, int] = {}
+    waiting = []
     for stream, members in by_stream.items():
         with adapter.on_stream(stream):
             partials: dict[str, torch.Tensor] = {}
             with contextlib.suppress(torch.OutOfMemoryError):
                 for name, source in members.items():
-                    image = adapter.flat_bytes(source.resolved.contiguous())
-                    partials[name] = partial_on_device(image, 0)
-            sums = torch.stack(list(partials.values())).tolist() if partials else []
-        for (name, _), total in zip(partials.items(), sums, strict=True):
-            found[name] = reference.combine(total, nbytes=members[name].nbytes)
-    return found
+                    data = source.resolved
+                    if stream is not None:
+                        data.record_stream(stream)  # Prevents: memory used anew before its digest is computed.
+                    partials[name] = partial_on_device(adapter.flat_bytes(data.contiguous()), 0)
+            if partials:
+                waiting.append(_Sums.queued(partials, stream))
+                found.update((name, members[name].nbytes) for name in partials)
+    return DeviceDigests(found, waiting)
 
 
 def _computes(tensor: torch.Tensor) -> bool:
@@ -122,7 +192,7 @@ def partial_on_device(image: torch.Tensor, first_word: int) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
     """K as int64 on `device`: 512 KiB, kept."""
-    return _upload(reference.weights(), device)
+    return _kept(_upload(reference.weights(), device))
 
 
 def _multipliers(first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -134,7 +204,14 @@ def _multipliers(first: int, count: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=16)
 def _kept_multipliers(device: torch.device) -> torch.Tensor:
     """The first M on `device`, kept as well: an upload would wait for the device."""
-    return _upload(reference.multipliers(0, _KEPT), device)
+    return _kept(_upload(reference.multipliers(0, _KEPT), device))
+
+
+def _kept(constants: torch.Tensor) -> torch.Tensor:
+    """Constants that any stream may use: the upload, which was queued on one stream, is waited for."""
+    if constants.is_cuda:
+        torch.cuda.current_stream(constants.device).synchronize()
+    return constants
 
 
 def _upload(constants: npt.NDArray[np.uint64], device: torch.device) -> torch.Tensor:

@@ -179,13 +179,25 @@ class TorchSource:
         if on_host(data):
             NumpySource(image(data).numpy()).read(offset, out)
             return
+        with on_stream(self._stream):
+            self._copied(data, offset, out, wait=True)
+
+    def queue(self, offset: int, out: Bytes, stream: torch.cuda.Stream) -> None:
+        """As `read`, of a tensor on a CUDA device to registered memory: queue the copy on `stream`, and return.
+
+        The caller sees to the order: that `stream` waits for what writes the tensor, and who waits for `stream`.
+        """
+        with torch.cuda.stream(stream):
+            self._copied(self.resolved, offset, out, wait=False)
+
+    def _copied(self, data: torch.Tensor, offset: int, out: Bytes, *, wait: bool) -> None:
         if offset < 0 or offset + out.size > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + out.size} of a tensor of {self.nbytes} bytes")
-        with on_stream(self._stream):
-            if data.is_contiguous():
-                torch.from_numpy(out).copy_(flat_bytes(data)[offset : offset + out.size])
-            elif out.size:
-                torch.from_numpy(out).copy_(_gather(data, offset, out.size))
+        if not out.size:
+            return
+        end = offset + out.size
+        part = flat_bytes(data)[offset:end] if data.is_contiguous() else _gather(data, offset, out.size)
+        torch.from_numpy(out).copy_(part, non_blocking=not wait)
 
 
 class _Image:

@@ -120,6 +120,11 @@ class Arenas:
         """Bytes that are mapped; what was never used of them takes no memory."""
         return sum(len(arena.memory) for arena in self._arenas)
 
+    def mappings(self) -> list[Bytes]:
+        """The memory that is mapped at present."""
+        with self._changed:
+            return [arena.memory for arena in self._arenas]
+
     def expect(self, at_once: int, times: int) -> None:
         """So many bytes will be taken at once, so often: all of that may be taken, if the budget allows it."""
         limit = at_once * times

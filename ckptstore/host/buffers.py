@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "Staging", "aligned"]
+__all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "Region", "Staging", "aligned", "region_of"]
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional bytes."""
@@ -34,17 +35,53 @@ that its codec could not shorten is a few bytes longer than what it restores."""
 DEFAULT_BUDGET: Final = 64 << 20
 
 
+class Region:
+    """Mapped memory. It is unmapped when no array shows any of it.
+
+    Attributes:
+        nbytes: whole pages.
+        address: where it begins.
+    """
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self.nbytes = len(mapping)
+        self.address: int = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
+        self.__array_interface__: dict[str, Any] = {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def before_unmapping(self, call: Callable[[], object]) -> None:
+        """Call this once, just before the memory is unmapped; not where the interpreter ends first."""
+        weakref.finalize(self, call).atexit = False
+
+    def stay_out_of_forks(self) -> None:
+        """A process that is forked from now on does not have this memory."""
+        self._mapping.madvise(mmap.MADV_DONTFORK)
+
+
+def region_of(memory: Bytes) -> Region | None:
+    """What a part of an array that `aligned` made lies in; None: it is other memory."""
+    owner: object = memory
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner if isinstance(owner, Region) else None
+
+
 def aligned(nbytes: int) -> Bytes:
     """`nbytes` writable bytes whose address is a multiple of 4096, not yet touched; freed with their last view."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
     try:
-        region = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{nbytes} bytes of memory are not to be had: {error}") from error
     if nbytes >= 4 << 20:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(region, np.uint8)[:nbytes]
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.asarray(Region(mapping))[:nbytes]
 
 
 class Staging:

@@ -12,19 +12,25 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import let_go
 from ckptstore.segments.units import Unit, UnitPlan, Units
 
+if TYPE_CHECKING:
+    from ckptstore.frameworks.torch_offload import CopyQueue
+
 __all__ = ["Arrivals", "ArrivingState", "Copy", "Described", "copied_now", "copies_of"]
 
 Copy: TypeAlias = tuple[int, Callable[[Bytes], Future[None]]]
 """Bytes of memory that a unit needs, and what begins to copy it there."""
+Submit: TypeAlias = Callable[[Callable[[], None]], Future[None]]
+"""Has a thread do something."""
 
 
 class Described:
@@ -89,13 +95,16 @@ class Arrivals:
         *,
         short: Callable[[], None] = lambda: None,
         unwanted: Callable[[], None] = lambda: None,
+        queue: CopyQueue | None = None,
     ) -> None:
         """Copy units one after the other, as there is memory for them, and put each.
 
-        When this returns or raises, nobody reads what they are copied from.
+        When this returns or raises, nobody reads what they are copied from; a device may, whose streams see to the
+        order (`queue`).
 
         Args:
             waited: told, for each, how many seconds it took to get memory.
+            queue: of the copies that devices make.
             short: as for `Arenas.take`.
             unwanted: called where a unit is not wanted any more; raises, or the rest is not copied.
 
@@ -118,9 +127,12 @@ class Arrivals:
                     unwanted()
                     break
             for copied in under_way:
-                if not copied.cancelled():
+                if not (copied.cancelled() or (queue is not None and copied in queue.waiting)):
                     copied.result()
         finally:
+            if queue is not None:
+                queue.gate()
+                under_way = [copied for copied in under_way if copied not in queue.waiting]
             let_go(under_way)
 
     def fail(self, error: BaseException) -> None:
@@ -172,24 +184,45 @@ class Arrivals:
 
 
 def copies_of(
-    plan: UnitPlan, tensors: Mapping[str, TensorSource], submit: Callable[[Callable[[], None]], Future[None]]
+    plan: UnitPlan,
+    tensors: Mapping[str, TensorSource],
+    submit: Submit,
+    queue: CopyQueue | None = None,
+    waiters: Submit | None = None,
 ) -> Iterator[Copy]:
     """The units of a plan, in order, for `Arrivals.bring`.
 
     Args:
         tensors: what they are copied from.
         submit: has a copy made.
+        queue: of the copies that devices make to registered memory; None: none is on a device.
+        waiters: has a thread wait for the device; None: as `submit`.
     """
     for _, layout, units in plan.segments:
         source = Units(layout, tensors)
+        queued = None if queue is None else Units(layout, queue.sources)
         for unit in units:
-            yield unit.space, partial(_copied, submit, source, unit)
+            if queue is None or queued is None or not any(queue.queues(spec.name) for spec, _, _ in unit.chunks):
+                yield unit.space, partial(_copied, submit, source, unit)
+            else:
+                yield unit.space, partial(_queued, queue, waiters or submit, submit, source, queued, unit)
 
 
-def _copied(
-    submit: Callable[[Callable[[], None]], Future[None]], source: Units, unit: Unit, memory: Bytes
-) -> Future[None]:
+def _copied(submit: Submit, source: Units, unit: Unit, memory: Bytes) -> Future[None]:
     return submit(partial(source.fill, unit, memory))
+
+
+def _queued(
+    queue: CopyQueue, waiters: Submit, submit: Submit, source: Units, queued: Units, unit: Unit, memory: Bytes
+) -> Future[None]:
+    if not bridge.registered(memory):
+        return submit(partial(source.fill, unit, memory))
+    try:
+        queued.fill(unit, memory)
+    except BaseException:
+        queue.wait()  # Prevents: memory that is given back while a part of the unit is still copied to it.
+        raise
+    return queue.copied(waiters)
 
 
 def copied_now(work: Callable[[], None]) -> Future[None]:

@@ -44,6 +44,14 @@ class Copies:
     gradients: Snapshot | None
     filling: Filling | None = None
 
+    def arrive(self) -> None:
+        """Wait until everything is copied. Raises what stopped a copy."""
+        if self.filling is not None:
+            self.filling.check()
+        self.state.arrive()
+        if self.gradients is not None:
+            self.gradients.arrive()
+
     def let_go(self, *, kept: bool) -> None:
         """It is no longer in flight. Give its memory back: all of it, or if the state is `kept`, the gradients'."""
         if self.filling is not None:
@@ -122,7 +130,7 @@ class Coded:
 
     def copy(self, flat: FlatState, updates: Updates | None, measured: Measured) -> Copies:
         """Wait until fewer snapshots are in flight, then copy a state, and the gradients that explain it."""
-        snapshot, measured.waited = self.snapshots.take(flat, self._copiers)
+        snapshot, measured.waited = self.snapshots.take(flat, self._copiers, queued=True)
         try:
             return Copies(snapshot, *self.copied_updates(flat, updates))
         except BaseException:
@@ -140,7 +148,7 @@ class Coded:
             if (gradients := dense_gradients(found)).tensors:
                 self.snapshots.kept(gradients)
             return (), None
-        return with_copies(found, self.snapshots, self._copiers)
+        return with_copies(found, self.snapshots, self._copiers, queued=True)
 
     def hand_over(
         self, committer: Committer, copies: Copies, step: int, labels: Labels, measured: Measured
@@ -174,8 +182,7 @@ class Coded:
         """In the committer's thread."""
         kept, state, done = False, copies.state, claim.done
         try:
-            if copies.filling is not None:
-                copies.filling.check()
+            copies.arrive()
             if self._with_diffs:
                 claim.take()
                 kept = committer.diff(state, copies.updates, step, done, labels)

@@ -97,6 +97,8 @@ class Fulls:
         """Touch memory for such a state in the background. A second time does nothing."""
         self.memory.expect(self._plan(flat).space, self._places.limit)
         self._touch()
+        if bridge.any_on_device(flat.tensors):
+            self._register()
 
     def _plan(self, flat: FlatState) -> UnitPlan:
         tensors = tuple(
@@ -107,6 +109,11 @@ class Fulls:
     def _touch(self) -> None:
         for run in self.memory.touch():
             self._later(run)
+
+    def _register(self) -> None:
+        """Have devices copy to this memory by themselves, from the next save on."""
+        for memory in self.memory.mappings():
+            self._later(partial(bridge.register, memory))
 
     def _later(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
@@ -164,6 +171,8 @@ class Fulls:
                 self._copied.add(full)
             full.copy(flat, measured)
             self._touch()  # what the next one needs, while this one is written
+            if full.on_device:
+                self._register()
             if plan.space >= streaming.LARGE:
                 self._later(streaming.prepare)
         except BaseException as error:
@@ -291,10 +300,16 @@ class Full:
         self._lock = threading.Lock()
         self._arrivals = Arrivals(self._check)
         tensors = {name: Described(source) for name, source in flat.tensors.items()}
-        digests = bridge.device_digests(flat.tensors)
+        self._queue = bridge.copy_queue(flat.tensors)
+        digests = bridge.device_digests(flat.tensors) if self._queue is None else self._queue.digests()
         self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
         measured.ends_with(self.done)
         committer.saves.watch(step, self.done)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some of it is copied from a device."""
+        return self._queue is not None
 
     def copy(self, flat: FlatState, measured: Measured) -> None:
         """Copy every unit of `flat`, waiting for memory where there is none, and have them written."""
@@ -309,11 +324,12 @@ class Full:
         try:
             # If a unit is not wanted any more it has failed, which `done` says; the state may change.
             self._arrivals.bring(
-                copies_of(self._state.plan, flat.tensors, submit),
+                copies_of(self._state.plan, flat.tensors, submit, self._queue, self._fulls.copier),
                 self._fulls.memory,
                 waited,
                 short=self._short,
                 unwanted=self._check_wanted,
+                queue=self._queue,
             )
         finally:
             self._release()

@@ -10,17 +10,22 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from ckptstore.backends.base import SEGMENT_BYTES
 from ckptstore.formats import streaming
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import run_all
 from ckptstore.host.touching import Touching
 from ckptstore.segments.regions import LaidOutState, RegionPlan, plan_regions
 from ckptstore.write.places import Places
+
+if TYPE_CHECKING:
+    from ckptstore.frameworks.torch_offload import CopyQueue
 
 __all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 
@@ -58,8 +63,19 @@ class HostTensor:
 class Snapshot:
     """A copied state. `land` it when it is durable or lost, `free` its memory when nobody needs it; each works once."""
 
-    def __init__(self, flat: LaidOutState, landed: Callable[[], None], free: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        flat: LaidOutState,
+        landed: Callable[[], None],
+        free: Callable[[], None],
+        arrive: Callable[[], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            arrive: waits for copies that a device makes. None: all of it is there.
+        """
         self.flat = flat
+        self._arrive = arrive
         self._landed: Callable[[], None] | None = landed
         self._free: Callable[[], None] | None = free
 
@@ -74,10 +90,19 @@ class Snapshot:
         landed, self._landed = self._landed, None
         return landed or (lambda: None)
 
+    def arrive(self) -> None:
+        """Wait for copies that a device makes. Raises what went wrong on the device."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
     def free(self) -> None:
         """Give the memory back."""
         free, self._free = self._free, None
         if free is not None:
+            # Prevents: memory that the next save has been given while a device still copies to it.
+            with contextlib.suppress(Exception):  # it copies no more then, and whoever stored it has been told
+                self.arrive()
             free()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
@@ -139,6 +164,7 @@ class SnapshotPool:
         self._background = background
         self._free: list[_Free] = []
         self._out = 0
+        self._registers = False  # states come from devices: what is touched is registered as well
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
@@ -150,28 +176,39 @@ class SnapshotPool:
 
         The first save stays, so that the second takes memory of its own: asked for now, it is touched by then.
         """
+        self._registers = self._registers or bridge.any_on_device(flat.tensors)
         self._prepare(self._plan(flat).size, 1 + self._kept)
 
     def kept(self, flat: FlatState) -> None:
         """A copy of `flat` stays in memory: the next one will need memory of its own, which is touched by then."""
         self._prepare(self._plan(flat).size, self._out + 1)
 
-    def take(self, flat: FlatState, pool: ThreadPoolExecutor) -> tuple[Snapshot, float]:
+    def take(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> tuple[Snapshot, float]:
         """Copy every tensor of `flat`, once there is a place in flight -> and the seconds waited.
+
+        Args:
+            queued: as for `copy`.
 
         Raises:
             what stopped an earlier save, of which nobody has been told; and what copying raised.
         """
         place, waited = self._places.take()
         try:
-            return self.placed(flat, pool, place.leave), waited
+            return self.placed(flat, pool, place.leave, queued=queued), waited
         except BaseException:
             place.leave()
             raise
 
-    def placed(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:
+    def placed(
+        self,
+        flat: FlatState,
+        pool: ThreadPoolExecutor,
+        landed: Callable[[], None] = lambda: None,
+        *,
+        queued: bool = False,
+    ) -> Snapshot:
         """Copy every tensor of `flat`, whose save has a place in flight. `landed` is called by `Snapshot.land`."""
-        snapshot = self.copy(flat, pool, landed)
+        snapshot = self.copy(flat, pool, landed, queued=queued)
         size = self._plan(flat).size
         self._prepare(size, self._places.limit + self._kept)
         if size >= streaming.LARGE:
@@ -185,22 +222,53 @@ class SnapshotPool:
 
     def empty(self, flat: FlatState) -> Snapshot:
         """Memory for a state like `flat` at once, whatever is in flight; nothing is copied."""
-        return self._laid_out(flat, lambda: None)[0]
+        return self._laid_out(flat, lambda: None)[1]
 
     def reserve(self, flat: FlatState) -> Snapshot:
         """Memory for a snapshot of `flat`, once there is a place in flight. Nothing is copied: see `layered`."""
         place, _ = self._places.take()
         try:
-            return self._laid_out(flat, place.leave)[0]
+            return self._laid_out(flat, place.leave)[1]
         except BaseException:
             place.leave()
             raise
 
-    def copy(self, flat: FlatState, pool: ThreadPoolExecutor, landed: Callable[[], None] = lambda: None) -> Snapshot:
-        """Copy every tensor of `flat` at once, whatever is in flight. `landed` is called by `Snapshot.land`."""
-        snapshot, copies = self._laid_out(flat, landed)
+    def copy(
+        self,
+        flat: FlatState,
+        pool: ThreadPoolExecutor,
+        landed: Callable[[], None] = lambda: None,
+        *,
+        queued: bool = False,
+    ) -> Snapshot:
+        """Copy every tensor of `flat` at once, whatever is in flight.
+
+        Args:
+            landed: called by `Snapshot.land`.
+            queued: devices copy when they come to it, and what is queued after this waits for them. Whoever reads the
+                snapshot calls `Snapshot.arrive` first.
+        """
+        queue = bridge.copy_queue(flat.tensors)
+        memory, snapshot, copies = self._laid_out(flat, landed, queue)
+        if queue is not None and not bridge.registered(memory):
+            self._registers = True
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._background(partial(bridge.register, memory))  # for the next one
+            queue = None
         try:
-            run_all(pool, copy_jobs(copies))
+            if queue is None:
+                run_all(pool, copy_jobs(copies))
+                return snapshot
+            by_device = [(name, out) for (_, out), name in zip(copies, flat.tensors, strict=True) if queue.queues(name)]
+            try:
+                for name, out in by_device:
+                    queue.sources[name].read(0, out)
+            finally:
+                queue.gate()
+            hosts = [one for one, name in zip(copies, flat.tensors, strict=True) if not queue.queues(name)]
+            run_all(pool, copy_jobs(hosts))
+            if not queued:
+                snapshot.arrive()
         except BaseException:
             snapshot.free()
             raise
@@ -210,9 +278,9 @@ class SnapshotPool:
         return plan_regions(_specs(flat), self._segment_bytes)
 
     def _laid_out(
-        self, flat: FlatState, landed: Callable[[], None]
-    ) -> tuple[Snapshot, list[tuple[TensorSource, Bytes]]]:
-        """A snapshot that is not filled yet, and what is to be copied where."""
+        self, flat: FlatState, landed: Callable[[], None], queue: CopyQueue | None = None
+    ) -> tuple[Bytes, Snapshot, list[tuple[TensorSource, Bytes]]]:
+        """Memory, a snapshot in it that is not filled yet, and what is to be copied where, in the order of `flat`."""
         plan = self._plan(flat)
         memory = self._memory(plan.size)
         copies: list[tuple[TensorSource, Bytes]] = []
@@ -223,7 +291,8 @@ class SnapshotPool:
             copies.append((source, place))
             tensors[name] = HostTensor(source, place)
         laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
-        return Snapshot(laid_out, landed, lambda: self._give(memory)), copies
+        arrive = None if queue is None else queue.wait
+        return memory, Snapshot(laid_out, landed, lambda: self._give(memory), arrive), copies
 
     def close(self) -> None:
         """Touch nothing any more, and let go of all memory that is not in use."""
@@ -237,11 +306,13 @@ class SnapshotPool:
         with self._lock, contextlib.suppress(MemoryError):  # who needs it will say so
             for _ in range(self._out + sum(one.fits(nbytes) for one in self._free), count):
                 memory = aligned(nbytes)
-                fresh.append(Touching(memory))
-                self._free.insert(0, _Free(memory, 0, fresh[-1]))
+                fresh.append((memory, Touching(memory)))
+                self._free.insert(0, _Free(memory, 0, fresh[-1][1]))
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
-            for touching in fresh:
+            for memory, touching in fresh:
                 self._background(touching.run)
+                if self._registers:
+                    self._background(partial(bridge.register, memory))
 
     def _give(self, memory: Bytes) -> None:
         with self._lock:

@@ -88,11 +88,11 @@ def test_no_memory_for_a_copy_of_a_full(tmp_path: Path, monkeypatch: pytest.Monk
     store = ckptstore.open(tmp_path / "store", create=True)
     copy, fail = SnapshotPool.copy, threading.Event()
 
-    def failing(self: SnapshotPool, flat: Any, *how: Any) -> Any:
+    def failing(self: SnapshotPool, flat: Any, *how: Any, queued: bool = False) -> Any:
         # The copies of states that save_async takes have a callback; the copy of a full has none.
         if fail.is_set() and len(how) == 1 and flat.tree is not None:
             raise MemoryError
-        return copy(self, flat, *how)
+        return copy(self, flat, *how, queued=queued)
 
     monkeypatch.setattr(SnapshotPool, "copy", failing)
     with store.writer(deltas=DeltaOptions(interval=2), diffs=DiffOptions(full_every=2)) as writer:

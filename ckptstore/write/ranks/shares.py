@@ -213,7 +213,8 @@ def digests_of(sources: Mapping[str, TensorSource], pool: ThreadPoolExecutor) ->
     sums = dict.fromkeys((name for name in sources if name not in found), 0)
     for name, job in jobs:
         sums[name] += job.result()
-    return found | {name: digest.combine(total, nbytes=sources[name].nbytes) for name, total in sums.items()}
+    mine = {name: digest.combine(total, nbytes=sources[name].nbytes) for name, total in sums.items()}
+    return {**found, **mine}
 
 
 def _partial(source: TensorSource, start: int) -> int:

@@ -140,14 +140,14 @@ def dense_gradients(updates: Sequence[Update]) -> FlatState:
 
 
 def with_copies(
-    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor
+    updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor, *, queued: bool = False
 ) -> tuple[list[Update], Snapshot | None]:
-    """The updates with copies of their gradients, and what owns the copies' memory."""
+    """The updates with copies of their gradients, and what owns the copies' memory (`queued`: `SnapshotPool.copy`)."""
     taken = with_sparse_copies(updates)
     gradients = dense_gradients(taken)
     if not gradients.tensors:
         return taken, None
-    copied = snapshots.copy(gradients, pool)
+    copied = snapshots.copy(gradients, pool, queued=queued)
     for name, source in copied.flat.tensors.items():
         taken[int(name)] = replace(taken[int(name)], gradient=source)
     return taken, copied

@@ -1,0 +1,233 @@
+"""Copies from devices to host memory that are queued: who asks for one waits only when the bytes are needed.
+
+A device copies to *registered* memory (`cudaHostRegister`, CUDA's Runtime API) by itself, at the speed of the bus,
+while the host does other things. To other memory it copies through a buffer of the driver's, and the host waits.
+Registering takes as long as touching the memory does, so memory is registered in the background, once, and kept.
+
+A save queues its copies on a stream of its own for each device. That stream begins behind the work that was queued
+before. `CopyQueue.gate` makes whatever is queued later wait for it. So the device sees the order that a blocking copy
+would give, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import lru_cache, partial
+from typing import Final
+
+import torch
+
+from ckptstore.formats.sources import Bytes, TensorSource
+from ckptstore.frameworks.torch_digest import device_digests
+from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.host.buffers import Region, region_of
+
+__all__ = ["CopyQueue", "QueuedSource", "any_on_device", "copy_queue", "register", "registered"]
+
+_log: Final = logging.getLogger("ckptstore")
+_lock: Final = threading.Lock()
+_registered: Final[weakref.WeakKeyDictionary[Region, bool]] = weakref.WeakKeyDictionary()
+"""What was tried: whether the driver took it."""
+
+
+def register(memory: Bytes) -> bool:
+    """Have devices copy to this memory by themselves -> whether they do. A second call does nothing.
+
+    Takes about as long as touching the memory, without the interpreter's lock. A fork of this process does not have the
+    memory any more: the kernel would copy all of it, because it must stay where it is for the device.
+
+    Args:
+        memory: made by `host.buffers.aligned`; the whole mapping that it lies in is registered.
+    """
+    region = region_of(memory)
+    if region is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    with _lock:
+        if region in _registered:
+            return _registered[region]
+        status = torch.cuda.cudart().cudaHostRegister(region.address, region.nbytes, 0)  # type: ignore[no-untyped-call]
+        taken = int(status) == 0
+        _registered[region] = taken
+        if not taken:
+            _log.warning(
+                "%d bytes of host memory could not be registered with the device (CUDA error %d): "
+                "copies from it block the loop",
+                region.nbytes,
+                int(status),
+            )
+            return False
+        region.stay_out_of_forks()
+        # Prevents: a mapping at the same address later, whose bytes the device would write to the pages of this one.
+        region.before_unmapping(partial(_unregister, region.address, os.getpid()))
+    return True
+
+
+def _unregister(address: int, process: int) -> None:
+    if os.getpid() == process:
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def registered(memory: Bytes) -> bool:
+    """Whether devices copy to this memory by themselves."""
+    region = region_of(memory)
+    return region is not None and _registered.get(region, False)
+
+
+class QueuedSource:
+    """A tensor on a device whose reads are only queued (`formats.sources.TensorSource`). See `CopyQueue`."""
+
+    __slots__ = ("_queue", "_source", "dtype", "identity", "nbytes", "origin", "shape")
+
+    def __init__(self, source: TorchSource, queue: CopyQueue) -> None:
+        self.dtype = source.dtype
+        self.shape = source.shape
+        self.nbytes = source.nbytes
+        self.origin = source.origin
+        self.identity = source.identity
+        self._source = source
+        self._queue = queue
+
+    def view(self) -> None:
+        """It is not in host memory."""
+
+    def read(self, offset: int, out: Bytes) -> None:
+        """Queue a copy to registered memory. The bytes are there when a `CopyQueue.copied` that was asked later is."""
+        self._queue.read(self._source, offset, out)
+
+
+class CopyQueue:
+    """The queued copies of one save. One thread makes it and asks for copies; any may wait for them.
+
+    Attributes:
+        sources: the state's tensors. Reads of those on CUDA devices are queued; all others are as they were.
+        waiting: what `copied` has given.
+    """
+
+    def __init__(self, sources: Mapping[str, TensorSource]) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._digest_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._behind: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._given = sources
+        self.waiting: set[Future[None]] = set()
+        self.sources: dict[str, TensorSource] = {}
+        for name, source in sources.items():
+            self.sources[name] = self._queued(source) if on_device(source) else source
+
+    def _queued(self, source: TensorSource) -> QueuedSource:
+        assert isinstance(source, TorchSource)
+        assert source.stream is not None
+        device = source.tensor.device
+        stream = self._streams.setdefault(device, _copy_stream(device))
+        behind = self._behind.setdefault(device, [])
+        if source.stream not in behind:
+            behind.append(source.stream)
+            stream.wait_stream(source.stream)
+        return QueuedSource(source, self)
+
+    def queues(self, name: str) -> bool:
+        """Whether a tensor is read by queued copies."""
+        return isinstance(self.sources[name], QueuedSource)
+
+    def read(self, source: TorchSource, offset: int, out: Bytes) -> None:
+        """Queue a copy of bytes of a tensor to registered memory."""
+        stream = self._streams[source.tensor.device]
+        # Prevents: memory of a tensor that is let go of, given to somebody else while the copy is only queued.
+        source.resolved.record_stream(stream)
+        source.queue(offset, out, stream)
+
+    def digests(self) -> Mapping[str, int]:
+        """State digests that the devices compute beside the copies, by name. To look at one waits for it."""
+
+        def on(source: TorchSource) -> torch.cuda.Stream:
+            device = source.tensor.device
+            if device not in self._digest_streams:
+                self._digest_streams[device] = stream = _digest_stream(device)
+                for before in self._behind[device]:
+                    stream.wait_stream(before)
+            return self._digest_streams[device]
+
+        return device_digests(self._given, on)
+
+    def copied(self, submit: Callable[[Callable[[], None]], object]) -> Future[None]:
+        """Done when every copy that was queued so far is in host memory. It cannot be cancelled.
+
+        Args:
+            submit: has a thread wait for the device.
+        """
+        done: Future[None] = Future()
+        # Prevents: memory that is given back, because nobody waits, while the device still writes to it.
+        done.set_running_or_notify_cancel()
+        self.waiting.add(done)
+        waiting = self._marked()
+
+        def work() -> None:
+            try:
+                waiting()
+            except BaseException as error:  # noqa: BLE001  # whoever waits hears of it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        try:
+            submit(work)
+        except RuntimeError:  # closed meanwhile: somebody has to wait
+            work()
+        return done
+
+    def wait(self) -> None:
+        """Return when every copy that was queued so far is in host memory."""
+        self._marked()()
+
+    def _marked(self) -> Callable[[], None]:
+        """What waits for every copy that was queued so far."""
+        events = [_event(stream) for stream in self._streams.values()]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    def gate(self) -> None:
+        """What is queued from now on, on the streams behind which tensors were read, waits for copies and digests."""
+        for streams in (self._streams, self._digest_streams):
+            for device, stream in streams.items():
+                event = _event(stream)
+                for waiting in {*self._behind[device], torch.cuda.current_stream(device)}:
+                    waiting.wait_event(event)
+
+
+def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
+    """How to copy a state with tensors on CUDA devices; None: it has none."""
+    return CopyQueue(sources) if any_on_device(sources) else None
+
+
+def any_on_device(sources: Mapping[str, TensorSource]) -> bool:
+    """Whether a state has tensors on CUDA devices."""
+    return any(on_device(source) for source in sources.values())
+
+
+def on_device(source: TensorSource) -> bool:
+    """Whether a tensor is on a CUDA device."""
+    return isinstance(source, TorchSource) and source.stream is not None
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits leaves its core alone
+    event.record(stream)
+    return event
+
+
+@lru_cache(maxsize=64)
+def _digest_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # as above
+
+
+@lru_cache(maxsize=64)
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has not annotated it
