@@ -61,6 +61,10 @@ def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
     kernels = Kernels(machine)
     try:
         guard.installed()
+    except BaseException:
+        _ONE.release()
+        raise
+    try:
         kernels.install()
         with patched(machine), torch.autograd.set_multithreading_enabled(False):
             yield machine

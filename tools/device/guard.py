@@ -5,7 +5,7 @@ Two things of torch's own are told so, and put back afterwards:
 - Torch asks a "device guard" for the current device of a type, and refuses a type that has none. It lets Python
   register one for its spare device type; the same object does for CUDA. Torch keeps guards in a table of pointers.
 - Autograd asks the hooks for CUDA whether there is CUDA. They are an object of virtual functions; it gets a table of
-  them that is a copy of its own but for two.
+  them that is a copy of its own but for a few.
 
 Both are found by the names that torch's libraries export, and the place of a virtual function by torch's headers.
 """
@@ -47,7 +47,8 @@ def installed() -> None:
     _guards()[_CUDA] = _guard()[1]
     vtable = _hooks_with_cuda()
     _hooks()[0] = ctypes.addressof(vtable) + _BEFORE * _WORD
-    if torch._C._accelerator_getAccelerator().type != "cuda":
+    found = torch._C._accelerator_getAccelerator()
+    if found is None or found.type != "cuda":
         removed()
         raise RuntimeError(f"torch {torch.__version__} has its virtual functions in another order than its headers")
 
@@ -115,7 +116,18 @@ def _has_context(_: int, device: int) -> bool:
     return False  # else autograd would set the streams of each device
 
 
-_ANSWERS: Final[dict[str, Any]] = {"hasCUDA": _has_cuda, "hasPrimaryContext": _has_context}
+@ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p)
+def _device_count(_: int) -> int:
+    return 1
+
+
+_ANSWERS: Final[dict[str, Any]] = {
+    "isBuilt": _has_cuda,
+    "isAvailable": _has_cuda,
+    "hasCUDA": _has_cuda,
+    "hasPrimaryContext": _has_context,
+    "deviceCount": _device_count,
+}
 
 
 def _virtual_functions() -> list[str]:

@@ -6,6 +6,7 @@ none. Tensors are plain `torch.Tensor`, so autograd, optimizers and `torch.nn` a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -35,6 +36,11 @@ class Kernels:
 
     def install(self) -> None:
         """Register them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that composite kernels are overridden: that is meant
+            self._install()
+
+    def _install(self) -> None:
         self._fallback = torch.library.Library("_", "IMPL")
         self._fallback.fallback(self._any, "CUDA")
         self._library = torch.library.Library("aten", "IMPL")
@@ -59,7 +65,8 @@ class Kernels:
     def remove(self) -> None:
         """Unregister them."""
         for library in (self._library, self._fallback):
-            library._destroy()
+            if library is not None:
+                library._destroy()
 
     def _bound(self, name: str) -> Callable[..., Any]:
         base, _, overload = name.partition(".")

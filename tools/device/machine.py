@@ -269,6 +269,10 @@ class Stream:
         """Whether all is done that it was given."""
         return self._machine.scheduler.is_done(self.queue.end)
 
+    def is_capturing(self) -> bool:
+        """Graphs are not simulated."""
+        return False
+
     def wait_event(self, event: Event) -> None:
         """What it is given from now on waits for the event."""
         event.wait(self)
