@@ -26,7 +26,7 @@ from tools.device.queues import Scheduler  # noqa: E402
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-SEEDS = range(40)
+SEEDS = range(24)
 N = 64
 
 
@@ -184,7 +184,7 @@ def test_what_is_ordered_is_right_under_every_seed(program: Callable[[bool], boo
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
 def test_what_is_not_goes_wrong_under_some(program: Callable[[bool], bool]) -> None:
-    assert [seed for seed in SEEDS if not outcome(program, False, seed)] != []
+    assert any(not outcome(program, False, seed) for seed in SEEDS)
 
 
 def test_host_memory_that_is_unregistered_under_a_copy() -> None:
@@ -231,12 +231,14 @@ def test_seed_0_is_as_late_as_it_can_be() -> None:
         host.copy_(torch.ones(N, device="cuda"), non_blocking=True)
         event = torch.cuda.current_stream().record_event()
         assert not event.query()
+        assert machine.is_pending(host)
         assert not host.any()
         assert machine.counts.to_host == 4 * N
         assert not machine.counts.waits
         event.synchronize()
         assert host.all()
         assert event.query()
+        assert not machine.is_pending(host)
 
 
 def test_who_polls_is_told_in_the_end() -> None:
@@ -269,9 +271,19 @@ def test_what_torch_does_with_them_is_what_it_does_on_the_cpu() -> None:
         y = y.clone().add_(1)
         z = torch.cat([y.reshape(-1), x.to(torch.bfloat16).float().flatten()])
         found = [x, y, z, x.double(), x > 3, x[x > 3], torch.nonzero(x), x.unique(), z.sort().values, z.topk(3).indices]
-        found += [torch.stack([x, x]).sum(0), x @ x.t(), x.view(torch.int32), x.expand(2, 4, 6).contiguous(), x[None, 1]]
+        found += [
+            torch.stack([x, x]).sum(0),
+            x @ x.t(),
+            x.view(torch.int32),
+            x.expand(2, 4, 6).contiguous(),
+            x[None, 1],
+        ]
         found += [x.masked_fill(x > 2, 0), torch.where(x > 2, x, -x), x.cumsum(0), x.std(), x.softmax(1), x.half()]
-        found += [torch.view_as_real(torch.complex(x, x).conj().resolve_conj()), torch.tensor([1, 2], device=device), x.new_zeros(3)]
+        found += [
+            torch.view_as_real(torch.complex(x, x).conj().resolve_conj()),
+            torch.tensor([1, 2], device=device),
+            x.new_zeros(3),
+        ]
         return [*found, x.sum().item(), bool(torch.equal(x, x)), x.tolist(), torch.searchsorted(z.sort().values, x)]
 
     wanted = program("cpu")
@@ -303,7 +315,9 @@ FORMS: list[Callable[[Any], Any]] = [
 def test_a_model_is_trained_as_on_the_cpu(form: int) -> None:
     def train(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 2))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 2)
+        )
         model.to(device)
         optimizer = FORMS[form](list(model.parameters()))
         for _ in range(3):
@@ -388,5 +402,3 @@ def test_the_table_of_a_step(tmp_path: Path) -> None:
     (found,) = json.loads(said.output)["rows"]
     assert found["strategy"] == "delta"
     assert found["launches"] >= 0
-
-

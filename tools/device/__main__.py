@@ -4,7 +4,7 @@ python -m tools.device [--strategy full] [--parameters 30] [--seed 0] [--agent] 
 
 Trains a small model with AdamW, and prints for one step in the middle what ``Checkpointer.step()``, and whatever else
 ckptstore does until the next step begins, has the device do: bytes over the bus, waits of the host and who asked for
-them, launches, device memory held beyond the script's.
+them, launches, device memory that ckptstore allocates.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row:
         copies: how many copies over the bus ckptstore asked for.
         launches: kernels that ckptstore launched.
         launched_by, copied_by: the places that did, and how often.
-        held: bytes of device memory beyond what the script held, at most.
+        held: bytes of device memory that ckptstore had allocated, at most.
         waits: the places that waited for the device, the innermost first, and how often.
         script_launches: those of the script itself.
         hazards: what was found to be wrong.
@@ -99,7 +99,10 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
                     pending.result()  # so that one step's work is counted, and all of it
                 if step == MIDDLE:
                     machine.settle()
-                    state = [*model.parameters(), *(one for slots in optimizer.state.values() for one in slots.values())]
+                    state = [
+                        *model.parameters(),
+                        *(one for slots in optimizer.state.values() for one in slots.values()),
+                    ]
                     launches, copies = counts.launches, counts.copies
                     row = Row(
                         strategy,
@@ -109,7 +112,7 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
                         counts.to_device,
                         counts.of_product(copies),
                         counts.of_product(launches),
-                        counts.extra,
+                        counts.product_peak,
                         dict(Counter(f"{one.why}: {' < '.join(one.where)}" for one in counts.waits if one.where)),
                         {where: number for where, number in launches.most_common() if where is not None},
                         {where: number for where, number in copies.most_common() if where is not None},
@@ -127,7 +130,15 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     for name in ("state B", "to host B", "to device B", "copies", "launches", "host waits", "held B"):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (row.state_bytes, row.to_host, row.to_device, row.copies, row.launches, sum(row.waits.values()), row.held)
+        numbers = (
+            row.state_bytes,
+            row.to_host,
+            row.to_device,
+            row.copies,
+            row.launches,
+            sum(row.waits.values()),
+            row.held,
+        )
         table.add_row(row.strategy + (" by an agent" if row.agent else ""), *(f"{one:,}" for one in numbers))
     console.print(table)
     for row in rows:
@@ -138,9 +149,13 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--strategy", "strategies", type=click.Choice(STRATEGIES), multiple=True, help="Only this one; repeat it.")
+@click.option(
+    "--strategy", "strategies", type=click.Choice(STRATEGIES), multiple=True, help="Only this one; repeat it."
+)
 @click.option("--parameters", type=click.IntRange(min=2), default=30, show_default=True, help="Tensors of the model.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the order of device work; 0: as late as may be.")
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of the order of device work; 0: as late as may be."
+)
 @click.option("--agent", is_flag=True, help="Have an agent save.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(*, strategies: Sequence[str], parameters: int, seed: int, agent: bool, as_json: bool) -> None:

@@ -43,7 +43,7 @@ class Counts:
         held: bytes of device memory now.
         peak: the most that was held since the reset.
         base: what was held at the reset.
-        allocated: bytes that were allocated since, by place.
+        product, product_peak: likewise, of what was allocated by ckptstore.
     """
 
     to_host: int = 0
@@ -54,7 +54,8 @@ class Counts:
     held: int = 0
     peak: int = 0
     base: int = 0
-    allocated: Counter[str | None] = field(default_factory=Counter)
+    product: int = 0
+    product_peak: int = 0
 
     def reset(self) -> None:
         """Begin anew; what is held stays."""
@@ -62,8 +63,8 @@ class Counts:
         self.launches.clear()
         self.copies.clear()
         self.waits.clear()
-        self.allocated.clear()
         self.base = self.peak = self.held
+        self.product_peak = self.product
 
     @property
     def extra(self) -> int:
@@ -74,11 +75,15 @@ class Counts:
         """Memory was allocated."""
         self.held += nbytes
         self.peak = max(self.peak, self.held)
-        self.allocated[where] += nbytes
+        if where is not None:
+            self.product += nbytes
+            self.product_peak = max(self.product_peak, self.product)
 
-    def gave(self, nbytes: int) -> None:
-        """Memory is free again."""
+    def gave(self, nbytes: int, where: str | None) -> None:
+        """Memory that was allocated there is free again."""
         self.held -= nbytes
+        if where is not None:
+            self.product -= nbytes
 
     def of_product(self, counted: Counter[str | None]) -> int:
         """How many of those are ckptstore's."""

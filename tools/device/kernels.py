@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -99,9 +100,11 @@ class Kernels:
         if shapes is None:
             return self._uploaded(op, device, args, kwargs, drawn)
         made = tree_map(
-            lambda one: self._machine.allocate(device, one.dtype, tuple(one.size()), one.stride())
-            if isinstance(one, torch.Tensor)
-            else one,
+            lambda one: (
+                self._machine.allocate(device, one.dtype, tuple(one.size()), one.stride())
+                if isinstance(one, torch.Tensor)
+                else one
+            ),
             shapes,
         )
         outputs = [Span.of(one) for one in _tensors(made)]
@@ -299,7 +302,10 @@ class Kernels:
 
         def run() -> None:
             keep = drawn.host
-            keep.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seed)) if train in (None, True) else keep.fill_(True)
+            keep.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seed)) if train in (
+                None,
+                True,
+            ) else keep.fill_(True)
             there.host.copy_(here.host * keep * (1 / (1 - p) if train in (None, True) and p < 1 else 1.0))
 
         machine.launch(number, run, (here, there, drawn))
@@ -366,10 +372,7 @@ def _shapes(op: Any, args: Any, kwargs: Any) -> Any:
         return None
 
 
+@cache
 def _foreach_operators() -> list[str]:
-    names = []
-    for full in torch._C._dispatch_get_all_op_names():
-        space, _, name = full.partition("::")
-        if space == "aten" and name.startswith("_foreach_"):
-            names.append(name)
-    return names
+    names = torch._C._dispatch_get_all_op_names()
+    return [one.removeprefix("aten::") for one in names if one.startswith("aten::_foreach_")]

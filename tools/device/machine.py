@@ -189,10 +189,10 @@ class Machine:
             block.memory[:] = memory.POISON
             block.poisoned = True
             if block.used:
-                self.counts.gave(block.nbytes)
+                self.counts.gave(block.nbytes, block.where)
 
         if not block.used:
-            self.counts.gave(block.nbytes)  # the allocator gives it to the next one at once
+            self.counts.gave(block.nbytes, block.where)  # the allocator gives it to the next one at once
         self.scheduler.reclaim(overwrite, memory.settled(block))
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -213,6 +213,12 @@ class Machine:
         if queued:
             self._hazard(f"host memory is unregistered while {len(queued)} copies are queued; at {place_here()}")
         return self.ranges.remove(start)
+
+    def is_pending(self, tensor: torch.Tensor) -> bool:
+        """Whether a copy to or from this CPU tensor's memory is queued, and has not run."""
+        start, nbytes = memory.host_span(tensor)
+        with self.scheduler.lock:
+            return any(start < at + size and at < start + nbytes for at, size in self._copying.values())
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         """Whether copies to and from this CPU tensor are queued."""

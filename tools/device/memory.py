@@ -159,17 +159,22 @@ class Span:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    conjugated: bool
+    negated: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Span:
         """What a tensor refers to now."""
-        return cls(block_of(tensor), tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+        form = tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
+        return cls(block_of(tensor), *form, tensor.is_conj(), tensor.is_neg())
 
     @property
     def host(self) -> torch.Tensor:
         """The same memory as a CPU tensor."""
         made = torch.empty(0, dtype=self.dtype)
-        return made.set_(self.block.host.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        made.set_(self.block.host.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        made = made.conj() if self.conjugated else made
+        return torch._neg_view(made) if self.negated else made
 
     @property
     def nbytes(self) -> int:
