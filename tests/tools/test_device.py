@@ -197,7 +197,7 @@ def test_host_memory_that_is_unregistered_under_a_copy() -> None:
         torch.cuda.synchronize()
 
 
-# ------------------------------------------------------------------------------------------------- the rules by themselves
+# ------------------------------------------------------------------------------------------ the rules by themselves
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -270,20 +270,11 @@ def test_what_torch_does_with_them_is_what_it_does_on_the_cpu() -> None:
         x[1, 2:4] = -1
         y = y.clone().add_(1)
         z = torch.cat([y.reshape(-1), x.to(torch.bfloat16).float().flatten()])
-        found = [x, y, z, x.double(), x > 3, x[x > 3], torch.nonzero(x), x.unique(), z.sort().values, z.topk(3).indices]
-        found += [
-            torch.stack([x, x]).sum(0),
-            x @ x.t(),
-            x.view(torch.int32),
-            x.expand(2, 4, 6).contiguous(),
-            x[None, 1],
-        ]
+        found = [x, y, z, x.double(), x > 3, x[x > 3], torch.nonzero(x), x.unique(), z.sort().values, x[None, 1]]
+        found += [torch.stack([x, x]).sum(0), x @ x.t(), x.view(torch.int32), x.expand(2, 4, 6).contiguous()]
         found += [x.masked_fill(x > 2, 0), torch.where(x > 2, x, -x), x.cumsum(0), x.std(), x.softmax(1), x.half()]
-        found += [
-            torch.view_as_real(torch.complex(x, x).conj().resolve_conj()),
-            torch.tensor([1, 2], device=device),
-            x.new_zeros(3),
-        ]
+        found += [torch.view_as_real(torch.complex(x, x).conj().resolve_conj()), z.topk(3).indices, x.new_zeros(3)]
+        found += [torch.tensor([1, 2], device=device), torch.complex(x, x).imag, torch.complex(x, x).conj().imag]
         return [*found, x.sum().item(), bool(torch.equal(x, x)), x.tolist(), torch.searchsorted(z.sort().values, x)]
 
     wanted = program("cpu")
@@ -315,10 +306,8 @@ FORMS: list[Callable[[Any], Any]] = [
 def test_a_model_is_trained_as_on_the_cpu(form: int) -> None:
     def train(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU(), torch.nn.Linear(16, 2)
-        )
-        model.to(device)
+        inner = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU()
+        model = torch.nn.Sequential(*inner, torch.nn.Linear(16, 2)).to(device)
         optimizer = FORMS[form](list(model.parameters()))
         for _ in range(3):
             model(torch.ones(4, 8, device=device)).square().mean().backward()
@@ -357,6 +346,34 @@ def test_memory_is_counted() -> None:
         torch.empty(10, dtype=torch.uint8, device="cuda")
         assert machine.counts.extra == 1000
         assert kept.untyped_storage().nbytes() == 100
+
+
+def test_what_is_moved_without_a_wait_is_pinned_and_late() -> None:
+    with simulated() as machine:
+        x = torch.ones(N, device="cuda")
+        host = x.to("cpu", non_blocking=True)
+        assert host.is_pinned()
+        assert machine.is_pending(host)
+        assert not machine.counts.waits
+        torch.cuda.synchronize()
+        assert host.all()
+
+
+def test_random_numbers_come_from_the_device_s_own_generator() -> None:
+    def drawn() -> list[torch.Tensor]:
+        made = torch.nn.functional.dropout(torch.ones(N, device="cuda", requires_grad=True), 0.5).detach()
+        return [torch.rand(N, device="cuda").cpu(), torch.randperm(N, device="cuda").cpu(), made.cpu()]
+
+    for seed in range(3):
+        with simulated(seed):
+            torch.manual_seed(3)
+            host = torch.get_rng_state()
+            before = torch.cuda.get_rng_state_all()
+            first, second = drawn(), drawn()
+            assert not torch.equal(first[0], second[0])
+            torch.cuda.set_rng_state(before[0], 0)
+            same(first, drawn())
+            assert torch.equal(host, torch.get_rng_state())
 
 
 # ------------------------------------------------------------------------------------------------------- the product

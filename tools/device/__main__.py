@@ -99,10 +99,8 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
                     pending.result()  # so that one step's work is counted, and all of it
                 if step == MIDDLE:
                     machine.settle()
-                    state = [
-                        *model.parameters(),
-                        *(one for slots in optimizer.state.values() for one in slots.values()),
-                    ]
+                    slots = [one for found in optimizer.state.values() for one in found.values()]
+                    state = [*model.parameters(), *slots]
                     launches, copies = counts.launches, counts.copies
                     row = Row(
                         strategy,
@@ -130,15 +128,8 @@ def show(console: Console, rows: Sequence[Row]) -> None:
     for name in ("state B", "to host B", "to device B", "copies", "launches", "host waits", "held B"):
         table.add_column(name, justify="right")
     for row in rows:
-        numbers = (
-            row.state_bytes,
-            row.to_host,
-            row.to_device,
-            row.copies,
-            row.launches,
-            sum(row.waits.values()),
-            row.held,
-        )
+        waits = sum(row.waits.values())
+        numbers = (row.state_bytes, row.to_host, row.to_device, row.copies, row.launches, waits, row.held)
         table.add_row(row.strategy + (" by an agent" if row.agent else ""), *(f"{one:,}" for one in numbers))
     console.print(table)
     for row in rows:

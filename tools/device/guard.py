@@ -112,7 +112,7 @@ def _has_cuda(_: int) -> bool:
 
 
 @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)
-def _has_context(_: int, device: int) -> bool:
+def _has_context(_: int, __: int) -> bool:
     return False  # else autograd would set the streams of each device
 
 

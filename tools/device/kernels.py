@@ -94,7 +94,7 @@ class Kernels:
         if len(written) == len(schema.returns) or not schema.returns:
             self._sized(op, args, kwargs, written)
             call = self._call(op, args, kwargs, drawn)
-            self._machine.launch(device, lambda: None if call() is None else None, self._spans(args, kwargs))
+            self._machine.launch(device, call, self._spans(args, kwargs))
             return _returned([one for _, one in written], schema)
         shapes = _shapes(op, args, kwargs)
         if shapes is None:
@@ -294,19 +294,17 @@ class Kernels:
     # -- what draws numbers without being given a generator
 
     def _dropout(self, tensor: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-        machine, number = self._machine, tensor.device.index
+        machine, number, dropping = self._machine, tensor.device.index, train is None or train
         out = machine.allocate(number, tensor.dtype, tuple(tensor.size()))
         mask = machine.allocate(number, torch.bool, tuple(tensor.size()))
         here, there, drawn = Span.of(tensor), Span.of(out), Span.of(mask)
         seed = machine.random[number].next()
 
         def run() -> None:
-            keep = drawn.host
-            keep.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seed)) if train in (
-                None,
-                True,
-            ) else keep.fill_(True)
-            there.host.copy_(here.host * keep * (1 / (1 - p) if train in (None, True) and p < 1 else 1.0))
+            keep = drawn.host.fill_(True)
+            if dropping:
+                keep.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seed))
+            there.host.copy_(here.host * keep * (1 / (1 - p) if dropping and p < 1 else 1.0))
 
         machine.launch(number, run, (here, there, drawn))
         return out, mask

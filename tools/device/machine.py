@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -104,14 +104,14 @@ class Machine:
 
     # -- work
 
-    def launch(self, device: int, run: Callable[[], None], spans: Iterable[Span]) -> None:
+    def launch(self, device: int, run: Callable[[], object], spans: Iterable[Span]) -> None:
         """Queue a kernel, or a copy on the device, on the current stream."""
         self.settle()
         self.counts.launches[next(iter(place_here()), None)] += 1
         self.scheduler.push(self.current(device).queue, self._checked(run, spans))
 
     def transfer(
-        self, device: int, run: Callable[[], None], span: Span, host: torch.Tensor | None, *, to_host: bool
+        self, device: int, run: Callable[[], object], span: Span, host: torch.Tensor | None, *, to_host: bool
     ) -> None:
         """Queue a copy over the bus on the current stream.
 
@@ -137,7 +137,7 @@ class Machine:
 
             self.scheduler.push(self.current(device).queue, self._checked(work, (span,)))
 
-    def _checked(self, run: Callable[[], None], spans: Iterable[Span]) -> Callable[[], None]:
+    def _checked(self, run: Callable[[], object], spans: Iterable[Span]) -> Callable[[], None]:
         blocks = {id(span.block): span.block for span in spans}.values()
         where = place_here()
 

@@ -15,8 +15,6 @@ from tools.device.machine import Event, Machine, Stream
 
 __all__ = ["patched"]
 
-_MISSING = object()
-
 
 class _Error(enum.IntEnum):
     success = 0
@@ -33,7 +31,7 @@ class _Runtime:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
-    def cudaHostRegister(self, start: int, nbytes: int, flags: int) -> _Error:  # noqa: N802
+    def cudaHostRegister(self, start: int, nbytes: int, _: int) -> _Error:  # noqa: N802
         if nbytes <= 0 or not start:
             return _Error.invalidValue
         return _Error.success if self._machine.register(start, nbytes) else _Error.hostMemoryAlreadyRegistered
@@ -44,7 +42,7 @@ class _Runtime:
     def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
         return _Error(error).name
 
-    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
+    def cudaMemGetInfo(self, _: int) -> tuple[int, int]:  # noqa: N802
         total = 1 << 34
         return total - self._machine.counts.held, total
 
@@ -60,7 +58,7 @@ def patched(machine: Machine) -> Iterator[None]:
         if int(result) != _Error.success:
             raise RuntimeError(f"CUDA error: {_Error(int(result)).name}")
 
-    def synchronize(device: Any = None) -> None:
+    def synchronize(_: Any = None) -> None:
         machine.wait("synchronize")
 
     @contextlib.contextmanager
@@ -83,8 +81,8 @@ def patched(machine: Machine) -> Iterator[None]:
         "current_device": machine.index,
         "set_device": machine.set_index,
         "device": on_device,
-        "get_device_name": lambda device=None: "a simulated device",
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda _=None: "a simulated device",
+        "get_device_capability": lambda _=None: (9, 0),
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
         "current_stream": machine.current,
@@ -96,18 +94,18 @@ def patched(machine: Machine) -> Iterator[None]:
         "synchronize": synchronize,
         "cudart": lambda: runtime,
         "check_error": check_error,
-        "memory_allocated": lambda device=None: machine.counts.held,
-        "max_memory_allocated": lambda device=None: machine.counts.peak,
-        "reset_peak_memory_stats": lambda device=None: machine.counts.reset(),
-        "mem_get_info": lambda device=None: runtime.cudaMemGetInfo(0),
+        "memory_allocated": lambda _=None: machine.counts.held,
+        "max_memory_allocated": lambda _=None: machine.counts.peak,
+        "reset_peak_memory_stats": lambda _=None: machine.counts.reset(),
+        "mem_get_info": lambda _=None: runtime.cudaMemGetInfo(0),
         "empty_cache": lambda: None,
-        "_sleep": lambda cycles: machine.launch(machine.index(), lambda: None, ()),
+        "_sleep": lambda _: machine.launch(machine.index(), lambda: None, ()),
         **_generators(machine),
     }
     accelerator: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: machine.devices,
-        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
         "current_device_index": machine.index,
         "set_device_index": machine.set_index,
         "current_stream": machine.current,
@@ -165,7 +163,7 @@ def _generators(machine: Machine) -> dict[str, Any]:
 
 def _methods(machine: Machine) -> dict[str, Any]:
     deepcopy = torch.Tensor.__deepcopy__
-    pinned: Any = torch.Tensor.is_pinned
+    moved = torch.Tensor.to
 
     def record_stream(self: torch.Tensor, stream: Stream) -> None:
         if self.is_cuda:
@@ -194,8 +192,22 @@ def _methods(machine: Machine) -> dict[str, Any]:
         memo[id(self)] = made
         return made
 
-    del pinned
-    return {"record_stream": record_stream, "is_pinned": is_pinned, "pin_memory": pin_memory, "__deepcopy__": copied}
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Without a wait torch gives the host pinned memory.
+        if self.is_cuda and (kwargs.get("non_blocking") or any(one is True for one in args)):
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+            if device is not None and device.type == "cpu" and non_blocking:
+                made = torch.empty(self.size(), dtype=dtype or self.dtype, pin_memory=True)
+                return made.copy_(self, non_blocking=True)
+        return moved(self, *args, **kwargs)
+
+    return {
+        "record_stream": record_stream,
+        "is_pinned": is_pinned,
+        "pin_memory": pin_memory,
+        "to": to,
+        "__deepcopy__": copied,
+    }
 
 
 def _pinning(machine: Machine, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
