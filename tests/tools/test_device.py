@@ -7,6 +7,9 @@ the wrong one goes wrong, and the right one under none.
 from __future__ import annotations
 
 import json
+import threading
+import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,9 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
+from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
+from ckptstore.training.staging import Staged  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
@@ -407,6 +413,85 @@ def test_save_and_load_into(tmp_path: Path, seed: int) -> None:
 def test_training_with_a_checkpointer(tmp_path: Path, way: str) -> None:
     with simulated(7) as machine:
         check(tmp_path / "run", "cuda", way, "AdamW foreach", own_stream=True)
+        assert not machine.hazards
+
+
+def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
+    """Snapshots that are taken layer by layer, while the optimizer's next step is queued -> whether all are right."""
+    with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        copies: list[dict[str, torch.Tensor]] = []
+        change(patch)
+        read, moved = TorchSource.read, threading.Condition()
+
+        def later(source: TorchSource, offset: int, out: Any) -> None:
+            """The host comes to the copy only when the next step was queued."""
+            with moved:
+                begun = len(copies)  # without the step itself, whose optimizer has not returned
+                moved.wait_for(lambda: len(copies) > begun + 1 or len(copies) == 3, 0.1)
+            read(source, offset, out)
+
+        if mode == "device":
+            patch.setattr(TorchSource, "read", later)
+        store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
+        with (
+            store.writer(max_in_flight=4) as writer,
+            LayerwiseSnapshots(
+                writer, model, optimizer, lambda: {"model": model.state_dict()}, mode=mode, packed=0
+            ) as it,
+        ):
+            for step in range(1, 4):
+                model(torch.ones(2, 8, device="cuda")).square().mean().backward()
+                it.begin(step)
+                optimizer.step()
+                with moved:
+                    copies.append({name: one.clone() for name, one in model.state_dict().items()})
+                    moved.notify_all()
+                it.save(step)
+        found = [store.load(step)["model"] for step in range(1, 4)]
+        torch.cuda.synchronize()
+        return not machine.hazards and all(
+            torch.equal(one[name].cpu(), wanted[name].cpu())
+            for one, wanted in zip(found, copies, strict=True)
+            for name in wanted
+        )
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_layer_by_layer(mode: str) -> None:
+    assert [seed for seed in range(12) if not layer_by_layer(seed, mode, lambda _: None)] == []
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "nobody waits before the layer changes": lambda patch: patch.setattr(Staged, "gate", lambda _: None),
+    "the copy is not behind the update": lambda patch: patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_product_without_one_of_its_waits_is_caught(mutant: str) -> None:
+    assert any(not layer_by_layer(seed, "device", MUTANTS[mutant]) for seed in SEEDS)
+
+
+def test_a_hook_of_ddp() -> None:
+    """DDP in one process, over a group that sends nothing: its buckets and hooks are torch's own."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    with simulated(3) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
+        try:
+            model = torch.nn.Linear(8, 8, bias=False).cuda()
+            parallel = torch.nn.parallel.DistributedDataParallel(model)
+            hook = TopKHook(density=0.25)
+            hook.register(parallel)
+            parallel(torch.arange(16.0, device="cuda").view(2, 8)).sum().backward()
+            assert model.weight.grad is not None
+            assert torch.count_nonzero(model.weight.grad).item() == 16
+        finally:
+            torch.distributed.destroy_process_group()
+        torch.cuda.synchronize()
         assert not machine.hazards
 
 

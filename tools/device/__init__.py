@@ -23,6 +23,7 @@ draw numbers without a generator (dropout is there).
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -57,6 +58,7 @@ def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
         raise RuntimeError(why)
     if not _ONE.acquire(blocking=False):
         raise RuntimeError("a machine is simulated already")
+    _forget_devices()
     machine = Machine(seed, devices)
     kernels = Kernels(machine)
     try:
@@ -69,6 +71,16 @@ def simulated(seed: int = 0, devices: int = 1) -> Iterator[Machine]:
         with patched(machine), torch.autograd.set_multithreading_enabled(False):
             yield machine
     finally:
+        _forget_devices()
         kernels.remove()
         guard.removed()
         _ONE.release()
+
+
+def _forget_devices() -> None:
+    """Empty the caches of ckptstore's modules that use torch: they keep streams and tensors of each device."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ckptstore.") and getattr(module, "torch", None) is torch:
+            for one in list(vars(module).values()):
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()

@@ -85,6 +85,8 @@ class Machine:
 
     def set_current(self, stream: Stream) -> None:
         """Make it the current one of its device, and that the current device, of this thread."""
+        if stream._machine is not self:
+            raise RuntimeError("a stream of a machine that is no longer simulated")
         self._here.__dict__.setdefault("streams", {})[stream.device.index] = stream
         self._here.device = stream.device.index
 
