@@ -193,6 +193,48 @@ def test_what_is_not_goes_wrong_under_some(program: Callable[[bool], bool]) -> N
     assert any(not outcome(program, False, seed) for seed in SEEDS)
 
 
+ON_DEVICES = [
+    update_waits,
+    memory_is_kept,
+    the_right_stream_waits,
+    the_right_event_is_waited_for,
+    the_right_device_waits,
+]
+"""Mistakes that need no seed: what streams do to memory is known. What the host reads and writes itself is not."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("program", ON_DEVICES, ids=lambda one: one.__name__)
+def test_what_nothing_orders_is_found_under_every_seed(program: Callable[[bool], bool], seed: int) -> None:
+    with simulated(seed, devices=2) as machine:
+        program(False)
+        torch.cuda.synchronize()
+        assert machine.hazards
+
+
+def test_two_streams_may_share_memory_that_neither_writes_or_that_is_apart() -> None:
+    with simulated() as machine:
+        x, one, other = torch.zeros(N, device="cuda"), torch.cuda.Stream(), torch.cuda.Stream()
+        for stream, half in ((one, x[: N // 2]), (other, x[N // 2 :])):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                half.add_(1)
+        for stream in (one, other):
+            torch.cuda.current_stream().wait_stream(stream)
+        for stream in (one, other):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                x.sum()
+            stream.synchronize()
+        assert not machine.hazards
+        with torch.cuda.stream(one):
+            x.add_(1)
+        with torch.cuda.stream(other):
+            x.sum()
+        assert any("nothing orders" in one for one in machine.hazards)
+        torch.cuda.synchronize()
+
+
 def test_host_memory_that_is_unregistered_under_a_copy() -> None:
     with simulated() as machine:
         host = registered()

@@ -13,8 +13,9 @@
         device.counts.to_host                 # 16
 
 Seed 0 runs everything as late as streams and events permit; any other one decides how eager each stream is. So the
-order of a program's device work is tested: whatever it forgot to order goes wrong under some seed. See `machine` for
-what is counted and found, `kernels` for what is simulated.
+order of a program's device work is tested: whatever it forgot to order goes wrong under some seed. Beside that
+``device.hazards`` lists, under any seed, what streams do to memory that nothing orders. See `machine` for what is
+counted and found, `kernels` for what is simulated.
 
 What is not: time, CUDA graphs, generators of one's own on a device, collectives of several devices, operations that
 draw numbers without a generator (dropout is there).

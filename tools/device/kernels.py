@@ -94,7 +94,8 @@ class Kernels:
         if len(written) == len(schema.returns) or not schema.returns:
             self._sized(op, args, kwargs, written)
             call = self._call(op, args, kwargs, drawn)
-            self._machine.launch(device, call, self._spans(args, kwargs))
+            changed = self._spans([one for _, one in written], {})
+            self._machine.launch(device, call, self._spans(args, kwargs), changed)
             return _returned([one for _, one in written], schema)
         shapes = _shapes(op, args, kwargs)
         if shapes is None:
@@ -114,7 +115,7 @@ class Kernels:
             for span, result in zip(outputs, _tensors(call()), strict=True):
                 span.host.copy_(result)
 
-        self._machine.launch(device, run, [*self._spans(args, kwargs), *outputs])
+        self._machine.launch(device, run, self._spans(args, kwargs), outputs)
         return made
 
     def _now(self, op: Any, device: int, args: Any, kwargs: Any) -> Any:
@@ -260,7 +261,7 @@ class Kernels:
         if into.device != source.device:  # as torch does it: on the source's stream, ordered with the other one
             from_, to = machine.current(source.device), machine.current(into.device)
             from_.wait_stream(to)
-        machine.launch(source.device.index, lambda: _copied(there.host, here.host), (there, here))
+        machine.launch(source.device.index, lambda: _copied(there.host, here.host), (here,), (there,))
         if into.device != source.device:
             to.wait_stream(from_)
 
@@ -306,7 +307,7 @@ class Kernels:
                 keep.bernoulli_(1 - p, generator=torch.Generator().manual_seed(seed))
             there.host.copy_(here.host * keep * (1 / (1 - p) if dropping and p < 1 else 1.0))
 
-        machine.launch(number, run, (here, there, drawn))
+        machine.launch(number, run, (here,), (there, drawn))
         return out, mask
 
 

@@ -14,6 +14,7 @@ from tools.device import memory
 from tools.device.counts import Counts, Wait, place_here
 from tools.device.memory import Block, HostRanges, Span
 from tools.device.queues import Position, Queue, Scheduler
+from tools.device.races import Access, Accesses, Order
 
 __all__ = ["Event", "Machine", "Stream"]
 
@@ -38,14 +39,16 @@ class Machine:
     Attributes:
         counts: what was counted.
         hazards: what was found to be wrong: memory that was read or written after it was freed and overwritten, host
-            memory that was unregistered while a copy to or from it was queued.
+            memory that was unregistered while a copy to or from it was queued, and what no stream and no event orders
+            (`races`): two jobs that touch the same memory, memory that is freed while another stream may read it.
         devices: how many there are.
         scheduler: decides what runs when.
     """
 
     def __init__(self, seed: int, devices: int = 1) -> None:
         self.devices = devices
-        self.scheduler = Scheduler(seed)
+        self.order = Order()
+        self.scheduler = Scheduler(seed, self.order)
         self.counts = Counts()
         self.hazards: list[str] = []
         self.ranges = HostRanges()
@@ -54,6 +57,7 @@ class Machine:
         self._here = threading.local()
         self._copying: dict[int, tuple[int, int]] = {}  # queued copies over the bus: where in host memory
         self._copies = 0
+        self._on_host = Accesses()
 
     # -- streams
 
@@ -106,11 +110,16 @@ class Machine:
 
     # -- work
 
-    def launch(self, device: int, run: Callable[[], object], spans: Iterable[Span]) -> None:
+    def launch(
+        self, device: int, run: Callable[[], object], reads: Iterable[Span], writes: Iterable[Span] = ()
+    ) -> None:
         """Queue a kernel, or a copy on the device, on the current stream."""
         self.settle()
         self.counts.launches[next(iter(place_here()), None)] += 1
-        self.scheduler.push(self.current(device).queue, self._checked(run, spans))
+        reads, writes = list(reads), list(writes)
+        with self.scheduler.lock:
+            position = self.scheduler.push(self.current(device).queue, self._checked(run, (*reads, *writes)))
+            self._ordered(position, reads, writes)
 
     def transfer(
         self, device: int, run: Callable[[], object], span: Span, host: torch.Tensor | None, *, to_host: bool
@@ -137,7 +146,25 @@ class Machine:
                 self._copying.pop(number, None)
                 run()
 
-            self.scheduler.push(self.current(device).queue, self._checked(work, (span,)))
+            position = self.scheduler.push(self.current(device).queue, self._checked(work, (span,)))
+            self._ordered(position, [span] if to_host else [], [] if to_host else [span])
+            if host is not None:
+                start, nbytes = memory.host_span(host)
+                access = Access(position, to_host, start, start + nbytes, place_here())
+                self._unordered(access, self._on_host.add(access, self.order.at(position)))
+
+    def _ordered(self, position: Position, reads: Iterable[Span], writes: Iterable[Span]) -> None:
+        clock, where = self.order.at(position), place_here()
+        for spans, writing in ((reads, False), (writes, True)):
+            for span in spans:
+                access = Access(position, writing, *span.reach, where)
+                self._unordered(access, span.block.accesses.add(access, clock))
+
+    def _unordered(self, access: Access, others: Iterable[Access]) -> None:
+        for one in others:
+            what = f"{'written' if access.writes else 'read'} at {access.where or 'a place of the caller'}"
+            before = f"{'written' if one.writes else 'read'} at {one.where or 'a place of the caller'}"
+            self._hazard(f"memory is {what}, which nothing orders with its being {before}")
 
     def _checked(self, run: Callable[[], object], spans: Iterable[Span]) -> Callable[[], None]:
         blocks = {id(span.block): span.block for span in spans}.values()
@@ -184,7 +211,8 @@ class Machine:
         """Give back what was freed meanwhile."""
         with self.scheduler.lock:
             for block in memory.freed():
-                self._reclaim(block)
+                if block.stream.owner is self.scheduler:  # else it is of a machine that was simulated before
+                    self._reclaim(block)
 
     def _reclaim(self, block: Block) -> None:
         def overwrite() -> None:
@@ -193,9 +221,17 @@ class Machine:
             if block.used:
                 self.counts.gave(block.nbytes, block.where)
 
+        waits = memory.settled(block)
+        clock = self.order.at(*waits)
+        for one in block.accesses.found:
+            if not one.known_to(clock):
+                self._hazard(
+                    f"memory of {block.nbytes} bytes was freed while another stream may use it, as queued at "
+                    f"{one.where or 'a place of the caller'}: record_stream was not called"
+                )
         if not block.used:
             self.counts.gave(block.nbytes, block.where)  # the allocator gives it to the next one at once
-        self.scheduler.reclaim(overwrite, memory.settled(block))
+        self.scheduler.reclaim(overwrite, waits)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """`Tensor.record_stream`."""

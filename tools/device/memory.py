@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from tools.device.queues import Position, Queue
+from tools.device.races import Accesses
 
 __all__ = ["POISON", "Block", "HostRanges", "Span", "aliased", "allocated", "block_of", "freed", "host_span", "settled"]
 
@@ -76,6 +77,7 @@ class Block:
         used: where other streams were when `record_stream` named them.
         where: who allocated it, in ckptstore; None: somebody else.
         poisoned: it was freed, and overwritten.
+        accesses: the jobs that touch it.
     """
 
     device: int
@@ -86,6 +88,7 @@ class Block:
     where: str | None
     used: set[Queue] = field(default_factory=set)
     poisoned: bool = False
+    accesses: Accesses = field(default_factory=Accesses)
 
 
 _live: dict[int, tuple[_Managed, Block, Any]] = {}  # by the address of what torch calls back with
@@ -175,6 +178,14 @@ class Span:
         made.set_(self.block.host.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
         made = made.conj() if self.conjugated else made
         return torch._neg_view(made) if self.negated else made
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Where in the block it begins and ends, in bytes."""
+        if 0 in self.size:
+            return 0, 0
+        last = sum((many - 1) * step for many, step in zip(self.size, self.stride, strict=True))
+        return self.offset * self.dtype.itemsize, (self.offset + last + 1) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 __all__ = ["Job", "Position", "Queue", "Scheduler"]
 
@@ -42,10 +42,12 @@ class Queue:
 
     Attributes:
         eagerness: with which probability it runs a job whenever the host does something.
+        owner: the scheduler that runs it.
         pushed, done: how many jobs it was given, and how many have run.
     """
 
     eagerness: float
+    owner: Scheduler | None = None
     jobs: deque[Job] = field(default_factory=deque)
     pushed: int = 0
     done: int = 0
@@ -61,6 +63,16 @@ class Queue:
         return bool(self.jobs) and all(queue.done >= count for queue, count in self.jobs[0].waits)
 
 
+class Watcher(Protocol):
+    """Is told what is queued, and what the host knows to be done: `races.Order`."""
+
+    def pushed(self, position: Position, waits: Iterable[Position]) -> None:
+        """A job was queued."""
+
+    def seen(self, position: Position | None) -> None:
+        """The host knows that this is done; None: everything."""
+
+
 class Scheduler:
     """Runs queued jobs in an order that a seed decides, and that streams and events permit.
 
@@ -69,13 +81,15 @@ class Scheduler:
         late: nothing runs before somebody waits for it.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, watcher: Watcher | None = None) -> None:
         """
         Args:
+            watcher: is told of it.
             seed: 0 runs everything as late as the order permits. Any other one decides, for each stream, how eager it
                 is.
         """
         self.lock = threading.RLock()
+        self._watcher = watcher
         self.late = seed == 0
         self._random = random.Random(seed)
         self._queues: list[Queue] = []
@@ -87,16 +101,19 @@ class Scheduler:
         """A new queue."""
         with self.lock:
             eagerness = 0.0 if self.late else self._random.choice((0.0, 0.0, 0.05, 0.3, 0.8, 1.0))
-            made = Queue(eagerness)
+            made = Queue(eagerness, self)
             self._queues.append(made)
             return made
 
     def push(self, queue: Queue, run: Callable[[], None] | None, waits: Iterable[Position] = ()) -> Position:
         """Queue a job -> the position that includes it."""
         with self.lock:
-            queue.jobs.append(Job(run, tuple(waits)))
+            job = Job(run, tuple(waits))
+            queue.jobs.append(job)
             queue.pushed += 1
             position = queue.end
+            if self._watcher is not None:
+                self._watcher.pushed(position, job.waits)
             self.tick()
             return position
 
@@ -119,6 +136,7 @@ class Scheduler:
             if queue.done < count:
                 return False
             self._asked.pop(position, None)
+            self._seen(position)
             return True
 
     def run_to(self, position: Position) -> int:
@@ -128,6 +146,7 @@ class Scheduler:
             queue, count = position
             outstanding = max(0, count - queue.done)
             self._run_to(queue, count)
+            self._seen(position)
             return outstanding
 
     def run_all(self) -> int:
@@ -138,7 +157,12 @@ class Scheduler:
                 for queue in self._queues:
                     self._run_to(queue, queue.pushed)
             self._reclaimed(everything=True)
+            self._seen(None)
             return outstanding
+
+    def _seen(self, position: Position | None) -> None:
+        if self._watcher is not None:
+            self._watcher.seen(position)
 
     def tick(self) -> None:
         """The host did something: the device may do some of its work meanwhile."""
