@@ -195,7 +195,8 @@ def _methods(machine: Machine) -> dict[str, Any]:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Without a wait torch gives the host pinned memory.
         if self.is_cuda and (kwargs.get("non_blocking") or any(one is True for one in args)):
-            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+            asked = {name: one for name, one in kwargs.items() if name != "copy"}  # from a device it always is one
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args[:3], **asked)
             if device is not None and device.type == "cpu" and non_blocking:
                 made = torch.empty(self.size(), dtype=dtype or self.dtype, pin_memory=True)
                 return made.copy_(self, non_blocking=True)
