@@ -1,0 +1,548 @@
+"""The simulated accelerator: it keeps the order that streams and events give, and no other.
+
+Each known mistake in ordering device work is a small program here, beside the one that does it right: under some seed
+the wrong one goes wrong, and the right one under none.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
+from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
+from ckptstore.training.staging import Staged  # noqa: E402
+from tests.store.states import same  # noqa: E402
+from tests.training.test_on_device import check  # noqa: E402
+from tools.device import simulated, why_not  # noqa: E402
+from tools.device.__main__ import main, measured  # noqa: E402
+from tools.device.queues import Scheduler  # noqa: E402
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+SEEDS = range(16)
+N = 64
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None) -> None:
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+# ------------------------------------------------------------------------------------------------------ the mistakes
+
+
+def registered(count: int = N) -> torch.Tensor:
+    """Host memory that copies need not wait for."""
+    memory = np.zeros(count, np.float32)
+    assert torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0) == 0
+    return torch.from_numpy(memory)
+
+
+def update_waits(right: bool) -> bool:
+    """The state changes in place while its copy is queued."""
+    state, host, stream = torch.full((N,), 1.0, device="cuda"), registered(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        host.copy_(state, non_blocking=True)
+        event = stream.record_event()
+    if right:
+        torch.cuda.current_stream().wait_event(event)
+    state.add_(1)
+    event.synchronize()
+    return bool((host == 1).all())
+
+
+def memory_is_kept(right: bool) -> bool:
+    """A tensor is freed while another stream's copy of it is queued."""
+    host, stream = registered(), torch.cuda.Stream()
+    state = torch.full((N,), 1.0, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        host.copy_(state, non_blocking=True)
+        event = stream.record_event()
+    if right:
+        state.record_stream(stream)
+    del state
+    torch.full((N,), 2.0, device="cuda")
+    event.synchronize()
+    return bool((host == 1).all())
+
+
+def host_waits(right: bool) -> bool:
+    """The host reads what is only queued."""
+    host = registered()
+    host.copy_(torch.full((N,), 1.0, device="cuda"), non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    if right:
+        event.synchronize()
+    return bool((host == 1).all())
+
+
+def buffer_is_free(right: bool) -> bool:
+    """A host buffer is used for the next copy before the first was taken out of it."""
+    host, stream = registered(), torch.cuda.Stream()
+    found = []
+    events = []
+    for number in (1.0, 2.0):
+        state = torch.full((N,), number, device="cuda")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            host.copy_(state, non_blocking=True)
+            events.append(stream.record_event())
+        state.record_stream(stream)
+        if right:
+            events[-1].synchronize()
+            found.append(host.clone())
+    if not right:
+        for event in events:
+            event.synchronize()
+            found.append(host.clone())
+    return all(bool((one == number).all()) for one, number in zip(found, (1, 2), strict=True))
+
+
+def upload_is_taken(right: bool) -> bool:
+    """A registered host buffer is overwritten while its copy to the device is queued."""
+    host = registered()
+    host.fill_(1)
+    state = torch.zeros(N, device="cuda")
+    state.copy_(host, non_blocking=True)
+    if right:
+        torch.cuda.current_stream().synchronize()
+    host.fill_(2)
+    return bool((state.cpu() == 1).all())
+
+
+def the_right_stream_waits(right: bool) -> bool:
+    """The copying stream waits for the default stream; the state was made on the caller's own."""
+    own, host, stream = torch.cuda.Stream(), registered(), torch.cuda.Stream()
+    state = torch.zeros(N, device="cuda")
+    own.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(own):
+        state.fill_(1)
+        waited = torch.cuda.current_stream() if right else torch.cuda.default_stream()
+        stream.wait_stream(waited)
+    with torch.cuda.stream(stream):
+        host.copy_(state, non_blocking=True)
+        stream.record_event().synchronize()
+    return bool((host == 1).all())
+
+
+def the_right_event_is_waited_for(right: bool) -> bool:
+    """The host waits for an event that was recorded before the copy."""
+    host, stream = registered(), torch.cuda.Stream()
+    state = torch.full((N,), 1.0, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    before = stream.record_event()
+    with torch.cuda.stream(stream):
+        host.copy_(state, non_blocking=True)
+    (stream.record_event() if right else before).synchronize()
+    return bool((host == 1).all())
+
+
+def the_right_device_waits(right: bool) -> bool:
+    """Of two devices, the stream of the other one is waited for."""
+    state = torch.zeros(N, device="cuda:1")
+    host, stream = registered(), torch.cuda.Stream("cuda:1")
+    state.fill_(1)
+    stream.wait_stream(torch.cuda.current_stream("cuda:1" if right else "cuda:0"))
+    with torch.cuda.stream(stream):
+        host.copy_(state, non_blocking=True)
+        stream.record_event().synchronize()
+    return bool((host == 1).all())
+
+
+PROGRAMS: list[Callable[[bool], bool]] = [
+    update_waits,
+    memory_is_kept,
+    host_waits,
+    buffer_is_free,
+    upload_is_taken,
+    the_right_stream_waits,
+    the_right_event_is_waited_for,
+    the_right_device_waits,
+]
+
+
+def outcome(program: Callable[[bool], bool], right: bool, seed: int) -> bool:
+    with simulated(seed, devices=2) as machine:
+        good = program(right)
+        torch.cuda.synchronize()
+        return good and not machine.hazards
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+def test_what_is_ordered_is_right_under_every_seed(program: Callable[[bool], bool]) -> None:
+    assert [seed for seed in SEEDS if not outcome(program, True, seed)] == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+def test_what_is_not_goes_wrong_under_some(program: Callable[[bool], bool]) -> None:
+    assert any(not outcome(program, False, seed) for seed in SEEDS)
+
+
+ON_DEVICES = [
+    update_waits,
+    memory_is_kept,
+    the_right_stream_waits,
+    the_right_event_is_waited_for,
+    the_right_device_waits,
+]
+"""Mistakes that need no seed: what streams do to memory is known. What the host reads and writes itself is not."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("program", ON_DEVICES, ids=lambda one: one.__name__)
+def test_what_nothing_orders_is_found_under_every_seed(program: Callable[[bool], bool], seed: int) -> None:
+    with simulated(seed, devices=2) as machine:
+        program(False)
+        torch.cuda.synchronize()
+        assert machine.hazards
+
+
+def test_two_streams_may_share_memory_that_neither_writes_or_that_is_apart() -> None:
+    with simulated() as machine:
+        x, one, other = torch.zeros(N, device="cuda"), torch.cuda.Stream(), torch.cuda.Stream()
+        for stream, half in ((one, x[: N // 2]), (other, x[N // 2 :])):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                half.add_(1)
+        for stream in (one, other):
+            torch.cuda.current_stream().wait_stream(stream)
+        for stream in (one, other):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                x.sum()
+            stream.synchronize()
+        assert not machine.hazards
+        with torch.cuda.stream(one):
+            x.add_(1)
+        with torch.cuda.stream(other):
+            x.sum()
+        assert any("nothing orders" in one for one in machine.hazards)
+        torch.cuda.synchronize()
+
+
+def test_host_memory_that_is_unregistered_under_a_copy() -> None:
+    with simulated() as machine:
+        host = registered()
+        host.copy_(torch.ones(N, device="cuda"), non_blocking=True)
+        assert torch.cuda.cudart().cudaHostUnregister(host.data_ptr()) == 0
+        assert len(machine.hazards) == 1
+        assert torch.cuda.cudart().cudaHostUnregister(host.data_ptr()) == 713
+        torch.cuda.synchronize()
+
+
+# ------------------------------------------------------------------------------------------ the rules by themselves
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_queue_keeps_its_order_and_its_waits(seed: int) -> None:
+    """Random queues and waits: whatever the seed, nothing runs before what it stands behind."""
+    random = np.random.default_rng(seed)
+    scheduler = Scheduler(seed)
+    queues = [scheduler.queue() for _ in range(4)]
+    ran: list[tuple[int, int]] = []
+    behind: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for _ in range(60):
+        number, other = random.integers(4, size=2)
+        job, waits = (int(number), queues[number].pushed), queues[other].end
+        behind[job] = [(int(other), count) for count in range(waits[1])] if other != number else []
+        scheduler.push(queues[number], lambda job=job: ran.append(job), [waits] if other != number else [])
+        if random.random() < 0.1:
+            scheduler.run_to(queues[other].end)
+    scheduler.run_all()
+    places = {job: place for place, job in enumerate(ran)}
+    assert len(places) == 60
+    for job, before in behind.items():
+        assert all(places[one] < places[job] for one in before)
+        assert job[1] == 0 or places[job[0], job[1] - 1] < places[job]
+
+
+def test_seed_0_is_as_late_as_it_can_be() -> None:
+    with simulated() as machine:
+        host = torch.zeros(N).pin_memory()
+        assert host.is_pinned()
+        assert not torch.zeros(N).is_pinned()
+        host.copy_(torch.ones(N, device="cuda"), non_blocking=True)
+        event = torch.cuda.current_stream().record_event()
+        assert not event.query()
+        assert machine.is_pending(host)
+        assert not host.any()
+        assert machine.counts.to_host == 4 * N
+        assert not machine.counts.waits
+        event.synchronize()
+        assert host.all()
+        assert event.query()
+        assert not machine.is_pending(host)
+
+
+def test_who_polls_is_told_in_the_end() -> None:
+    with simulated():
+        torch.ones(N, device="cuda")
+        event = torch.cuda.current_stream().record_event()
+        assert any(event.query() for _ in range(100))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pageable_memory_is_copied_at_once(seed: int) -> None:
+    with simulated(seed) as machine:
+        host = torch.zeros(N)
+        host.copy_(torch.ones(N, device="cuda"), non_blocking=True)
+        assert host.all()
+        assert [one.why for one in machine.counts.waits] == ["copy to pageable host memory"]
+        state = torch.zeros(N, device="cuda")
+        state.copy_(host, non_blocking=True)
+        host.zero_()  # it was read already
+        assert state.cpu().all()
+
+
+def test_what_torch_does_with_them_is_what_it_does_on_the_cpu() -> None:
+    """Views, strides, types, sizes that data decides, out= and in-place forms."""
+
+    def program(device: str) -> list[Any]:
+        x = torch.arange(24.0, device=device).reshape(4, 6)
+        y = x.t()[1:4, ::2]
+        x[1, 2:4] = -1
+        y = y.clone().add_(1)
+        z = torch.cat([y.reshape(-1), x.to(torch.bfloat16).float().flatten()])
+        found = [x, y, z, x.double(), x > 3, x[x > 3], torch.nonzero(x), x.unique(), z.sort().values, x[None, 1]]
+        found += [torch.stack([x, x]).sum(0), x @ x.t(), x.view(torch.int32), x.expand(2, 4, 6).contiguous()]
+        found += [x.masked_fill(x > 2, 0), torch.where(x > 2, x, -x), x.cumsum(0), x.std(), x.softmax(1), x.half()]
+        found += [torch.view_as_real(torch.complex(x, x).conj().resolve_conj()), z.topk(3).indices, x.new_zeros(3)]
+        found += [torch.tensor([1, 2], device=device), torch.complex(x, x).imag, torch.complex(x, x).conj().imag]
+        return [*found, x.sum().item(), bool(torch.equal(x, x)), x.tolist(), torch.searchsorted(z.sort().values, x)]
+
+    wanted = program("cpu")
+    for seed in range(3):
+        with simulated(seed):
+            found = program("cuda")
+            assert all(one.is_cuda and type(one) is torch.Tensor for one in found if isinstance(one, torch.Tensor))
+            found = [one.cpu() if isinstance(one, torch.Tensor) else one for one in found]
+        for one, other in zip(wanted, found, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+            else:
+                assert one == other
+
+
+FORMS: list[Callable[[Any], Any]] = [
+    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=False),
+    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
+    lambda ps: torch.optim.Adam(ps, foreach=False),
+    lambda ps: torch.optim.Adam(ps, foreach=True),
+    lambda ps: torch.optim.AdamW(ps, foreach=False),
+    lambda ps: torch.optim.AdamW(ps, foreach=True),
+    lambda ps: torch.optim.AdamW(ps, fused=True),
+]
+
+
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_a_model_is_trained_as_on_the_cpu(form: int) -> None:
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inner = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.GELU()
+        model = torch.nn.Sequential(*inner, torch.nn.Linear(16, 2)).to(device)
+        optimizer = FORMS[form](list(model.parameters()))
+        for _ in range(3):
+            model(torch.ones(4, 8, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().cpu() for one in model.parameters()]
+
+    wanted = train("cpu")
+    for seed in (0, 5):
+        with simulated(seed) as machine:
+            found = train("cuda")
+            assert not machine.hazards
+        for one, other in zip(wanted, found, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_nothing_stays_behind() -> None:
+    before = torch.cuda.Stream, torch.Tensor.record_stream, torch.empty, torch.cuda.is_available
+    with simulated():
+        torch.ones(3, device="cuda")
+    assert before == (torch.cuda.Stream, torch.Tensor.record_stream, torch.empty, torch.cuda.is_available)
+    assert not torch.cuda.is_available()
+    assert not torch.accelerator.is_available()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(3, device="cuda")
+    x = torch.ones(3, requires_grad=True)
+    x.sum().backward()  # autograd asks torch's hooks again
+
+
+def test_memory_is_counted() -> None:
+    with simulated() as machine:
+        kept = torch.empty(100, dtype=torch.uint8, device="cuda")
+        machine.counts.reset()
+        one = torch.empty(1000, dtype=torch.uint8, device="cuda")
+        del one
+        torch.empty(10, dtype=torch.uint8, device="cuda")
+        assert machine.counts.extra == 1000
+        assert kept.untyped_storage().nbytes() == 100
+
+
+def test_what_is_moved_without_a_wait_is_pinned_and_late() -> None:
+    with simulated() as machine:
+        x = torch.ones(N, device="cuda")
+        host = x.to("cpu", non_blocking=True)
+        assert host.is_pinned()
+        assert machine.is_pending(host)
+        assert not machine.counts.waits
+        torch.cuda.synchronize()
+        assert host.all()
+
+
+def test_random_numbers_come_from_the_device_s_own_generator() -> None:
+    def drawn() -> list[torch.Tensor]:
+        made = torch.nn.functional.dropout(torch.ones(N, device="cuda", requires_grad=True), 0.5).detach()
+        return [torch.rand(N, device="cuda").cpu(), torch.randperm(N, device="cuda").cpu(), made.cpu()]
+
+    for seed in range(3):
+        with simulated(seed):
+            torch.manual_seed(3)
+            host = torch.get_rng_state()
+            before = torch.cuda.get_rng_state_all()
+            first, second = drawn(), drawn()
+            assert not torch.equal(first[0], second[0])
+            torch.cuda.set_rng_state(before[0], 0)
+            same(first, drawn())
+            assert torch.equal(host, torch.get_rng_state())
+
+
+# ------------------------------------------------------------------------------------------------------- the product
+
+
+def trained_state() -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(5000.0, device="cuda"), "y": torch.arange(12.0, device="cuda").reshape(3, 4).t()}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_save_and_load_into(tmp_path: Path, seed: int) -> None:
+    """The state changes right after each save, in the stream of the caller."""
+    with simulated(seed) as machine, torch.cuda.stream(torch.cuda.Stream()):
+        store = ckptstore.open(tmp_path / "run")
+        state, copies = trained_state(), []
+        with store.writer() as writer:
+            for step in range(1, 4):
+                copies.append({name: one.clone() for name, one in state.items()})
+                writer.save_async(state, step)
+                for one in state.values():
+                    one.mul_(1.5)
+        for step, wanted in enumerate(copies, 1):
+            into = {name: torch.empty_like(one) for name, one in state.items()}
+            store.load(step, into=into)
+            same({name: one.cpu() for name, one in wanted.items()}, {name: one.cpu() for name, one in into.items()})
+        assert not machine.hazards
+        assert machine.counts.waits
+
+
+@pytest.mark.parametrize("way", ["full", "delta", "gradient"])
+def test_training_with_a_checkpointer(tmp_path: Path, way: str) -> None:
+    with simulated(7) as machine:
+        check(tmp_path / "run", "cuda", way, "AdamW foreach", own_stream=True, scaled=way == "gradient")
+        assert not machine.hazards
+
+
+def layer_by_layer(seed: int, mode: str, change: Callable[[pytest.MonkeyPatch], object]) -> bool:
+    """Snapshots that are taken layer by layer, while the optimizer's next step is queued -> whether all are right."""
+    with simulated(seed) as machine, pytest.MonkeyPatch.context() as patch, torch.cuda.stream(torch.cuda.Stream()):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        copies: list[dict[str, torch.Tensor]] = []
+        change(patch)
+        read, moved = TorchSource.read, threading.Condition()
+
+        def later(source: TorchSource, offset: int, out: Any) -> None:
+            """The host comes to the copy only when the next step was queued."""
+            with moved:
+                begun = len(copies)  # without the step itself, whose optimizer has not returned
+                moved.wait_for(lambda: len(copies) > begun + 1 or len(copies) == 3, 0.1)
+            read(source, offset, out)
+
+        if mode == "device":
+            patch.setattr(TorchSource, "read", later)
+        store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
+        with (
+            store.writer(max_in_flight=4) as writer,
+            LayerwiseSnapshots(
+                writer, model, optimizer, lambda: {"model": model.state_dict()}, mode=mode, packed=0
+            ) as it,
+        ):
+            for step in range(1, 4):
+                model(torch.ones(2, 8, device="cuda")).square().mean().backward()
+                it.begin(step)
+                optimizer.step()
+                with moved:
+                    copies.append({name: one.clone() for name, one in model.state_dict().items()})
+                    moved.notify_all()
+                it.save(step)
+        found = [store.load(step)["model"] for step in range(1, 4)]
+        torch.cuda.synchronize()
+        return not machine.hazards and all(
+            torch.equal(one[name].cpu(), wanted[name].cpu())
+            for one, wanted in zip(found, copies, strict=True)
+            for name in wanted
+        )
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_layer_by_layer(mode: str) -> None:
+    assert [seed for seed in range(12) if not layer_by_layer(seed, mode, lambda _: None)] == []
+
+
+MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "nobody waits before the layer changes": lambda patch: patch.setattr(Staged, "gate", lambda _: None),
+    "the copy is not behind the update": lambda patch: patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_product_without_one_of_its_waits_is_caught(mutant: str) -> None:
+    assert any(not layer_by_layer(seed, "device", MUTANTS[mutant]) for seed in SEEDS)
+
+
+def test_a_hook_of_ddp() -> None:
+    """DDP in one process, over a group that sends nothing: its buckets and hooks are torch's own."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    with simulated(3) as machine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=1)
+        try:
+            model = torch.nn.Linear(8, 8, bias=False).cuda()
+            parallel = torch.nn.parallel.DistributedDataParallel(model)
+            hook = TopKHook(density=0.25)
+            hook.register(parallel)
+            parallel(torch.arange(16.0, device="cuda").view(2, 8)).sum().backward()
+            assert model.weight.grad is not None
+            assert torch.count_nonzero(model.weight.grad).item() == 16
+        finally:
+            torch.distributed.destroy_process_group()
+        torch.cuda.synchronize()
+        assert not machine.hazards
+
+
+def test_the_table_of_a_step(tmp_path: Path) -> None:
+    row = measured(tmp_path / "run", "full", parameters=6, seed=0)
+    assert row.to_host >= row.state_bytes > 0
+    assert row.waits
+    said = CliRunner().invoke(main, ["--json", "--parameters", "6", "--strategy", "delta"])
+    assert said.exit_code == 0, said.output
+    (found,) = json.loads(said.output)["rows"]
+    assert found["strategy"] == "delta"
+    assert found["launches"] >= 0

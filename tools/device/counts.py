@@ -1,0 +1,109 @@
+"""What a simulated device counts: bytes over the bus, waits of the host and who asked for them, launches, memory."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Counts", "Wait", "place_here"]
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_PRODUCT: Final = f"{_ROOT / 'ckptstore'}/"
+_DEPTH: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The host waited for a device.
+
+    Attributes:
+        why: which call it was.
+        where: up to three places in ckptstore, the innermost first, ``file:line``; empty: not ckptstore asked.
+        outstanding: how many jobs were not done yet.
+    """
+
+    why: str
+    where: tuple[str, ...]
+    outstanding: int
+
+
+@dataclass
+class Counts:
+    """What was counted since the last `reset`.
+
+    Attributes:
+        to_host, to_device: bytes over the bus.
+        launches: kernels and copies on the device that were queued, by the place in ckptstore; None: by others.
+        copies: copies over the bus, likewise.
+        waits: of the host.
+        held: bytes of device memory now.
+        peak: the most that was held since the reset.
+        base: what was held at the reset.
+        product, product_peak: likewise, of what was allocated by ckptstore.
+    """
+
+    to_host: int = 0
+    to_device: int = 0
+    launches: Counter[str | None] = field(default_factory=Counter)
+    copies: Counter[str | None] = field(default_factory=Counter)
+    waits: list[Wait] = field(default_factory=list)
+    held: int = 0
+    peak: int = 0
+    base: int = 0
+    product: int = 0
+    product_peak: int = 0
+
+    def reset(self) -> None:
+        """Begin anew; what is held stays."""
+        self.to_host = self.to_device = 0
+        self.launches.clear()
+        self.copies.clear()
+        self.waits.clear()
+        self.base = self.peak = self.held
+        self.product_peak = self.product
+
+    @property
+    def extra(self) -> int:
+        """The most bytes that were held beyond those at the reset."""
+        return self.peak - self.base
+
+    def took(self, nbytes: int, where: str | None) -> None:
+        """Memory was allocated."""
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+        if where is not None:
+            self.product += nbytes
+            self.product_peak = max(self.product_peak, self.product)
+
+    def gave(self, nbytes: int, where: str | None) -> None:
+        """Memory that was allocated there is free again."""
+        self.held -= nbytes
+        if where is not None:
+            self.product -= nbytes
+
+    def of_product(self, counted: Counter[str | None]) -> int:
+        """How many of those are ckptstore's."""
+        return sum(number for where, number in counted.items() if where is not None)
+
+
+def place_here() -> tuple[str, ...]:
+    """Where in ckptstore we are, the innermost place first; empty: ckptstore is not on the stack."""
+    found = []
+    for frame in _frames():
+        name = frame.f_code.co_filename
+        if name.startswith(_PRODUCT):
+            found.append(f"{name.removeprefix(_PRODUCT)}:{frame.f_lineno}")
+            if len(found) == _DEPTH:
+                break
+    return tuple(found)
+
+
+def _frames() -> Iterator[Any]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back  # type: ignore[assignment]
