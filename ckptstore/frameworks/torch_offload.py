@@ -11,6 +11,7 @@ would give, and the host waits for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -54,6 +55,9 @@ def register(memory: Bytes) -> bool:
         taken = int(status) == 0
         _registered[region] = taken
         if not taken:
+            # Prevents: a kernel of this thread that fails by what was refused here: CUDA keeps a thread's last error.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
             _log.warning(
                 "%d bytes of host memory could not be registered with the device (CUDA error %d): "
                 "copies from it block the loop",
