@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Final
@@ -100,7 +100,7 @@ class QueuedSource:
         """It is not in host memory."""
 
     def read(self, offset: int, out: Bytes) -> None:
-        """Queue a copy to registered memory. The bytes are there when a `CopyQueue.copied` that was asked later is."""
+        """Queue a copy to registered memory, within `CopyQueue.queueing`. `CopyQueue.copied` says when it is there."""
         self._queue.read(self._source, offset, out)
 
 
@@ -118,6 +118,7 @@ class CopyQueue:
         self._behind: dict[torch.device, list[torch.cuda.Stream]] = {}
         self._given = sources
         self.waiting: set[Future[None]] = set()
+        self._recorded: set[TorchSource] = set()
         self.sources: dict[str, TensorSource] = {}
         for name, source in sources.items():
             self.sources[name] = self._queued(source) if on_device(source) else source
@@ -137,12 +138,21 @@ class CopyQueue:
         """Whether a tensor is read by queued copies."""
         return isinstance(self.sources[name], QueuedSource)
 
+    @contextlib.contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Reads of the tensors are queued within this ``with``. To enter it costs as much as to queue some copies."""
+        with contextlib.ExitStack() as current:
+            for stream in self._streams.values():
+                current.enter_context(torch.cuda.stream(stream))
+            yield
+
     def read(self, source: TorchSource, offset: int, out: Bytes) -> None:
-        """Queue a copy of bytes of a tensor to registered memory."""
-        stream = self._streams[source.tensor.device]
-        # Prevents: memory of a tensor that is let go of, given to somebody else while the copy is only queued.
-        source.resolved.record_stream(stream)
-        source.queue(offset, out, stream)
+        """Queue a copy of bytes of a tensor to registered memory; within `queueing`."""
+        if source not in self._recorded:
+            self._recorded.add(source)
+            # Prevents: memory of a tensor that is let go of, given to somebody else while the copy is only queued.
+            source.resolved.record_stream(self._streams[source.tensor.device])
+        source.queue(offset, out)
 
     def digests(self) -> Mapping[str, int]:
         """State digests that the devices compute beside the copies, by name. To look at one waits for it."""
@@ -167,7 +177,7 @@ class CopyQueue:
         # Prevents: memory that is given back, because nobody waits, while the device still writes to it.
         done.set_running_or_notify_cancel()
         self.waiting.add(done)
-        waiting = self._marked()
+        waiting = self.marked()
 
         def work() -> None:
             try:
@@ -185,10 +195,10 @@ class CopyQueue:
 
     def wait(self) -> None:
         """Return when every copy that was queued so far is in host memory."""
-        self._marked()()
+        self.marked()()
 
-    def _marked(self) -> Callable[[], None]:
-        """What waits for every copy that was queued so far."""
+    def marked(self) -> Callable[[], None]:
+        """What waits for every copy that was queued so far. It holds no tensor."""
         events = [_event(stream) for stream in self._streams.values()]
 
         def wait() -> None:

@@ -182,13 +182,12 @@ class TorchSource:
         with on_stream(self._stream):
             self._copied(data, offset, out, wait=True)
 
-    def queue(self, offset: int, out: Bytes, stream: torch.cuda.Stream) -> None:
-        """As `read`, of a tensor on a CUDA device to registered memory: queue the copy on `stream`, and return.
+    def queue(self, offset: int, out: Bytes) -> None:
+        """As `read`, of a tensor on a CUDA device to registered memory: queue the copy on the current stream.
 
-        The caller sees to the order: that `stream` waits for what writes the tensor, and who waits for `stream`.
+        The caller sees to the order: that this stream waits for what writes the tensor, and who waits for this stream.
         """
-        with torch.cuda.stream(stream):
-            self._copied(self.resolved, offset, out, wait=False)
+        self._copied(self.resolved, offset, out, wait=False)
 
     def _copied(self, data: torch.Tensor, offset: int, out: Bytes, *, wait: bool) -> None:
         if offset < 0 or offset + out.size > self.nbytes:

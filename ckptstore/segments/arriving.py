@@ -218,7 +218,8 @@ def _queued(
     if not bridge.registered(memory):
         return submit(partial(source.fill, unit, memory))
     try:
-        queued.fill(unit, memory)
+        with queue.queueing():
+            queued.fill(unit, memory)
     except BaseException:
         queue.wait()  # Prevents: memory that is given back while a part of the unit is still copied to it.
         raise

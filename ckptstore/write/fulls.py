@@ -268,6 +268,7 @@ class Full:
 
     Attributes:
         done: answers with what was committed.
+        on_device: some of it is copied from a device.
     """
 
     def __init__(
@@ -301,15 +302,11 @@ class Full:
         self._arrivals = Arrivals(self._check)
         tensors = {name: Described(source) for name, source in flat.tensors.items()}
         self._queue = bridge.copy_queue(flat.tensors)
+        self.on_device = self._queue is not None
         digests = bridge.device_digests(flat.tensors) if self._queue is None else self._queue.digests()
         self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
         measured.ends_with(self.done)
         committer.saves.watch(step, self.done)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether some of it is copied from a device."""
-        return self._queue is not None
 
     def copy(self, flat: FlatState, measured: Measured) -> None:
         """Copy every unit of `flat`, waiting for memory where there is none, and have them written."""
@@ -332,6 +329,7 @@ class Full:
                 queue=self._queue,
             )
         finally:
+            self._queue = None  # it holds the caller's tensors
             self._release()
         self._begin()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from ckptstore.backends.base import SEGMENT_BYTES
 from ckptstore.formats import streaming
@@ -23,9 +23,6 @@ from ckptstore.host.threads import run_all
 from ckptstore.host.touching import Touching
 from ckptstore.segments.regions import LaidOutState, RegionPlan, plan_regions
 from ckptstore.write.places import Places
-
-if TYPE_CHECKING:
-    from ckptstore.frameworks.torch_offload import CopyQueue
 
 __all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 
@@ -63,19 +60,9 @@ class HostTensor:
 class Snapshot:
     """A copied state. `land` it when it is durable or lost, `free` its memory when nobody needs it; each works once."""
 
-    def __init__(
-        self,
-        flat: LaidOutState,
-        landed: Callable[[], None],
-        free: Callable[[], None],
-        arrive: Callable[[], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            arrive: waits for copies that a device makes. None: all of it is there.
-        """
+    def __init__(self, flat: LaidOutState, landed: Callable[[], None], free: Callable[[], None]) -> None:
         self.flat = flat
-        self._arrive = arrive
+        self._arrive: Callable[[], None] | None = None
         self._landed: Callable[[], None] | None = landed
         self._free: Callable[[], None] | None = free
 
@@ -89,6 +76,10 @@ class Snapshot:
         """What lands it, for somebody else to call, once: from now on `land` does nothing."""
         landed, self._landed = self._landed, None
         return landed or (lambda: None)
+
+    def arrives(self, wait: Callable[[], None]) -> None:
+        """Devices still copy to it; `wait` waits for that."""
+        self._arrive = wait
 
     def arrive(self) -> None:
         """Wait for copies that a device makes. Raises what went wrong on the device."""
@@ -249,7 +240,7 @@ class SnapshotPool:
                 snapshot calls `Snapshot.arrive` first.
         """
         queue = bridge.copy_queue(flat.tensors)
-        memory, snapshot, copies = self._laid_out(flat, landed, queue)
+        memory, snapshot, copies = self._laid_out(flat, landed)
         if queue is not None and not bridge.registered(memory):
             self._registers = True
             with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -261,9 +252,11 @@ class SnapshotPool:
                 return snapshot
             by_device = [(name, out) for (_, out), name in zip(copies, flat.tensors, strict=True) if queue.queues(name)]
             try:
-                for name, out in by_device:
-                    queue.sources[name].read(0, out)
+                with queue.queueing():
+                    for name, out in by_device:
+                        queue.sources[name].read(0, out)
             finally:
+                snapshot.arrives(queue.marked())
                 queue.gate()
             hosts = [one for one, name in zip(copies, flat.tensors, strict=True) if not queue.queues(name)]
             run_all(pool, copy_jobs(hosts))
@@ -278,7 +271,7 @@ class SnapshotPool:
         return plan_regions(_specs(flat), self._segment_bytes)
 
     def _laid_out(
-        self, flat: FlatState, landed: Callable[[], None], queue: CopyQueue | None = None
+        self, flat: FlatState, landed: Callable[[], None]
     ) -> tuple[Bytes, Snapshot, list[tuple[TensorSource, Bytes]]]:
         """Memory, a snapshot in it that is not filled yet, and what is to be copied where, in the order of `flat`."""
         plan = self._plan(flat)
@@ -291,8 +284,7 @@ class SnapshotPool:
             copies.append((source, place))
             tensors[name] = HostTensor(source, place)
         laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
-        arrive = None if queue is None else queue.wait
-        return memory, Snapshot(laid_out, landed, lambda: self._give(memory), arrive), copies
+        return memory, Snapshot(laid_out, landed, lambda: self._give(memory)), copies
 
     def close(self) -> None:
         """Touch nothing any more, and let go of all memory that is not in use."""

@@ -1,0 +1,205 @@
+"""Copies that devices make: queued, in order, to registered memory; on a simulated device, under many seeds."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import ckptstore  # noqa: E402 - torch decides whether this file runs at all
+from ckptstore.frameworks import torch_offload  # noqa: E402
+from ckptstore.frameworks.torch_offload import CopyQueue  # noqa: E402
+from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
+from ckptstore.host.buffers import aligned, region_of  # noqa: E402
+from ckptstore.write.options import DeltaOptions  # noqa: E402
+from tests.forms import short_or  # noqa: E402
+from tools.device import simulated, why_not  # noqa: E402
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+SEEDS = range(short_or(12, 200))
+WAYS: dict[str, dict[str, Any]] = {"full": {}, "delta": {"deltas": DeltaOptions(interval=3)}}
+
+
+def trained(place: Path, way: str, *, steps: int = 6, wait: bool = True) -> dict[int, list[Any]]:
+    """Save a state after each step and change it at once -> what was saved, by step."""
+    state = {f"w{number}": torch.zeros(3000 + number, device="cuda") for number in range(4)}
+    state["host"] = torch.zeros(5)
+    side = torch.cuda.Stream()
+    wanted = {}
+    store = ckptstore.open(place, create=True)
+    with store.writer(max_in_flight=2, **WAYS[way]) as writer:
+        for step in range(1, steps + 1):
+            for one in state.values():
+                one.add_(step)
+            wanted[step] = [float(sum(range(step + 1)))] * len(state)
+            pending = writer.save_async(state, step)
+            if wait or step <= 2:
+                pending.result()
+                settled()  # what is used again is registered by then
+            else:
+                # Memory of another stream, which is that stream's again as soon as nobody has the tensor.
+                with torch.cuda.stream(side):
+                    other = torch.full((3000,), wanted[step][0], device="cuda")
+                torch.cuda.current_stream().wait_stream(side)
+                state["w0"] = other
+                del other
+    return wanted
+
+
+def settled() -> None:
+    """Wait until all memory that was mapped for saves is registered, or was tried."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if len(torch_offload._registered):
+            return
+        time.sleep(0.001)
+
+
+def wrong(place: Path, wanted: dict[int, list[Any]]) -> list[int]:
+    """The steps that were restored with other bits."""
+    store = ckptstore.open(place)
+    return [
+        step
+        for step, values in wanted.items()
+        for one, value in zip(store.load(step).values(), values, strict=True)
+        if not bool((one.cpu() == value).all())
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, way: str) -> None:
+    for seed in SEEDS:
+        for wait in (False, True):
+            with simulated(seed) as device:
+                wanted = trained(tmp_path / f"{seed}-{wait}", way, wait=wait)
+                assert not device.hazards, (seed, device.hazards)
+                torch.cuda.synchronize()
+            assert not wrong(tmp_path / f"{seed}-{wait}", wanted), seed
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_caller_waits_for_no_device(tmp_path: Path, way: str) -> None:
+    """Once memory is registered, `save_async` returns while all of its copies are still queued."""
+    with simulated(0) as device:
+        state = {"w": torch.ones(50_000, device="cuda")}
+        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=2, **WAYS[way]) as writer:
+            for step in range(1, 5):
+                writer.save_async(state, step).result()
+            before = [site for site in device.counts.waits if "torch_tensors" in str(site)]
+            writer.save_async(state, 5)
+            after = [site for site in device.counts.waits if "torch_tensors" in str(site)]
+        assert after == before
+
+
+def goes_wrong(seed: int, fault: Callable[[], object]) -> bool:
+    """Whether a capture of one tensor that changes, and is let go of, has other bytes or races."""
+    with simulated(seed) as device:
+        fault()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            tensor = torch.full((3000,), 1.0, device="cuda")
+        torch.cuda.current_stream().wait_stream(side)
+        tensor.add_(1)
+        memory = aligned(12000)
+        memory[:] = 0
+        assert torch_offload.register(memory)
+        sources = {"w": TorchSource(tensor)}
+        queue = torch_offload.copy_queue(sources)
+        assert queue is not None
+        with queue.queueing():
+            queue.sources["w"].read(0, memory)
+        wait = queue.marked()
+        queue.gate()
+        tensor.add_(1)
+        del tensor, queue, sources  # its memory is that of its own stream again
+        with torch.cuda.stream(side):
+            other = torch.full((3000,), 7.0, device="cuda")
+        wait()
+        found = memory.view(np.float32).copy()
+        del other, memory
+        torch.cuda.synchronize()
+        return bool(device.hazards) or not bool((found == 2).all())
+
+
+def hasty_stream() -> type[Any]:
+    class Hasty(torch.cuda.Stream):  # type: ignore[misc, name-defined]
+        def wait_stream(self, other: Any) -> None: ...
+
+    return Hasty
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "no gate": lambda patch: patch.setattr(CopyQueue, "gate", lambda self: None),
+    "no wait for the work before": lambda patch: patch.setattr(torch_offload, "_copy_stream", hasty_stream()),
+    "no record of the stream": lambda patch: patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None),
+}
+
+
+def test_a_capture_keeps_its_bytes() -> None:
+    for seed in SEEDS:
+        assert not goes_wrong(seed, lambda: None), seed
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_leaves_an_order_out_is_caught(fault: str) -> None:
+    """Each of these makes the test above fail."""
+    for seed in range(100):
+        with pytest.MonkeyPatch.context() as patch:
+            if goes_wrong(seed, lambda patch=patch: FAULTS[fault](patch)):  # type: ignore[misc]
+                return
+    pytest.fail(f"{fault}: not caught under any seed")
+
+
+def test_memory_is_registered_once_and_let_go_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        calls: list[tuple[str, int]] = []
+        for name in ("cudaHostRegister", "cudaHostUnregister"):
+            real = getattr(runtime, name)
+
+            def noted(address: int, *more: int, real: Any = real, name: str = name) -> Any:
+                calls.append((name, address))
+                return real(address, *more)
+
+            monkeypatch.setattr(runtime, name, noted)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        memory = aligned(1 << 20)
+        region = region_of(memory)
+        assert region is not None
+        address = region.address
+        del region
+        assert not torch_offload.registered(memory)
+        assert torch_offload.register(memory)
+        assert torch_offload.register(memory[4096:])
+        assert torch_offload.registered(memory[100:])
+        del memory
+        gc.collect()
+        assert calls == [("cudaHostRegister", address), ("cudaHostUnregister", address)]
+
+
+def test_memory_that_cannot_be_registered_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with simulated(3) as device:
+        runtime = torch.cuda.cudart()
+        monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: 2)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        with caplog.at_level(logging.WARNING, "ckptstore"):
+            wanted = trained(tmp_path / "run", "full")
+        assert not device.hazards
+    assert not wrong(tmp_path / "run", wanted)
+    assert "could not be registered with the device (CUDA error 2)" in caplog.text
+
+
+def test_other_memory_is_not_registered() -> None:
+    with simulated(0):
+        assert not torch_offload.register(aligned(4096).copy())
