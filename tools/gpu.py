@@ -4,7 +4,7 @@ Runs all tests that are marked for a CUDA device (a test that skips there counts
 benchmark and that of saves after every step with the model on the device, and prints one table. Without a device it
 says which tests there are, and ends with exit code 3; with a failure it ends with 1.
 
-It was never run on a GPU: nobody who works on this project has had one so far.
+The tests ran on an H200 (torch 2.11, CUDA 13): all passed. The benchmarks ran there in their quick form.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where a layer's copy comes from: the layer itself, or a copy of it on its device.
 
 CUDA: copies are queued on a stream of their own for each device, behind what the current stream was given before, so
-that they begin when the update is done and hold up nothing after it. This part has been written for GPUs and never ran
-on one; on the CPU the same operations run without streams.
+that they begin when the update is done and hold up nothing after it. On the CPU the same operations run without
+streams.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop that every checkpoint strategy runs in: the demo's language model under AdamW, and where it runs.
 
 The model computes on some cores and everything that saves runs on others, so that no strategy gets more cores than
-another, and none takes the trainer's. On CUDA the code is the same, with the steps synchronized; it never ran on a GPU.
+another, and none takes the trainer's. On CUDA the code is the same, with the steps synchronized.
 """
 
 from __future__ import annotations
