@@ -5,9 +5,12 @@ as long, although nobody can load the rest of it any more. So where such a check
 it becomes a full, and what came before it can go. Every writer asks this: for step diffs and deltas, of one process, of
 an agent, of many ranks (where rank 0 asks).
 
-``last`` and ``newer-than`` keep for a while only: their chains go when the window moves on. Which checkpoints are the
-best, and which will get a tag, nobody knows beforehand: what those keep stored, `ckptstore.formats.retention.pinned`
-counts and compaction frees.
+``last`` and ``newer-than`` keep for a while only: their chains go when the window moves on. But a chain stays stored
+until a full ends it, and a small medium may be full before. So where space is short, and most of what is stored is
+retired, a chain ends as soon as it takes more than a full.
+
+Which checkpoints are the best, and which will get a tag, nobody knows beforehand: what those keep stored,
+`ckptstore.formats.retention.pinned` counts and compaction frees.
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ def kept_for_good(rules: Sequence[str], step: int) -> bool:
 class Chains:
     """What the checkpoints of a term would keep stored that no rule keeps. Sizes are parts of a full."""
 
-    def __init__(self, rules: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, rules: Callable[[], Sequence[str]], short: Callable[[], bool] = lambda: False) -> None:
         """
         Args:
             rules: gives the store's rules as they are now.
+            short: whether space is short, and most of what is stored is retired.
         """
         self._rules = rules
+        self._short = short
+        self._chain: dict[int, float] = {}  # by step: what its chain takes above the full
         self._kept: dict[int, float] = {}  # by step: what is stored for it alone, itself included
 
     def wants_full(self, step: int, base: int, size: float) -> bool:
@@ -53,10 +59,11 @@ class Chains:
             base: the step that it would build on.
             size: what it would take then, as a part of a full.
         """
-        if not kept_for_good(self._rules(), step):
-            return False
         # Prevents: a chain that stays stored for ever for one checkpoint, and takes more than a full.
-        return self._kept.get(base, 0.0) + size > 1.0
+        if kept_for_good(self._rules(), step) and self._kept.get(base, 0.0) + size > 1.0:
+            return True
+        # Prevents: a run that dies of a full medium, while what fills it are retired steps that the newest builds on.
+        return self._chain.get(base, 0.0) + size > 1.0 and self._short()
 
     def stored(self, step: int, base: int | None, size: float) -> None:
         """A checkpoint is stored.
@@ -68,5 +75,8 @@ class Chains:
         below = 0.0 if base is None else self._kept.get(base, 0.0)
         self._kept.pop(step, None)
         self._kept[step] = 0.0 if kept_for_good(self._rules(), step) else below + size
-        while len(self._kept) > _REMEMBERED:
-            del self._kept[next(iter(self._kept))]
+        self._chain.pop(step, None)
+        self._chain[step] = 0.0 if base is None else self._chain.get(base, 0.0) + size
+        for known in (self._kept, self._chain):
+            while len(known) > _REMEMBERED:
+                del known[next(iter(known))]

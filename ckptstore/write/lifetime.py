@@ -38,6 +38,7 @@ from ckptstore.write.ledger import Failures, Saves, check_owner
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.places import Places
+from ckptstore.write.retaining import short_of_space
 from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.snapshot import SnapshotPool
 from ckptstore.write.steps.batcher import Diffs
@@ -83,7 +84,10 @@ class Lifetime:
         self._snapshots = SnapshotPool(
             self._places, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
         )
-        chains = Chains(lambda: self._committer.log.catalog.keep)
+        chains = Chains(
+            lambda: self._committer.log.catalog.keep,
+            lambda: short_of_space(self._committer.log.catalog, self._backend.free_bytes),
+        )
         self._deltas = Deltas(
             options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), chains
         )

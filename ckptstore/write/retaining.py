@@ -19,7 +19,7 @@ from ckptstore.formats.retention import droppable, pinned
 from ckptstore.formats.sizes import size
 from ckptstore.log.change import Change
 
-__all__ = ["Retainer"]
+__all__ = ["Retainer", "short_of_space"]
 
 _AT_ONCE: Final = 256
 """Checkpoints that one record retires: it shall fit into a slot of the log, and take no long time."""
@@ -27,6 +27,8 @@ _PINNED: Final = 16
 """Held checkpoints, at least, of which it is worth a look why they are."""
 _LITTLE: Final = 4
 """Of what is stored, one part in so many may be pinned without a word."""
+_FULLS: Final = 3
+"""Space for fewer is short: for a full, for what is written beside it, and until the chain before it is deleted."""
 _MANY: Final = 10_000
 """Checkpoints that no save waits for to be looked through."""
 
@@ -141,6 +143,19 @@ class Retainer:
         needed = based.union(edge.base.node for edge in change.encodings if edge.base is not None)
         drops = [one for one in droppable(catalog, [*gone, *earlier], needed) if one in catalog.segments]
         return replace(change, retires=(*change.retires, *gone), drops=(*change.drops, *drops))
+
+
+def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
+    """Whether space is short, and most of the checkpoints that are stored are retired ones that others build on.
+
+    Args:
+        catalog: the log as the term knows it now.
+        free: gives the bytes that the medium has left; None: it does not say.
+    """
+    if not catalog.keep or _damaged(catalog) or len(catalog.held) <= len(catalog.checkpoints):
+        return False
+    newest, left = catalog.latest(), free()
+    return newest is not None and left is not None and left < _FULLS * newest.nbytes
 
 
 def _damaged(catalog: Catalog) -> bool:

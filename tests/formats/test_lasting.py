@@ -97,3 +97,17 @@ def test_many_steps_are_not_remembered() -> None:
         chains.stored(step, step - 1, DIFF)
     assert chains.wants_full(1_000_000, 4999, 0.1)
     assert not chains.wants_full(1_000_000, 1, 0.9), "it is no base of anything any more"
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_chain_of_retired_steps_ends_where_space_is_short(short: bool) -> None:
+    chains, fulls, base = Chains(lambda: ["last:1"], lambda: short), [1], 1
+    chains.stored(1, None, 1.0)
+    for step in range(2, 14):
+        if chains.wants_full(step, base, DIFF):
+            fulls.append(step)
+            chains.stored(step, None, 1.0)
+        else:
+            chains.stored(step, base, DIFF)
+        base = step
+    assert fulls == ([1, 5, 9, 13] if short else [1])  # three differences take less than a full, four do not

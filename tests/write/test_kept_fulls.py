@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
+from ckptstore.backends.local import LocalBackend
 from ckptstore.write.ranks.mailbox import Group
 from tests.write.rank_threads import as_ranks
 from tests.write.test_diffs import Trainer
@@ -70,6 +72,36 @@ def test_by_ranks(tmp_path: Path, how: str) -> None:
 
     assert as_ranks(2, work) == [None, None]
     check(store, 16, 9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["diffs", "batches", "fed"])
+def test_where_space_is_short_no_chain_fills_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
+) -> None:
+    store = ckptstore.open(tmp_path / "run")
+    state = Trainer(0, SIZES).state()
+    space = 8 * sum(array.nbytes for part in ("model", "master", "m", "v") for array in state[part].values())
+    monkeypatch.setattr(LocalBackend, "free_bytes", lambda _self: space - store.view().catalog.stored_bytes())
+    most: list[int] = []
+
+    def work(group: Group | None) -> None:
+        model, options = Trainer(0, SIZES), {**WRITERS[how], "diffs": replace(WRITERS[how]["diffs"], full_every=1000)}
+        if group is not None:
+            options |= {"group": group, "ranks": RankOptions(timeout=120)}
+        with ckptstore.open(tmp_path / "run").writer(keep=["last:1"], **options) as writer:
+            for step in range(1, STEPS + 1):
+                model.train()
+                writer.save(model.state(), step, updates=model.updates())
+                if group is None or group.rank == 0:
+                    most.append(store.view().catalog.stored_bytes())
+
+    if ranks == 1:
+        work(None)
+    else:
+        assert as_ranks(ranks, work) == [None] * ranks
+    assert max(most) < space
+    assert store.verify(deep=True).ok
 
 
 def test_by_an_agent(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.ranks.settling import Settling
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.ranks.writing import Writing
+from ckptstore.write.retaining import short_of_space
 
 __all__ = ["Work"]
 
@@ -36,7 +37,13 @@ class Work:
         self.tenure = tenure
         self._means = means
         # Rank 0 alone has the log, and decides.
-        chains = Chains(lambda: () if tenure.committer is None else tenure.committer.log.catalog.keep)
+        chains = Chains(
+            lambda: () if tenure.committer is None else tenure.committer.log.catalog.keep,
+            lambda: (
+                tenure.committer is not None
+                and short_of_space(tenure.committer.log.catalog, means.journal.backend.free_bytes)
+            ),
+        )
         self._deltas = None if options.deltas is None else RankDeltas(options.deltas, chains)
         self._diffs = None
         if options.diffs is not None:
