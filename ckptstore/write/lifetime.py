@@ -84,13 +84,7 @@ class Lifetime:
         self._snapshots = SnapshotPool(
             self._places, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
         )
-        chains = Chains(
-            lambda: self._committer.log.catalog.keep,
-            lambda: short_of_space(self._committer.log.catalog, self._backend.free_bytes),
-        )
-        self._deltas = Deltas(
-            options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), chains
-        )
+        self._deltas = self._delta_chains(term, reopen)
         self._blocks = started_pool(options.threads, "ckptstore-write")
         self._with_diffs = options.diffs is not None
         self._coded = Coded(
@@ -123,6 +117,15 @@ class Lifetime:
         exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
+
+    def _delta_chains(self, term: Term, reopen: Callable[[CheckpointId], StoredBase]) -> Deltas:
+        chains = Chains(
+            lambda: self._committer.log.catalog.keep,
+            lambda: short_of_space(self._committer.log.catalog, self._backend.free_bytes),
+        )
+        return Deltas(
+            self._options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), chains
+        )
 
     def _encoders(self) -> int:
         """Threads that code: payloads under way take no more memory than the staging blocks do."""
