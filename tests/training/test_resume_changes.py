@@ -707,6 +707,116 @@ def test_other_numbers_of_a_schedule_are_told(
         assert bool(told) or not caplog.text, caplog.text
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            torch.optim.RMSprop,
+            lambda p: torch.optim.RMSprop(p, centered=True),
+            "centered is False, as in the checkpoint, not True as in the script",
+        ),
+        (
+            torch.optim.NAdam,
+            lambda p: torch.optim.NAdam(p, momentum_decay=0.1, decoupled_weight_decay=True),
+            "momentum_decay is 0.004, as in the checkpoint, not 0.1 as in the script; "
+            "decoupled_weight_decay is False, as in the checkpoint, not True as in the script",
+        ),
+        (
+            torch.optim.Rprop,
+            lambda p: torch.optim.Rprop(p, etas=(0.4, 1.2), step_sizes=(1e-6, 10)),
+            "etas is (0.5, 1.2), as in the checkpoint, not (0.4, 1.2) as in the script; "
+            "step_sizes is (1e-06, 50), as in the checkpoint, not (1e-06, 10) as in the script",
+        ),
+        (
+            torch.optim.ASGD,
+            lambda p: torch.optim.ASGD(p, lambd=0.5, t0=7.0),
+            "lambd is 0.0001, as in the checkpoint, not 0.5 as in the script; "
+            "t0 is 1000000.0, as in the checkpoint, not 7.0 as in the script",
+        ),
+        (
+            lambda p: torch.optim.AdamW([{"params": list(p), "lr_scale": 0.5}]),
+            lambda p: torch.optim.AdamW([{"params": list(p), "lr_scale": 0.7}]),
+            "lr_scale is 0.5, as in the checkpoint, not 0.7 as in the script",
+        ),
+        (
+            lambda p: torch.optim.AdamW([{"params": list(p), "scales": torch.tensor([1.0, 2.0])}]),
+            lambda p: torch.optim.AdamW([{"params": list(p), "scales": torch.tensor([1.0, 3.0])}]),
+            "scales is (1.0, 2.0), as in the checkpoint, not (1.0, 3.0) as in the script",
+        ),
+        (
+            torch.optim.AdamW,
+            lambda p: torch.optim.AdamW([{"params": list(p), "other": 1}]),
+            "other is gone: the checkpoint has none, the script has 1",
+        ),
+        (
+            lambda p: torch.optim.AdamW([{"params": list(p), "other": 1}]),
+            torch.optim.AdamW,
+            "other is 1, as in the checkpoint: the script has none",
+        ),
+    ],
+    ids=["centered", "nadam", "rprop", "asgd", "own", "tensor", "script-alone", "checkpoint-alone"],
+)
+def test_every_other_number_of_an_optimizer_is_told(
+    tmp_path: Path, before: Any, after: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "s", Two(), before)
+    for make, told in ((before, ""), (after, said)):
+        caplog.clear()
+        model = Two()
+        with caplog.at_level(logging.WARNING):
+            assert resumed(tmp_path / "s", model, make(model.parameters())) == 3
+        texts = [one.getMessage() for one in caplog.records]
+        end = "; to have the script's, set it in optimizer.param_groups after resume()"
+        assert [text.partition(": resuming ")[2].partition(": ")[2] for text in texts] == [told + end] * bool(told)
+
+
+def test_flags_of_an_implementation_are_no_number_of_an_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "s", Two(), lambda p: torch.optim.AdamW(p, foreach=False))
+    model = Two()
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeterminismWarning)
+        resumed(tmp_path / "s", model, torch.optim.AdamW(model.parameters(), foreach=True))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.optim.swa_utils.SWALR, "swa_lr is 0.05, as in the checkpoint, not 0.5"),
+        (lambda o, rate: torch.optim.lr_scheduler.OneCycleLR(o, rate, 10, div_factor=rate * 100), "max_lr is 0.05"),
+    ],
+    ids=["averaging", "onecycle"],
+)
+def test_numbers_that_a_schedule_keeps_in_the_groups_are_told(
+    tmp_path: Path, make: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those that it moves are not."""
+    trained(tmp_path / "s", Two(), scheduler=lambda o: make(o, 0.05))
+    for rate in (0.05, 0.5):
+        caplog.clear()
+        model = Two()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with caplog.at_level(logging.WARNING):
+            resumed(tmp_path / "s", model, optimizer, scheduler=make(optimizer, rate))
+        assert (said in caplog.text) == (rate == 0.5), caplog.text
+        assert "momentum is" not in caplog.text
+        assert "betas is" not in caplog.text
+
+
+def test_other_betas_are_told_beside_a_schedule_that_does_not_move_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = torch.optim.lr_scheduler.StepLR
+    trained(tmp_path / "s", Two(), scheduler=lambda o: step(o, 1))
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
+    with caplog.at_level(logging.WARNING):
+        resumed(tmp_path / "s", model, optimizer, scheduler=step(optimizer, 1))
+    assert "betas is (0.9, 0.999), as in the checkpoint, not (0.8, 0.9) as in the script" in caplog.text
+
+
 def cosine_of(warmup: int) -> Any:
     def rate(step: int) -> float:
         return min(1.0, step / warmup)
