@@ -482,7 +482,66 @@ def test_a_dtype_that_cuts_numbers_off_is_refused(tmp_path: Path) -> None:
         other = Two()
         other.register_buffer("kept", torch.zeros(2, dtype=torch.int64))
         error = refused(tmp_path / str(dtype), other, torch.optim.AdamW(other.parameters()))
-        assert "cannot become int64 [2]" in str(error)
+        assert f"{str(dtype).removeprefix('torch.')} [2] in the checkpoint cannot become int64" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after", "lost"),
+    [
+        ("int64", [0, 1, 500], "int8", 1),
+        ("int64", [0, 127, -128], "int8", 0),
+        ("int64", [-129, 128, 3], "int8", 2),
+        ("int64", [-1, 0, 5], "uint64", 1),
+        ("uint64", [2**63, 0, 5], "int64", 1),
+        ("uint16", [60_000, 0, 5], "int16", 1),
+        ("int64", [10**6, 0, 5], "float16", 1),
+        ("float32", [1e6, -1e6, float("inf")], "float16", 2),
+        ("float32", [65_504.0, float("nan"), float("-inf")], "float16", 0),
+        ("float64", [1e300, 0.1, 2.0], "float32", 1),
+        ("float32", [1e6, 0.1, 2.0], "float8_e4m3fn", 1),
+        ("complex128", [1e300j, 0.1, 2.0], "complex64", 1),
+        ("bool", [True, False, True], "int8", 0),
+    ],
+)
+def test_a_dtype_that_is_too_small_for_a_number_is_refused(
+    tmp_path: Path, before: str, values: list[Any], after: str, lost: int
+) -> None:
+    def script(dtype: str, values: list[Any]) -> Any:
+        model = Two()
+        model.register_buffer("kept", torch.tensor(values, dtype=getattr(torch, dtype)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    saved, _ = trained(tmp_path / "s", *script(before, values))
+    model, optimizer = script(after, [0, 0, 0])
+    if lost:
+        error = refused(tmp_path / "s", model, optimizer)
+        said = f"{before} [3] in the checkpoint cannot become {after}: {lost} of 3 values are too large for it"
+        assert list(error.differences) == [f"model.kept: {said}"]
+        with pytest.warns(DeterminismWarning, match="left as the script has it: model.kept"):
+            assert resumed(tmp_path / "s", model, optimizer, {"strict": False}) == 3
+        assert not model.kept.any()
+    else:
+        with pytest.warns(DeterminismWarning, match="tensors of the script have another dtype than the checkpoint's"):
+            assert resumed(tmp_path / "s", model, optimizer) == 3
+        assert torch.equal(model.kept.nan_to_num(7.0), saved.kept.to(model.kept.dtype).nan_to_num(7.0))
+
+
+def test_moments_that_would_become_infinite_are_refused(tmp_path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e5)  # squared, a thousandth of it: 1e7
+        optimizer.step()
+        checkpointer.step()
+    half = Two().half()
+    error = refused(tmp_path / "s", half, torch.optim.AdamW(half.parameters()))
+    assert len(error.differences) == 4
+    assert error.differences[0] == (
+        "optimizer: exp_avg_sq of model.a.weight: float32 [4, 4] in the checkpoint cannot become float16: 16 of 16 "
+        "values are too large for it"
+    )
 
 
 # -- modules
