@@ -6,7 +6,7 @@ The machine's part (torch, threads, CPU capability, oneDNN ...) the engine recor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,15 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn
 
 __all__ = ["compared", "described", "hyperparameters", "unheeded"]
 
-_CHOSEN = ("weight_decay", "eps", "alpha", "rho", "lr_decay", "dampening", "nesterov", "amsgrad", "maximize")
-_SCHEDULED = ("lr", "betas", "momentum")
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
+_NOT_COMPARED = frozenset({"params", "param_names", "initial_lr", *_FLAGS})
+"""Members of a group that `Matched`, `implementation` and the learning rate speak of."""
+_CYCLED = ("betas", "momentum")
+"""What `CyclicLR` and `OneCycleLR` move beside the learning rate. They leave ``base_momentum`` in such a group."""
+_MOVED = object()
+"""In place of a number that a schedule moves: it is not compared."""
+_LARGEST = 65_536
+"""Elements of a tensor in a group that is still compared."""
 
 
 def described(optimizers: Sequence[torch.optim.Optimizer], ranks: int, sharding: str = "") -> dict[str, str]:
@@ -61,40 +67,72 @@ def compared(before: object, now: Mapping[str, str], ref: str) -> list[str]:
 
 
 def hyperparameters(optimizers: Sequence[torch.optim.Optimizer], *, scheduled: bool) -> list[list[dict[str, Any]]]:
-    """Of each optimizer, for each group of parameters, the numbers that its script chose, by name.
+    """Of each optimizer, for each group of parameters, what its script chose, by name: for `unheeded`.
+
+    That is every member of a group but its parameters and the flags that `described` names.
 
     Args:
-        scheduled: there is a schedule. What it may have moved is left out; the learning rate is the one that it begins
+        scheduled: there is a schedule. What it may have moved is marked; the learning rate is the one that it begins
             with, where torch keeps that.
     """
     return [[_chosen(group, scheduled) for group in optimizer.param_groups] for optimizer in optimizers]
 
 
 def _chosen(group: Mapping[str, Any], scheduled: bool) -> dict[str, Any]:
-    begun = "initial_lr" in group
-    names = _CHOSEN if scheduled or begun else (*_CHOSEN, *_SCHEDULED)
-    plain = {name: _plain(group.get(name)) for name in (*names, "initial_lr")}
-    found = {name: plain[name] for name in names if isinstance(plain[name], int | float | tuple)}
-    return {**found, "lr": plain["initial_lr"]} if begun and isinstance(plain["initial_lr"], int | float) else found
+    # Prevents: a setting of an optimizer that no list here knows, replaced by the checkpoint's without a word.
+    found = {name: _plain(value) for name, value in group.items() if name not in _NOT_COMPARED}
+    if "initial_lr" in group:
+        found["lr"] = _plain(group["initial_lr"])
+    elif scheduled:
+        found["lr"] = _MOVED
+    if "base_momentum" in group:
+        found |= {name: _MOVED for name in _CYCLED if name in found}
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """A number that is kept as a tensor (`lr=torch.tensor(0.01)`) as a number, as precise as the tensor is."""
+    """A value that can be compared and shown. Of a tensor its numbers, as precise as the tensor is."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         number = value.detach().item()
         # 0.03 in fp32 is 0.029999999329447746: of both sides the fp32 number is said
         return float(f"{number:.7g}") if value.dtype == torch.float32 else number
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+    if isinstance(value, torch.Tensor):
+        return _plain(value.detach().tolist()) if value.numel() <= _LARGEST else _MOVED
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):  # what was saved as one may come back as the other
+        return tuple(map(_plain, value))
+    return value if value is None or isinstance(value, bool | int | float | complex | str | bytes) else _MOVED
 
 
 def unheeded(asked: Sequence[Sequence[Mapping[str, Any]]], now: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """What a script asked for and a checkpoint has otherwise, for people: it is the checkpoint's that counts."""
+    """What a script asked for and a checkpoint has otherwise, for people: it is the checkpoint's that counts.
+
+    Args:
+        asked: `hyperparameters` of the script, before it was restored.
+        now: the same, after it.
+    """
     found: dict[str, None] = {}  # groups mostly say the same
     for before, after in zip(asked, now, strict=False):
         for wanted, group in zip(before, after, strict=False):
-            for name, value in wanted.items():
-                if name in group and group[name] != value:
-                    found[f"{name} is {group[name]!r}, as in the checkpoint, not {value!r} as in the script"] = None
+            found |= dict.fromkeys(_otherwise(wanted, group))
     if not found:
         return []
     return [*found, "to have the script's, set it in optimizer.param_groups after resume()"]
+
+
+def _otherwise(wanted: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
+    for name in (*wanted, *(name for name in group if name not in wanted)):
+        mine, its = wanted.get(name), group.get(name)
+        if mine is _MOVED or its is _MOVED:
+            continue
+        if name not in group:
+            yield f"{name} is gone: the checkpoint has none, the script has {_said(mine)}"
+        elif name not in wanted:
+            yield f"{name} is {_said(its)}, as in the checkpoint: the script has none"
+        elif mine != its and repr(mine) != repr(its):  # NaN is as it was
+            yield f"{name} is {_said(its)}, as in the checkpoint, not {_said(mine)} as in the script"
+
+
+def _said(value: Any) -> str:
+    return f"{value!r:.80}"

@@ -16,7 +16,7 @@ import torch
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.frameworks.torch_tensors import torch_dtype
 
-__all__ = ["Fit", "Member", "Undo", "castable", "described_form", "form_of", "some"]
+__all__ = ["Fit", "Member", "Undo", "described_form", "form_of", "some", "uncastable"]
 
 Undo = Callable[[], None]
 """Puts an object back as it was."""
@@ -105,16 +105,65 @@ def form_of(value: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
 
 def described_form(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
     """``float32 [3, 4]``"""
-    return "no tensor" if form is None else f"{str(form[0]).removeprefix('torch.')} {list(form[1])}"
+    return "no tensor" if form is None else f"{_name(form[0])} {list(form[1])}"
 
 
-def castable(before: torch.dtype, after: torch.dtype) -> bool:
+def uncastable(value: Any, after: torch.dtype) -> str:
+    """Why a checkpoint's tensor cannot be cast to a dtype, for people; empty: it loses nothing but precision.
+
+    Args:
+        value: a tensor of any shape, or the entry that describes one: of an entry only the dtypes are compared.
+    """
+    form = form_of(value)
+    if form is None or form[0] == after:
+        return ""
+    if not _castable(form[0], after):
+        return f"{described_form(form)} in the checkpoint cannot become {_name(after)}"
+    # Prevents: 500 that becomes -12 in int8, and 1e6 that becomes infinite in float16.
+    lost = _beyond(value, after) if isinstance(value, torch.Tensor) and value.numel() else 0
+    if not lost:
+        return ""
+    return (
+        f"{described_form(form)} in the checkpoint cannot become {_name(after)}: {lost} of {value.numel()} values are "
+        "too large for it"
+    )
+
+
+def _castable(before: torch.dtype, after: torch.dtype) -> bool:
     """Whether numbers of one dtype are about the same in the other: no fraction and no imaginary part is cut off."""
     if before.is_complex:
         return after.is_complex
     if before.is_floating_point:
         return after.is_floating_point or after.is_complex
     return after != torch.bool or before == torch.bool
+
+
+def _beyond(value: torch.Tensor, after: torch.dtype) -> int:
+    """How many values lie outside a dtype's range: integers that would wrap, finite numbers that would be none."""
+    value = value.detach()
+    value = value if value.layout == torch.strided else value.to_dense()
+    if after.is_floating_point or after.is_complex:
+        lost = _is_finite(value) != _is_finite(value.to(after))
+        if after.itemsize == 1:  # of 8 bits, which torch fills with the largest number instead
+            lost |= _is_finite(value) & (value.float().abs() > torch.finfo(after).max)
+        return int(lost.sum())
+    if value.dtype == torch.bool:
+        return 0
+    low, high = torch.iinfo(after).min, torch.iinfo(after).max
+    numbers = value.cpu().numpy()  # torch compares no uint16, uint32 and uint64
+    return int(((numbers < low) | (numbers > high)).sum())
+
+
+def _is_finite(value: torch.Tensor) -> torch.Tensor:
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+        return _is_finite(value).all(-1)
+    # torch has no isfinite for 8 bits
+    return (value.float() if value.is_floating_point() and value.itemsize < 4 else value).isfinite()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def some(said: Sequence[str], most: int = 8) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ckptstore.restore.targets import distinct_elements
-from ckptstore.training.fitting import Undo, castable, described_form, form_of
+from ckptstore.training.fitting import Undo, described_form, form_of, uncastable
 from ckptstore.training.naming import bare, bare_names, bare_state
 
 __all__ = ["ModuleFit"]
@@ -120,8 +120,8 @@ class ModuleFit:
             self.differences.append(f"{path}: {_form(value)} in the checkpoint, {_form(live)} in the script")
         elif live.is_meta:
             self.differences.append(f"{path}: on the meta device, without memory: call to_empty(device=...) first")
-        elif not castable(its[0], mine[0]):
-            self.differences.append(f"{path}: {_form(value)} in the checkpoint cannot become {_form(live)}")
+        elif lost := uncastable(value, mine[0]):
+            self.differences.append(f"{path}: {lost}")
         elif (other := first.setdefault(_identity(live), plain)) != plain and not _alike(saved[other], value):
             self.differences.append(
                 f"{path}: one tensor with {self.path}.{other} in the script, two of other values in the checkpoint"

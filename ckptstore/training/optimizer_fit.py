@@ -9,7 +9,7 @@ import torch
 
 from ckptstore.formats.optim import KINDS
 from ckptstore.frameworks.torch_stepping import kind_of
-from ckptstore.training.fitting import Undo, castable, described_form, form_of
+from ckptstore.training.fitting import Undo, described_form, form_of, uncastable
 from ckptstore.training.matching import Matched, matched
 
 __all__ = ["OptimizerFit", "described", "names_of"]
@@ -215,14 +215,11 @@ class OptimizerFit:
                     f"{self.path}: {key} of {name}: {described_form(its)} in the checkpoint, the parameter is "
                     f"{described_form(form_of(parameter))}"
                 )
+            elif position in self._cast and (lost := uncastable(slot, parameter.dtype)):
+                self._unfit.add(position)
+                self.differences.append(f"{self.path}: {key} of {name}: {lost}")
             elif position in self._cast and its[0] != parameter.dtype and its[1] == shape:
-                if castable(its[0], parameter.dtype):
-                    self.casts.append((f"{self.path}: {key} of {name}", its[0], parameter.dtype))
-                else:
-                    self._unfit.add(position)
-                    self.differences.append(
-                        f"{self.path}: {key} of {name}: {described_form(its)} cannot become {parameter.dtype}"
-                    )
+                self.casts.append((f"{self.path}: {key} of {name}", its[0], parameter.dtype))
 
     def _arranged(self, match: Matched) -> dict[str, Any]:
         """The checkpoint's state, with the script's numbers."""

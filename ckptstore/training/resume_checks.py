@@ -320,7 +320,7 @@ class Comparison:
                 f"{len(paths)} {what} from {before} to {after} ({some(paths, 2)})"
                 for (what, before, after), paths in kinds.items()
             )
-            self.warnings.append(f"the script's parameters have another dtype. Cast: {said}")
+            self.warnings.append(f"tensors of the script have another dtype than the checkpoint's. Cast: {said}")
 
 
 def _refused(differences: Sequence[str], ref: str) -> str:

@@ -482,7 +482,66 @@ def test_a_dtype_that_cuts_numbers_off_is_refused(tmp_path: Path) -> None:
         other = Two()
         other.register_buffer("kept", torch.zeros(2, dtype=torch.int64))
         error = refused(tmp_path / str(dtype), other, torch.optim.AdamW(other.parameters()))
-        assert "cannot become int64 [2]" in str(error)
+        assert f"{str(dtype).removeprefix('torch.')} [2] in the checkpoint cannot become int64" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after", "lost"),
+    [
+        ("int64", [0, 1, 500], "int8", 1),
+        ("int64", [0, 127, -128], "int8", 0),
+        ("int64", [-129, 128, 3], "int8", 2),
+        ("int64", [-1, 0, 5], "uint64", 1),
+        ("uint64", [2**63, 0, 5], "int64", 1),
+        ("uint16", [60_000, 0, 5], "int16", 1),
+        ("int64", [10**6, 0, 5], "float16", 1),
+        ("float32", [1e6, -1e6, float("inf")], "float16", 2),
+        ("float32", [65_504.0, float("nan"), float("-inf")], "float16", 0),
+        ("float64", [1e300, 0.1, 2.0], "float32", 1),
+        ("float32", [1e6, 0.1, 2.0], "float8_e4m3fn", 1),
+        ("complex128", [1e300j, 0.1, 2.0], "complex64", 1),
+        ("bool", [True, False, True], "int8", 0),
+    ],
+)
+def test_a_dtype_that_is_too_small_for_a_number_is_refused(
+    tmp_path: Path, before: str, values: list[Any], after: str, lost: int
+) -> None:
+    def script(dtype: str, values: list[Any]) -> Any:
+        model = Two()
+        model.register_buffer("kept", torch.tensor(values, dtype=getattr(torch, dtype)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    saved, _ = trained(tmp_path / "s", *script(before, values))
+    model, optimizer = script(after, [0, 0, 0])
+    if lost:
+        error = refused(tmp_path / "s", model, optimizer)
+        said = f"{before} [3] in the checkpoint cannot become {after}: {lost} of 3 values are too large for it"
+        assert list(error.differences) == [f"model.kept: {said}"]
+        with pytest.warns(DeterminismWarning, match="left as the script has it: model.kept"):
+            assert resumed(tmp_path / "s", model, optimizer, {"strict": False}) == 3
+        assert not model.kept.any()
+    else:
+        with pytest.warns(DeterminismWarning, match="tensors of the script have another dtype than the checkpoint's"):
+            assert resumed(tmp_path / "s", model, optimizer) == 3
+        assert torch.equal(model.kept.nan_to_num(7.0), saved.kept.to(model.kept.dtype).nan_to_num(7.0))
+
+
+def test_moments_that_would_become_infinite_are_refused(tmp_path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path / "s", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        checkpointer.resume()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e5)  # squared, a thousandth of it: 1e7
+        optimizer.step()
+        checkpointer.step()
+    half = Two().half()
+    error = refused(tmp_path / "s", half, torch.optim.AdamW(half.parameters()))
+    assert len(error.differences) == 4
+    assert error.differences[0] == (
+        "optimizer: exp_avg_sq of model.a.weight: float32 [4, 4] in the checkpoint cannot become float16: 16 of 16 "
+        "values are too large for it"
+    )
 
 
 # -- modules
@@ -705,6 +764,116 @@ def test_other_numbers_of_a_schedule_are_told(
             resumed(tmp_path / "s", model, optimizer, scheduler=make(optimizer))
         assert all(one in caplog.text for one in told), caplog.text
         assert bool(told) or not caplog.text, caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (
+            torch.optim.RMSprop,
+            lambda p: torch.optim.RMSprop(p, centered=True),
+            "centered is False, as in the checkpoint, not True as in the script",
+        ),
+        (
+            torch.optim.NAdam,
+            lambda p: torch.optim.NAdam(p, momentum_decay=0.1, decoupled_weight_decay=True),
+            "momentum_decay is 0.004, as in the checkpoint, not 0.1 as in the script; "
+            "decoupled_weight_decay is False, as in the checkpoint, not True as in the script",
+        ),
+        (
+            torch.optim.Rprop,
+            lambda p: torch.optim.Rprop(p, etas=(0.4, 1.2), step_sizes=(1e-6, 10)),
+            "etas is (0.5, 1.2), as in the checkpoint, not (0.4, 1.2) as in the script; "
+            "step_sizes is (1e-06, 50), as in the checkpoint, not (1e-06, 10) as in the script",
+        ),
+        (
+            torch.optim.ASGD,
+            lambda p: torch.optim.ASGD(p, lambd=0.5, t0=7.0),
+            "lambd is 0.0001, as in the checkpoint, not 0.5 as in the script; "
+            "t0 is 1000000.0, as in the checkpoint, not 7.0 as in the script",
+        ),
+        (
+            lambda p: torch.optim.AdamW([{"params": list(p), "lr_scale": 0.5}]),
+            lambda p: torch.optim.AdamW([{"params": list(p), "lr_scale": 0.7}]),
+            "lr_scale is 0.5, as in the checkpoint, not 0.7 as in the script",
+        ),
+        (
+            lambda p: torch.optim.AdamW([{"params": list(p), "scales": torch.tensor([1.0, 2.0])}]),
+            lambda p: torch.optim.AdamW([{"params": list(p), "scales": torch.tensor([1.0, 3.0])}]),
+            "scales is (1.0, 2.0), as in the checkpoint, not (1.0, 3.0) as in the script",
+        ),
+        (
+            torch.optim.AdamW,
+            lambda p: torch.optim.AdamW([{"params": list(p), "other": 1}]),
+            "other is gone: the checkpoint has none, the script has 1",
+        ),
+        (
+            lambda p: torch.optim.AdamW([{"params": list(p), "other": 1}]),
+            torch.optim.AdamW,
+            "other is 1, as in the checkpoint: the script has none",
+        ),
+    ],
+    ids=["centered", "nadam", "rprop", "asgd", "own", "tensor", "script-alone", "checkpoint-alone"],
+)
+def test_every_other_number_of_an_optimizer_is_told(
+    tmp_path: Path, before: Any, after: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "s", Two(), before)
+    for make, told in ((before, ""), (after, said)):
+        caplog.clear()
+        model = Two()
+        with caplog.at_level(logging.WARNING):
+            assert resumed(tmp_path / "s", model, make(model.parameters())) == 3
+        texts = [one.getMessage() for one in caplog.records]
+        end = "; to have the script's, set it in optimizer.param_groups after resume()"
+        assert [text.partition(": resuming ")[2].partition(": ")[2] for text in texts] == [told + end] * bool(told)
+
+
+def test_flags_of_an_implementation_are_no_number_of_an_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path / "s", Two(), lambda p: torch.optim.AdamW(p, foreach=False))
+    model = Two()
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeterminismWarning)
+        resumed(tmp_path / "s", model, torch.optim.AdamW(model.parameters(), foreach=True))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.optim.swa_utils.SWALR, "swa_lr is 0.05, as in the checkpoint, not 0.5"),
+        (lambda o, rate: torch.optim.lr_scheduler.OneCycleLR(o, rate, 10, div_factor=rate * 100), "max_lr is 0.05"),
+    ],
+    ids=["averaging", "onecycle"],
+)
+def test_numbers_that_a_schedule_keeps_in_the_groups_are_told(
+    tmp_path: Path, make: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those that it moves are not."""
+    trained(tmp_path / "s", Two(), scheduler=lambda o: make(o, 0.05))
+    for rate in (0.05, 0.5):
+        caplog.clear()
+        model = Two()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with caplog.at_level(logging.WARNING):
+            resumed(tmp_path / "s", model, optimizer, scheduler=make(optimizer, rate))
+        assert (said in caplog.text) == (rate == 0.5), caplog.text
+        assert "momentum is" not in caplog.text
+        assert "betas is" not in caplog.text
+
+
+def test_other_betas_are_told_beside_a_schedule_that_does_not_move_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = torch.optim.lr_scheduler.StepLR
+    trained(tmp_path / "s", Two(), scheduler=lambda o: step(o, 1))
+    model = Two()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
+    with caplog.at_level(logging.WARNING):
+        resumed(tmp_path / "s", model, optimizer, scheduler=step(optimizer, 1))
+    assert "betas is (0.9, 0.999), as in the checkpoint, not (0.8, 0.9) as in the script" in caplog.text
 
 
 def cosine_of(warmup: int) -> Any:
