@@ -281,6 +281,19 @@ def test_a_file_is_not_restored_to_a_closed_stdout(pristine: Path) -> None:
     assert "stdout, which is closed here" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["log", "ls", "stats", "verify", "tag", "keep", "inspect", "watch --once"])
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_a_full_stdout_is_an_error_in_one_line(pristine: Path, command: str, form: str) -> None:
+    name, *options = command.split()
+    done = shell(f'ckpt {name} "$0" {" ".join(options)} {form} >/dev/full', pristine)
+    assert done.returncode == 8
+    assert done.stderr == "error: No space left on device\n"
+
+
+def test_a_full_stderr_leaves_the_exit_code(pristine: Path) -> None:
+    assert shell('ckpt log "$0.not" 2>/dev/full', pristine).returncode == 3
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "cp437", "ascii"])
 def test_a_terminal_without_unicode(pristine: Path, encoding: str) -> None:
     """Signs that it has not are written as escapes. Of ascii click makes UTF-8; of others it leaves an error."""
