@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -49,14 +50,16 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     if "--json" in arguments and message:
         from ckptstore.cli.output import emit_line
 
-        emit_line({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
+        with contextlib.suppress(OSError):  # stdout may be what failed, as on a full disk: stderr has it
+            emit_line({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
     return code
 
 
 def _said(text: str, hanging: int, color: bool | None) -> None:
     from ckptstore.cli.wrapping import columns, fitted
 
-    click.echo(fitted(text, columns(err=True), hanging), err=True, color=color)
+    with contextlib.suppress(OSError):  # stderr may be full as well: the exit code still says what happened
+        click.echo(fitted(text, columns(err=True), hanging), err=True, color=color)
 
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:

@@ -239,6 +239,19 @@ def _unraisable(ignored: sys.UnraisableHookArgs) -> None:
         background.after(0.05, lambda: os.kill(os.getpid(), number))
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that is closed (``>&-``)."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # Prevents: a file of a store that gets number 1 or 2, so that what is printed is written into it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number: this one
+        if getattr(sys, name) is None:  # so Python says that it was closed; `sys.__stdout__` stays None
+            stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115  # until the process ends
+            setattr(sys, name, stream)
+
+
 def heed_signals() -> None:
     """Have SIGTERM end this process as Ctrl-C does, whatever it is doing."""
     signal.signal(signal.SIGTERM, _terminated)
@@ -247,6 +260,7 @@ def heed_signals() -> None:
 
 def main() -> NoReturn:
     """Entry point of the ``ckpt`` script."""
+    open_standard_streams()
     heed_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -6,8 +6,8 @@ it becomes a full, and what came before it can go. Every writer asks this: for s
 an agent, of many ranks (where rank 0 asks).
 
 ``last`` and ``newer-than`` keep for a while only: their chains go when the window moves on. But a chain stays stored
-until a full ends it, and a small medium may be full before. So where space is short, and most of what is stored is
-retired, a chain ends as soon as it takes more than a full.
+until a full ends it, and a small medium may be full before. So where space is short but a full still fits, and most of
+the stored checkpoints are retired, a chain ends as soon as it takes more than a full.
 
 Which checkpoints are the best, and which will get a tag, nobody knows beforehand: what those keep stored,
 `ckptstore.formats.retention.pinned` counts and compaction frees.
@@ -44,7 +44,7 @@ class Chains:
         """
         Args:
             rules: gives the store's rules as they are now.
-            short: whether space is short, and most of what is stored is retired.
+            short: whether space is short but a full still fits, and most of the stored checkpoints are retired.
         """
         self._rules = rules
         self._short = short

@@ -146,7 +146,7 @@ class Retainer:
 
 
 def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
-    """Whether space is short, and most of the checkpoints that are stored are retired ones that others build on.
+    """Whether space is short, a full still fits, and most stored checkpoints are retired ones that others build on.
 
     Args:
         catalog: the log as the term knows it now.
@@ -155,7 +155,8 @@ def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
     if not catalog.keep or _damaged(catalog) or len(catalog.held) <= len(catalog.checkpoints):
         return False
     newest, left = catalog.latest(), free()
-    return newest is not None and left is not None and left < _FULLS * newest.nbytes
+    # Prevents: a save that fails as a full, where a step diff or a delta would fit. The chain goes only after the full.
+    return newest is not None and left is not None and newest.nbytes <= left < _FULLS * newest.nbytes
 
 
 def _damaged(catalog: Catalog) -> bool:

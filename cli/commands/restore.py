@@ -105,7 +105,7 @@ def command(
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
     if as_json or max_shard_size is not None:
         raise click.UsageError("--out - is one file on stdout: it goes with neither --json nor --max-shard-size")
-    if sys.stdout is None:
+    if sys.__stdout__ is None:  # `cli.main` has put /dev/null in its place
         raise click.UsageError("--out - writes the file to stdout, which is closed here")
     if sys.stdout.isatty():
         raise click.UsageError("--out - writes the file to stdout, which is a terminal here: use a pipe, or > FILE")

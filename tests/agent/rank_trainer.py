@@ -3,7 +3,8 @@
 python -m tests.agent.rank_trainer STORE MAILBOX RANK LAST_STEP OPTIONS
 
 OPTIONS are those of the writer, and ``memory``: the agent keeps the steps in memory alone, as those of a replica;
-``leaves``: the trainer does not wait to be killed, but ends with an exception.
+``leaves``: the trainer does not wait to be killed, but ends with an exception; ``sharded``: each rank has half of the
+rows of ``weights``.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import ckptstore.agent
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
+from ckptstore.formats.sources import BoxSource
+from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
+from ckptstore.host.buffers import Bytes
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.snapshot import copy_jobs
+from ckptstore.write.steps.updates import Update
 from tests.agent.inside import delivered
 
 __all__ = ["OPTIONS", "state"]
@@ -32,6 +39,23 @@ def state(step: int, rank: int) -> dict[str, Any]:
     """What a rank has after so many steps: alike on all ranks, but for one tensor."""
     chance = np.random.default_rng(step)
     return {"weights": chance.normal(size=(300, 700)), "bias": np.full(9, step), "rng": np.full(3, 100 * rank + step)}
+
+
+def save_sharded(writer: ckptstore.agent.AgentWriter, step: int, rank: int) -> None:
+    """Save what a rank has of a state: half of the rows of ``weights``, and the other tensors."""
+    flat = bridge.flattened(state(step, rank))
+    whole = flat.tensors["weights"]
+    rows = (whole.shape[0] // 2, *whole.shape[1:])
+    shard = BoxSource(whole, rows, rank * whole.nbytes // 2, whole.shape, (rank * rows[0], 0))
+    mine = FlatState(flat.tree, {**flat.tensors, "weights": shard})
+
+    def fill(memory: Bytes, offsets: Sequence[int]) -> Sequence[Update]:
+        places = zip(mine.tensors.values(), offsets, strict=True)
+        for job in copy_jobs([(one, memory[start : start + one.nbytes]) for one, start in places]):
+            job()
+        return ()
+
+    writer.save_filled(mine, step, fill)
 
 
 def trainers(path: str, rank: int) -> Group:
@@ -55,11 +79,14 @@ def main() -> None:
     group = trainers(path, rank)
     how = {"linger_seconds": 300, "max_in_flight": 8, **json.loads(options)}
     memory, leaves = how.pop("memory", False), how.pop("leaves", False)
+    sharded = how.pop("sharded", False)
     apart = how.pop("apart", None)  # the step at which replicas differ
     with ckptstore.agent.writer(url, group=group, ranks=OPTIONS, **how) as writer:
         for step in range(1, last + 1):
             if memory:
                 writer.hold(bridge.flattened(state(step, rank)), step)
+            elif sharded:
+                save_sharded(writer, step, rank)
             else:
                 beside = {"bias": np.full(9, step + rank)} if step == apart else {}
                 writer.save_async(state(step, rank) | beside, step)

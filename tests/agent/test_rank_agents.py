@@ -301,6 +301,15 @@ def test_nobody_goes_on_with_what_was_refused(tmp_path: Path, runtime: Path) -> 
     check(url, 3)
 
 
+def test_nobody_goes_on_from_an_agent_that_has_shards(tmp_path: Path, runtime: Path) -> None:
+    """An agent has its own rank's rows alone: the store gives each rank the whole tensor."""
+    url, path = tmp_path / "store", tmp_path / "trainers"
+    killed_once_delivered(url, path, (3, 3), {"sharded": True})
+    assert as_ranks(2, lambda group: continued(url, group, inherits=False)) == [3, 3]
+    assert steps(url) == [1, 2, 3, 4]
+    check(url, 3)
+
+
 @long_only  # rank 0's agent waits ten seconds for that of rank 1, which nobody ends
 def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime: Path) -> None:
     """What rank 0 alone has kept may be no whole state."""

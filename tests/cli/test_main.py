@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -250,6 +251,47 @@ def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
     process.stderr.close()
     assert process.wait() == failures.CLOSED_PIPE
     assert complaint == b""
+
+
+def shell(line: str, store: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell, in which ``ckpt`` is the command and ``$0`` the store."""
+    script = f'ckpt() {{ {shlex.join(COMMAND)} "$@"; }}; {line}'
+    return subprocess.run(["/bin/sh", "-c", script, str(store)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_a_closed_stream_is_as_dev_null(pristine: Path, closed: str, form: str) -> None:
+    done = shell(f'ckpt log "$0" {form} {closed}', pristine)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.stdout == "") == (">&-" in closed.split())
+    assert shell(f'ckpt log "$0.not" {form} {closed}', pristine).returncode == 3
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(pristine: Path) -> None:
+    script = "import os, sys; from ckptstore.cli.main import cli, main; sys.argv[:] = ['ckpt', '--version']\n"
+    script += "cli.main = lambda **_: os._exit(os.open(sys.executable, os.O_RDONLY))\nmain()"
+    done = shell(f"{shlex.join([sys.executable, '-c', script])} <&- >&- 2>&-", pristine)
+    assert done.returncode > 2
+
+
+def test_a_file_is_not_restored_to_a_closed_stdout(pristine: Path) -> None:
+    done = shell('ckpt restore "$0" --out - >&-', pristine)
+    assert done.returncode == 2
+    assert "stdout, which is closed here" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["log", "ls", "stats", "verify", "tag", "keep", "inspect", "watch --once"])
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_a_full_stdout_is_an_error_in_one_line(pristine: Path, command: str, form: str) -> None:
+    name, *options = command.split()
+    done = shell(f'ckpt {name} "$0" {" ".join(options)} {form} >/dev/full', pristine)
+    assert done.returncode == 8
+    assert done.stderr == "error: No space left on device\n"
+
+
+def test_a_full_stderr_leaves_the_exit_code(pristine: Path) -> None:
+    assert shell('ckpt log "$0.not" 2>/dev/full', pristine).returncode == 3
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp437", "ascii"])

@@ -572,6 +572,35 @@ def test_a_call_without_a_step_takes_nothing_from_the_step_before(tmp_path: Path
     same(store.load(13, framework="torch")["model"], model.state_dict())
 
 
+def test_what_is_saved_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) -> None:
+    """The number of the last call, the weights of the last optimizer step, and the next batch: as the page says."""
+    batches = [torch.full((1, 4), float(number)) for number in range(10)]
+
+    def begun() -> tuple[torch.nn.Linear, torch.optim.SGD, Checkpointer]:
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        given = {"model": model, "optimizer": optimizer, "loader": batches, "strategy": "full"}
+        return model, optimizer, Checkpointer(tmp_path / "s", save_every=100, **given)
+
+    model, optimizer, checkpointer = begun()
+    with checkpointer:
+        checkpointer.resume()
+        for number, batch in enumerate(checkpointer.loader):
+            model(batch).sum().backward()
+            if number == 3:
+                optimizer.step()
+                stepped = {name: value.clone() for name, value in model.state_dict().items()}
+            checkpointer.step()
+            if number == 6:
+                break
+    model, optimizer, checkpointer = begun()
+    with checkpointer:
+        assert checkpointer.resume() == 7
+        same(dict(model.state_dict()), stepped)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert [float(batch[0, 0]) for batch in checkpointer.loader] == [7, 8, 9]
+
+
 def test_a_parameter_that_left_its_group_is_told_of(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)

@@ -104,6 +104,23 @@ def test_where_space_is_short_no_chain_fills_it(
     assert store.verify(deep=True).ok
 
 
+@pytest.mark.parametrize("free", [0.9, 2.0])
+def test_a_chain_ends_only_where_a_full_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    store, model = ckptstore.open(tmp_path / "run"), Trainer(0, SIZES)
+    nbytes: list[int] = []
+    monkeypatch.setattr(LocalBackend, "free_bytes", lambda _self: int(free * nbytes[0]) if nbytes else None)
+    options = {**WRITERS["diffs"], "diffs": replace(WRITERS["diffs"]["diffs"], full_every=1000)}
+    kinds: list[str] = []
+    with store.writer(keep=["last:1"], **options) as writer:
+        for step in range(1, STEPS + 1):
+            model.train()
+            info = writer.save(model.state(), step, updates=model.updates())
+            nbytes.append(info.nbytes)
+            kinds.append(info.kind)
+    assert kinds[0] == "full"
+    assert ("full" in kinds[1:]) == (free > 1)
+
+
 def test_by_an_agent(tmp_path: Path) -> None:
     model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
     with agent.writer(store, keep=RULES, **WRITERS["diffs"]) as writer:
