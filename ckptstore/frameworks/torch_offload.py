@@ -223,6 +223,8 @@ def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
 
 def any_on_device(sources: Mapping[str, TensorSource]) -> bool:
     """Whether a state has tensors on CUDA devices."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
     return any(on_device(source) for source in sources.values())
 
 

@@ -83,6 +83,7 @@ class Fulls:
         self._lock = threading.Lock()
         self._lanes = Lanes(places.limit, threads, begin_save, self._end_of)
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
+        self._waiters: ThreadPoolExecutor | None = None  # from the first state on a device
 
     # -- the caller's side
 
@@ -222,6 +223,16 @@ class Fulls:
                 raise self._ended
             self._lanes.submit(work)
 
+    def waiter(self, work: Callable[[], None]) -> Future[None]:
+        """Wait for a device, one copy after the other as it makes them.
+
+        Not by the threads that copy: what is in host memory would wait for the device as well, and its caller with it.
+        """
+        with self._lock:
+            if self._waiters is None:
+                self._waiters = started_pool(1, "ckptstore-device")
+        return self._waiters.submit(work)
+
     def copier(self, work: Callable[[], None]) -> Future[None]:
         """Copy something beside others."""
         return self._copiers.submit(work)
@@ -259,6 +270,8 @@ class Fulls:
     def close(self) -> None:
         """Wait for everything, and let go of memory. May be repeated."""
         self._copiers.shutdown()
+        if self._waiters is not None:
+            self._waiters.shutdown()
         self._lanes.close()
         self.memory.close()
 
@@ -321,7 +334,7 @@ class Full:
         try:
             # If a unit is not wanted any more it has failed, which `done` says; the state may change.
             self._arrivals.bring(
-                copies_of(self._state.plan, flat.tensors, submit, self._queue, self._fulls.copier),
+                copies_of(self._state.plan, flat.tensors, submit, self._queue, self._fulls.waiter),
                 self._fulls.memory,
                 waited,
                 short=self._short,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +213,35 @@ def test_memory_that_cannot_be_registered_costs_time_alone(
 def test_other_memory_is_not_registered() -> None:
     with simulated(0):
         assert not torch_offload.register(aligned(4096).copy())
+
+
+def test_what_is_in_host_memory_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many copies the device still has to make: those that threads make are made meanwhile."""
+    released = threading.Event()
+    released.set()
+    with simulated(0) as device:
+        # Five units of what is on the device, and one of what is not.
+        state = {f"w{number}": torch.ones(230_000, device="cuda") for number in range(95)}
+        state["host"] = torch.ones((17 << 20) + 1, dtype=torch.uint8)  # no whole lines: it comes last
+
+        class Late(torch.cuda.Event):  # type: ignore[misc, name-defined]
+            def synchronize(self) -> None:
+                released.wait(60)
+                super().synchronize()
+
+        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=1) as writer:
+            writer.prepare(state)
+            settled(device)
+            writer.save_async(state, 1).result()
+            real = torch.cuda.Event
+            monkeypatch.setattr(torch.cuda, "Event", Late)
+            released.clear()
+            asked = ThreadPoolExecutor(1).submit(writer.save_async, state, 2)
+            try:
+                pending = asked.result(30)
+            finally:
+                released.set()
+            state["host"].zero_()
+            pending.result()
+            monkeypatch.setattr(torch.cuda, "Event", real)
+    assert bool((ckptstore.open(tmp_path / "run").load(2)["host"] == 1).all())
