@@ -85,23 +85,32 @@ def registered(memory: Bytes) -> bool:
 class QueuedSource:
     """A tensor on a device whose reads are only queued (`formats.sources.TensorSource`). See `CopyQueue`."""
 
-    __slots__ = ("_queue", "_source", "dtype", "identity", "nbytes", "origin", "shape")
+    __slots__ = ("_recorded", "_source", "_stream", "dtype", "identity", "nbytes", "origin", "shape")
 
-    def __init__(self, source: TorchSource, queue: CopyQueue) -> None:
+    def __init__(self, source: TorchSource, stream: torch.cuda.Stream) -> None:
+        """
+        Args:
+            stream: on which its copies are queued.
+        """
         self.dtype = source.dtype
         self.shape = source.shape
         self.nbytes = source.nbytes
         self.origin = source.origin
         self.identity = source.identity
         self._source = source
-        self._queue = queue
+        self._stream = stream  # not the queue: a cycle would keep the caller's tensors until it is collected
+        self._recorded = False
 
     def view(self) -> None:
         """It is not in host memory."""
 
     def read(self, offset: int, out: Bytes) -> None:
         """Queue a copy to registered memory, within `CopyQueue.queueing`. `CopyQueue.copied` says when it is there."""
-        self._queue.read(self._source, offset, out)
+        if not self._recorded:
+            # Prevents: memory of a tensor that is let go of, given to somebody else while the copy is only queued.
+            self._source.resolved.record_stream(self._stream)
+            self._recorded = True
+        self._source.queue(offset, out)
 
 
 class CopyQueue:
@@ -118,7 +127,6 @@ class CopyQueue:
         self._behind: dict[torch.device, list[torch.cuda.Stream]] = {}
         self._given = sources
         self.waiting: set[Future[None]] = set()
-        self._recorded: set[TorchSource] = set()
         self.sources: dict[str, TensorSource] = {}
         for name, source in sources.items():
             self.sources[name] = self._queued(source) if on_device(source) else source
@@ -132,7 +140,7 @@ class CopyQueue:
         if source.stream not in behind:
             behind.append(source.stream)
             stream.wait_stream(source.stream)
-        return QueuedSource(source, self)
+        return QueuedSource(source, stream)
 
     def queues(self, name: str) -> bool:
         """Whether a tensor is read by queued copies."""
@@ -145,14 +153,6 @@ class CopyQueue:
             for stream in self._streams.values():
                 current.enter_context(torch.cuda.stream(stream))
             yield
-
-    def read(self, source: TorchSource, offset: int, out: Bytes) -> None:
-        """Queue a copy of bytes of a tensor to registered memory; within `queueing`."""
-        if source not in self._recorded:
-            self._recorded.add(source)
-            # Prevents: memory of a tensor that is let go of, given to somebody else while the copy is only queued.
-            source.resolved.record_stream(self._streams[source.tensor.device])
-        source.queue(offset, out)
 
     def digests(self) -> Mapping[str, int]:
         """State digests that the devices compute beside the copies, by name. To look at one waits for it."""

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,6 +151,28 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "no wait for the work before": lambda patch: patch.setattr(torch_offload, "_copy_stream", hasty_stream()),
     "no record of the stream": lambda patch: patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None),
 }
+
+
+def test_a_queue_that_is_let_go_of_holds_no_tensor() -> None:
+    """At once, and not when Python's collector comes by: a device's memory is short."""
+    with simulated(0):
+        tensor = torch.ones(300, device="cuda")
+        seen = weakref.ref(tensor)
+        queue = torch_offload.copy_queue({"w": TorchSource(tensor)})
+        assert queue is not None
+        memory = aligned(1200)
+        assert torch_offload.register(memory)
+        with queue.queueing():
+            queue.sources["w"].read(0, memory)
+        wait = queue.marked()
+        gc.disable()
+        try:
+            del tensor, queue
+            assert seen() is None
+        finally:
+            gc.enable()
+        wait()
+        del memory
 
 
 def test_a_capture_keeps_its_bytes() -> None:

@@ -108,7 +108,7 @@ def test_what_is_given_and_lost_untold_is_bounded_and_named(
         assert lost == [one.step for one in given]
         named = steps_in(told)
         assert len(named) == len(set(named)), told
-        assert 2 in named, told
+        assert named, told  # saves run beside each other: whichever failed first, and every other one by then
         assert set(named) <= set(lost)
         medium.heal()
         slow.clear()

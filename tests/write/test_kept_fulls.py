@@ -44,7 +44,7 @@ def check(store: Store, limit: float, few: int) -> None:
     assert all(80 < step < 90 for _, step in catalog.held), sorted(catalog.held)
     stored = sum(one.size for one in catalog.segments.values())
     assert stored < limit * infos[-1].nbytes, stored
-    store.verify(deep=True)
+    assert store.verify(deep=True).ok
 
 
 @pytest.mark.parametrize("how", WRITERS)
