@@ -24,6 +24,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
 from ckptstore.training.staging import Staged  # noqa: E402
+from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
@@ -32,7 +33,7 @@ from tools.device.queues import Scheduler  # noqa: E402
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-SEEDS = range(16)
+SEEDS = range(short_or(8, 40))
 N = 64
 
 

@@ -19,6 +19,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
 from tests import warmth  # noqa: E402
+from tests.forms import long_only  # noqa: E402
 from tests.store.states import same  # noqa: E402
 
 STEPS = 8
@@ -162,11 +163,13 @@ def test_every_strategy(tmp_path: Path, way: str) -> None:
     check(tmp_path / "run", "cpu", way)
 
 
+@long_only  # CI does the same on a simulated device
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(tmp_path: Path, optimizer: str) -> None:
     check(tmp_path / "run", "cpu", "gradient", optimizer)
 
 
+@long_only
 @pytest.mark.parametrize("way", ["delta", "gradient"])
 def test_steps_that_a_scaler_skips(tmp_path: Path, way: str) -> None:
     check(tmp_path / "run", "cpu", way, scaled=True)
