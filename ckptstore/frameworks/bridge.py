@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ADAPTERS",
     "Adapter",
-    "any_on_device",
     "copy_queue",
     "device_digests",
+    "device_of",
     "environment",
     "environment_differences",
     "flattened",
@@ -155,20 +155,24 @@ def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
     return torch_offload.copy_queue(sources)
 
 
-def any_on_device(sources: Mapping[str, TensorSource]) -> bool:
-    """Whether a state has tensors on devices that copy to registered memory: `torch_offload.any_on_device`."""
+def device_of(sources: Mapping[str, TensorSource]) -> Any:
+    """A device that copies tensors of a state to registered memory (`torch_offload.device_of`); None: none does."""
     if not torch_in_use():
-        return False
+        return None
     from ckptstore.frameworks import torch_offload  # see above
 
-    return torch_offload.any_on_device(sources)
+    return torch_offload.device_of(sources)
 
 
-def register(memory: Bytes) -> None:
-    """Have devices copy to this memory by themselves, if they can: `torch_offload.register`."""
+def register(memory: Bytes, device: Any) -> None:
+    """Have devices copy to this memory by themselves, if they can: `torch_offload.register`.
+
+    Args:
+        device: what `device_of` gave.
+    """
     from ckptstore.frameworks import torch_offload  # see above
 
-    torch_offload.register(memory)
+    torch_offload.register(memory, device)
 
 
 def registered(memory: Bytes) -> bool:

@@ -96,20 +96,22 @@ class _Sums:
     names: tuple[str, ...]
     host: torch.Tensor
     ready: torch.cuda.Event | None
+    stream: torch.cuda.Stream | None
 
     @classmethod
     def queued(cls, partials: Mapping[str, torch.Tensor], stream: torch.cuda.Stream | None) -> Self:
         """Bring them to the host: queued on `stream`; None: the device has no streams, so that is waited for."""
         sums = torch.stack(list(partials.values()))
         if stream is None:
-            return cls(tuple(partials), sums.cpu(), None)
+            return cls(tuple(partials), sums.cpu(), None, None)
         host = torch.empty(len(partials), dtype=torch.int64, pin_memory=True)
         host.copy_(sums, non_blocking=True)
-        return cls(tuple(partials), host, stream.record_event())
+        return cls(tuple(partials), host, stream.record_event(), stream)
 
     def wait(self) -> dict[str, int]:
-        if self.ready is not None:
-            self.ready.synchronize()
+        if self.ready is not None and self.stream is not None:
+            with torch.cuda.device(self.stream.device):  # Prevents: a context on the first GPU, a thread's own device.
+                self.ready.synchronize()
         return dict(zip(self.names, self.host.tolist(), strict=True))
 
 

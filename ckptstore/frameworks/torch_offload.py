@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import lru_cache, partial
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 
@@ -28,7 +28,7 @@ from ckptstore.frameworks.torch_digest import device_digests
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.buffers import Region, region_of
 
-__all__ = ["CopyQueue", "QueuedSource", "any_on_device", "copy_queue", "register", "registered"]
+__all__ = ["CopyQueue", "QueuedSource", "copy_queue", "device_of", "register", "registered"]
 
 _log: Final = logging.getLogger("ckptstore")
 _lock: Final = threading.Lock()
@@ -36,7 +36,7 @@ _registered: Final[weakref.WeakKeyDictionary[Region, bool]] = weakref.WeakKeyDic
 """What was tried: whether the driver took it."""
 
 
-def register(memory: Bytes) -> bool:
+def register(memory: Bytes, device: torch.device) -> bool:
     """Have devices copy to this memory by themselves -> whether they do. A second call does nothing.
 
     Takes about as long as touching the memory, without the interpreter's lock. A fork of this process does not have the
@@ -44,35 +44,38 @@ def register(memory: Bytes) -> bool:
 
     Args:
         memory: made by `host.buffers.aligned`; the whole mapping that it lies in is registered.
+        device: one that copies there. Every other device does so, too.
     """
     region = region_of(memory)
     if region is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    with _lock:
+    # Prevents: a context on the first GPU, of half a gigabyte, because a thread begins with that one as its device.
+    with _lock, torch.cuda.device(device):
         if region in _registered:
             return _registered[region]
         status = torch.cuda.cudart().cudaHostRegister(region.address, region.nbytes, 0)  # type: ignore[no-untyped-call]
-        taken = int(status) == 0
-        _registered[region] = taken
+        _registered[region] = taken = int(status) == 0
         if not taken:
             # Prevents: a kernel of this thread that fails by what was refused here: CUDA keeps a thread's last error.
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
+                torch.zeros(1, device=device)
             _log.warning(
                 "%d bytes of host memory could not be registered with the device (CUDA error %d): "
-                "copies from it block the loop",
+                "saves copy to it in the ordinary way, and wait for the device",
                 region.nbytes,
                 int(status),
             )
             return False
-        region.stay_out_of_forks()
         # Prevents: a mapping at the same address later, whose bytes the device would write to the pages of this one.
-        region.before_unmapping(partial(_unregister, region.address, os.getpid()))
+        region.before_unmapping(partial(_unregister, region.address, device, os.getpid()))
+        region.stay_out_of_forks()
     return True
 
 
-def _unregister(address: int, process: int) -> None:
-    if os.getpid() == process:
+def _unregister(address: int, device: torch.device, process: int) -> None:
+    if os.getpid() != process:
+        return
+    with torch.cuda.device(device):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
@@ -129,10 +132,9 @@ class CopyQueue:
         self.waiting: set[Future[None]] = set()
         self.sources: dict[str, TensorSource] = {}
         for name, source in sources.items():
-            self.sources[name] = self._queued(source) if on_device(source) else source
+            self.sources[name] = self._queued(source) if _queues(source) else source
 
-    def _queued(self, source: TensorSource) -> QueuedSource:
-        assert isinstance(source, TorchSource)
+    def _queued(self, source: TorchSource) -> QueuedSource:
         assert source.stream is not None
         device = source.tensor.device
         stream = self._streams.setdefault(device, _copy_stream(device))
@@ -182,7 +184,7 @@ class CopyQueue:
         def work() -> None:
             try:
                 waiting()
-            except BaseException as error:  # noqa: BLE001  # whoever waits hears of it
+            except BaseException as error:  # noqa: BLE001  # `done.result()` raises it
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -199,11 +201,12 @@ class CopyQueue:
 
     def marked(self) -> Callable[[], None]:
         """What waits for every copy that was queued so far. It holds no tensor."""
-        events = [_event(stream) for stream in self._streams.values()]
+        events = [(device, _event(stream)) for device, stream in self._streams.items()]
 
         def wait() -> None:
-            for event in events:
-                event.synchronize()
+            for device, event in events:
+                with torch.cuda.device(device):  # see `register`
+                    event.synchronize()
 
         return wait
 
@@ -218,18 +221,18 @@ class CopyQueue:
 
 def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
     """How to copy a state with tensors on CUDA devices; None: it has none."""
-    return CopyQueue(sources) if any_on_device(sources) else None
+    return None if device_of(sources) is None else CopyQueue(sources)
 
 
-def any_on_device(sources: Mapping[str, TensorSource]) -> bool:
-    """Whether a state has tensors on CUDA devices."""
+def device_of(sources: Mapping[str, TensorSource]) -> torch.device | None:
+    """A CUDA device that a state has tensors on; None: all of them are elsewhere."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    return any(on_device(source) for source in sources.values())
+        return None
+    return next((one.tensor.device for one in sources.values() if _queues(one)), None)
 
 
-def on_device(source: TensorSource) -> bool:
-    """Whether a tensor is on a CUDA device."""
+def _queues(source: TensorSource) -> TypeGuard[TorchSource]:
+    """Whether a device copies the tensor."""
     return isinstance(source, TorchSource) and source.stream is not None
 
 

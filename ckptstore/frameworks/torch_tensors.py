@@ -185,7 +185,8 @@ class TorchSource:
     def queue(self, offset: int, out: Bytes) -> None:
         """As `read`, of a tensor on a CUDA device to registered memory: queue the copy on the current stream.
 
-        The caller sees to the order: that this stream waits for what writes the tensor, and who waits for this stream.
+        The caller keeps the order: the current stream must wait for what writes the tensor. What changes the tensor
+        later must wait for the current stream.
         """
         self._copied(self.resolved, offset, out, wait=False)
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats import streaming
@@ -98,8 +98,8 @@ class Fulls:
         """Touch memory for such a state in the background. A second time does nothing."""
         self.memory.expect(self._plan(flat).space, self._places.limit)
         self._touch()
-        if bridge.any_on_device(flat.tensors):
-            self._register()
+        if (device := bridge.device_of(flat.tensors)) is not None:
+            self._register(device)
 
     def _plan(self, flat: FlatState) -> UnitPlan:
         tensors = tuple(
@@ -111,10 +111,10 @@ class Fulls:
         for run in self.memory.touch():
             self._later(run)
 
-    def _register(self) -> None:
+    def _register(self, device: Any) -> None:
         """Have devices copy to this memory by themselves, from the next save on."""
         for memory in self.memory.mappings():
-            self._later(partial(bridge.register, memory))
+            self._later(partial(bridge.register, memory, device))
 
     def _later(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
@@ -172,8 +172,8 @@ class Fulls:
                 self._copied.add(full)
             full.copy(flat, measured)
             self._touch()  # what the next one needs, while this one is written
-            if full.on_device:
-                self._register()
+            if full.device is not None:
+                self._register(full.device)
             if plan.space >= streaming.LARGE:
                 self._later(streaming.prepare)
         except BaseException as error:
@@ -281,7 +281,7 @@ class Full:
 
     Attributes:
         done: answers with what was committed.
-        on_device: some of it is copied from a device.
+        device: one that copies some of it; None: all of it is in host memory.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Full:
         self._arrivals = Arrivals(self._check)
         tensors = {name: Described(source) for name, source in flat.tensors.items()}
         self._queue = bridge.copy_queue(flat.tensors)
-        self.on_device = self._queue is not None
+        self.device = bridge.device_of(flat.tensors)
         digests = bridge.device_digests(flat.tensors) if self._queue is None else self._queue.digests()
         self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
         measured.ends_with(self.done)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckptstore.backends.base import SEGMENT_BYTES
 from ckptstore.formats import streaming
@@ -92,7 +92,7 @@ class Snapshot:
         free, self._free = self._free, None
         if free is not None:
             # Prevents: memory that the next save has been given while a device still copies to it.
-            with contextlib.suppress(Exception):  # it copies no more then, and whoever stored it has been told
+            with contextlib.suppress(Exception):  # a device that failed copies no more; the save has raised that
                 self.arrive()
             free()
 
@@ -155,7 +155,7 @@ class SnapshotPool:
         self._background = background
         self._free: list[_Free] = []
         self._out = 0
-        self._registers = False  # states come from devices: what is touched is registered as well
+        self._device: Any = None  # that states come from: memory that is touched is then registered with it
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
@@ -167,7 +167,7 @@ class SnapshotPool:
 
         The first save stays, so that the second takes memory of its own: asked for now, it is touched by then.
         """
-        self._registers = self._registers or bridge.any_on_device(flat.tensors)
+        self._device = self._device or bridge.device_of(flat.tensors)
         self._prepare(self._plan(flat).size, 1 + self._kept)
 
     def kept(self, flat: FlatState) -> None:
@@ -236,15 +236,14 @@ class SnapshotPool:
 
         Args:
             landed: called by `Snapshot.land`.
-            queued: devices copy when they come to it, and what is queued after this waits for them. Whoever reads the
-                snapshot calls `Snapshot.arrive` first.
+            queued: return when the copies of devices are queued. Call `Snapshot.arrive` before it is read.
         """
         queue = bridge.copy_queue(flat.tensors)
         memory, snapshot, copies = self._laid_out(flat, landed)
         if queue is not None and not bridge.registered(memory):
-            self._registers = True
+            self._device = bridge.device_of(flat.tensors)
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._background(partial(bridge.register, memory))  # for the next one
+                self._background(partial(bridge.register, memory, self._device))  # for the next one
             queue = None
         try:
             if queue is None:
@@ -303,8 +302,8 @@ class SnapshotPool:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
             for memory, touching in fresh:
                 self._background(touching.run)
-                if self._registers:
-                    self._background(partial(bridge.register, memory))
+                if self._device is not None:
+                    self._background(partial(bridge.register, memory, self._device))
 
     def _give(self, memory: Bytes) -> None:
         with self._lock:

@@ -29,6 +29,7 @@ from tools.device.machine import Machine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
+GPU = torch.device("cuda", 0)
 SEEDS = range(short_or(3, 200))
 WAYS: dict[str, dict[str, Any]] = {"full": {}, "delta": {"deltas": DeltaOptions(interval=3)}}
 
@@ -117,7 +118,7 @@ def goes_wrong(seed: int, fault: Callable[[], object], *, freed: bool) -> bool:
             tensor.add_(1)
         memory = aligned(12000)
         memory[:] = 0
-        assert torch_offload.register(memory)
+        assert torch_offload.register(memory, GPU)
         sources = {"w": TorchSource(tensor)}
         queue = torch_offload.copy_queue(sources)
         assert queue is not None
@@ -161,7 +162,7 @@ def test_a_queue_that_is_let_go_of_holds_no_tensor() -> None:
         queue = torch_offload.copy_queue({"w": TorchSource(tensor)})
         assert queue is not None
         memory = aligned(1200)
-        assert torch_offload.register(memory)
+        assert torch_offload.register(memory, GPU)
         with queue.queueing():
             queue.sources["w"].read(0, memory)
         wait = queue.marked()
@@ -211,8 +212,8 @@ def test_memory_is_registered_once_and_let_go_before_it_is_unmapped(monkeypatch:
         address = region.address
         del region
         assert not torch_offload.registered(memory)
-        assert torch_offload.register(memory)
-        assert torch_offload.register(memory[4096:])
+        assert torch_offload.register(memory, GPU)
+        assert torch_offload.register(memory[4096:], GPU)
         assert torch_offload.registered(memory[100:])
         del memory
         gc.collect()
@@ -235,7 +236,7 @@ def test_memory_that_cannot_be_registered_costs_time_alone(
 
 def test_other_memory_is_not_registered() -> None:
     with simulated(0):
-        assert not torch_offload.register(aligned(4096).copy())
+        assert not torch_offload.register(aligned(4096).copy(), GPU)
 
 
 def test_what_is_in_host_memory_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,3 +269,32 @@ def test_what_is_in_host_memory_does_not_wait_for_the_device(tmp_path: Path, mon
             pending.result()
             monkeypatch.setattr(torch.cuda, "Event", real)
     assert bool((ckptstore.open(tmp_path / "run").load(2)["host"] == 1).all())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_other_device_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """A thread begins with the first device as its own: to call the driver there takes memory of that device."""
+    with simulated(0, devices=2) as device:
+        runtime, synchronize = torch.cuda.cudart(), torch.cuda.Event.synchronize
+        asked: list[int] = []
+        register = runtime.cudaHostRegister
+
+        def registering(*arguments: int) -> Any:
+            asked.append(torch.cuda.current_device())
+            return register(*arguments)
+
+        def waiting(event: Any) -> None:
+            asked.append(torch.cuda.current_device())
+            synchronize(event)
+
+        monkeypatch.setattr(runtime, "cudaHostRegister", registering)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", waiting)
+        state = {"w": torch.ones(50_000, device="cuda:1")}
+        with ckptstore.open(tmp_path / "run", create=True).writer(max_in_flight=2, **WAYS[way]) as writer:
+            for step in range(1, 4):
+                writer.save_async(state, step).result()
+                settled(device)
+        monkeypatch.undo()
+    assert len(asked) > 1
+    assert set(asked) == {1}

@@ -213,7 +213,7 @@ class TestSelection:
                 with pytest.raises(StepOrderError, match="a whole number from 0"):
                     refuse({"n": 1}, step)
             # A tag names a REF, which text may be.
-            error, why = (UsageError, "is no REF") if step != "7" else (CheckpointNotFoundError, "step 7")
+            error, why = (UsageError, "is no REF; use latest") if step != "7" else (CheckpointNotFoundError, "step 7")
             with pytest.raises(error, match=why):
                 writer.tag("best", step)
         if step != "7":

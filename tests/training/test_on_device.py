@@ -330,7 +330,7 @@ with script.checkpointer(Path(sys.argv[1]), **WAYS[sys.argv[2]]) as checkpointer
 @on_gpu
 @pytest.mark.parametrize("way", ["full", "delta", "gradient", "gradient by an agent"])
 def test_a_killed_run_on_a_gpu(tmp_path: Path, way: str) -> None:
-    """Killed twice; what the last life goes on from has the bits of a run that was never killed."""
+    """The run is killed twice. What it then resumes from has the bits of a run that was never killed."""
     place = tmp_path / "run"
     for _ in range(2):
         done = warmth.run(

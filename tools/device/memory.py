@@ -1,9 +1,9 @@
 """Memory of the simulated devices, and host memory that they may copy to and from without the host's waiting.
 
 A device's memory is host memory behind a tensor that says ``cuda:0``: torch takes it over from a DLPack capsule, so
-the tensor is a plain `torch.Tensor`, not a subclass. When the last tensor over it is gone, torch calls back. From then
-on the memory belongs to whoever allocates next on the stream on which it was allocated; that is played by a job that
-overwrites it (`POISON`).
+the tensor is a plain `torch.Tensor`, not a subclass. When the last tensor over it is gone, torch calls back. On a real
+device the next allocation on the same stream may get the memory then. Here a job on that stream overwrites it
+(`POISON`).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Scheduler:
     def __init__(self, seed: int, watcher: Watcher | None = None) -> None:
         """
         Args:
-            watcher: is told of it.
+            watcher: called with it.
             seed: 0 runs everything as late as the order permits. Any other one decides, for each stream, how eager it
                 is.
         """

@@ -86,7 +86,7 @@ class Accesses:
     def add(self, access: Access, clock: Clock) -> list[Access]:
         """One more -> those that it is not ordered with."""
         unordered = [one for one in self.found if one.conflicts(access) and not one.known_to(clock)]
-        # Whoever is ordered with this one is ordered with what it has replaced.
+        # An access that is ordered with this one is ordered with those that it replaces, too.
         self.found = [
             one
             for one in self.found
