@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
 
 from ckptstore.errors import (
     CkptError,
@@ -36,14 +34,13 @@ from ckptstore.write.deltas import Deltas
 from ckptstore.write.encoding import Fed
 from ckptstore.write.feeding import Feed
 from ckptstore.write.interval import Decision
+from ckptstore.write.job import Job
 from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies
 
 __all__ = ["Committer", "Made", "may_mean"]
-
-_UNLABELLED: Final = Labels()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,121 +92,97 @@ class Committer(Commits):
         self._later = later
         self._deadline: Callable[[], None] | None = None  # cancels it
 
-    def diff_now(
-        self,
-        flat: FlatState,
-        updates: Sequence[Update],
-        step: int,
-        progress: Progress | None,
-        interrupted: threading.Event,
-        labels: Labels = _UNLABELLED,
-    ) -> CheckpointInfo:
-        """Store a step with everything that waits, from a copy: the next step is coded against it."""
-        done: Future[CheckpointInfo] = Future()
+    def diff_now(self, flat: FlatState, updates: Sequence[Update], job: Job, progress: Progress | None) -> None:
+        """Store a step with everything that waits, from a copy: the next step is compressed against it."""
         snapshot = self._snapshots.copy(flat, self._deltas.workers.pool)
         gradients: Snapshot | None = None
         kept = False
         try:
-            # Copies, too: gradients that change while they are coded, after a Ctrl-C, would spoil the chain.
+            # Copies, too: gradients that change while they are compressed, after a Ctrl-C, would spoil the chain.
             taken, gradients = with_copies(updates, self._snapshots, self._blocks)
             # What it raises stops the save: so it is asked before anything is written.
-            nbytes = sum(source.nbytes for source in flat.tensors.values())
-            Tally(progress, nbytes).advance(nbytes)
-            if interrupted.is_set():
-                raise WriterClosedError(f"step {step} was not saved: interrupted")
-            kept = self.diff(snapshot, taken, step, done, labels)
+            Tally(progress, flat.nbytes).advance(flat.nbytes)
+            if job.interrupted:
+                raise WriterClosedError(f"step {job.step} was not saved: interrupted")
+            kept = self.diff(snapshot, taken, job)
             self.flush()
         finally:
             if gradients is not None:
                 gradients.free()
             if not kept:
                 snapshot.free()
-        return done.result()
 
-    def diff(
-        self,
-        snapshot: Snapshot,
-        updates: Sequence[Update],
-        step: int,
-        done: Future[CheckpointInfo],
-        labels: Labels = _UNLABELLED,
-    ) -> bool:
-        """Code a step, or store a full if one is due -> whether `snapshot` stays in memory."""
-        assert self._diffs is not None
-        if self.ended is not None:
-            raise self.ended
-        if self._diffs.waiting and step < self._diffs.waiting[-1].step:
-            self.flush_in_time()  # the steps of a segment ascend
-        if not self._diffs.due(self.log.catalog.restorable, step):
-            full = self._diffs.add(snapshot, updates, step, done, labels)
-            if full or not self._wait_at_most(self._diffs.options.seconds):
+    def diff(self, snapshot: Snapshot, updates: Sequence[Update], job: Job) -> bool:
+        """Compress a step, or store a full if one is due -> whether `snapshot` stays in memory."""
+        diffs = self._in_order(job)
+        if not diffs.due(self.log.catalog.restorable, job.step):
+            full = diffs.add(snapshot, updates, job)
+            if full or not self._wait_at_most(diffs.options.seconds):
                 self.flush_in_time()
             return True
         self.flush_in_time()
-        return self._diff_full(snapshot, step, done, labels)
+        return self._diff_full(snapshot, job)
 
-    def _diff_full(self, snapshot: Snapshot, step: int, done: Future[CheckpointInfo], labels: Labels) -> bool:
+    def _in_order(self, job: Job) -> Diffs:
+        """The step diffs of the term, of which the last may be that of `job`."""
+        assert self._diffs is not None
+        if self.ended is not None:
+            raise self.ended
+        if self._diffs.waiting and job.step < self._diffs.waiting[-1].step:
+            self.flush_in_time()  # the steps of a segment ascend
+        return self._diffs
+
+    def _diff_full(self, snapshot: Snapshot, job: Job) -> bool:
         """Store a full that step diffs build on -> True: `snapshot` stays in memory."""
         assert self._diffs is not None
         began = time.monotonic()
-        info, kept = self.persist(snapshot.flat, step, interrupted=threading.Event(), snapshot=snapshot, labels=labels)
+        info, kept = self._persist(snapshot.flat, job, snapshot=snapshot)
         seconds = time.monotonic() - began
-        done.set_result(info)  # it is durable: nothing that follows may say otherwise
+        job.done.set_result(info)  # it is durable: nothing that follows may say otherwise
         try:
-            # A base of deltas lives as long as those need it: then a copy is what the next step is coded against.
+            # A base of deltas lives as long as those need it: then a copy is what the next step is compressed against.
             base = self._snapshots.copy(snapshot.flat, self._deltas.workers.pool) if kept else snapshot
         except (MemoryError, RuntimeError):
             self._diffs.restart()  # the next checkpoint is a full
             return True
-        self._diffs.begin(CheckpointId(self.log.number, step, info.state), base, info.stored, seconds)
+        self._diffs.begin(CheckpointId(self.log.number, job.step, info.state), base, info.stored, seconds)
         return True
 
-    def diff_fed(
-        self,
-        feed: Feed,
-        updates: Sequence[Update],
-        step: int,
-        done: Future[CheckpointInfo],
-        labels: Labels = _UNLABELLED,
-    ) -> None:
+    def diff_fed(self, feed: Feed, updates: Sequence[Update], job: Job) -> None:
         """As `diff`, of a step that comes unit by unit: it takes the place of the one before in memory."""
-        assert self._diffs is not None
-        if self.ended is not None:
-            raise self.ended
-        if self._diffs.waiting and step < self._diffs.waiting[-1].step:
-            self.flush_in_time()  # the steps of a segment ascend
-        room = None if self._diffs.due(self.log.catalog.restorable, step) else self._diffs.room(feed.flat)
+        diffs = self._in_order(job)
+        room = None if diffs.due(self.log.catalog.restorable, job.step) else diffs.room(feed.flat)
         if room is None:
             self.flush_in_time()
-            self._diffs.restart()  # what it had in memory gives place to the full
-            self._full_fed(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), step, done, labels)
+            diffs.restart()  # what it had in memory gives place to the full
+            self._full_fed(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), job)
             return
         try:
-            if self._diffs.batch == 1 and not self._diffs.waiting:
-                done.set_result(self._stream(Fed(feed, room), updates, step, labels))
+            if diffs.batch == 1 and not diffs.waiting:
+                job.done.set_result(self._stream(Fed(feed, room), updates, job))
                 return
-            full = self._diffs.add_fed(Fed(feed, room), updates, step, done, labels)
+            full = diffs.add_fed(Fed(feed, room), updates, job)
         except BecomesFullError as error:
             self.flush_in_time()
-            self._full_fed(error.snapshot, step, done, labels)
+            self._full_fed(error.snapshot, job)
             return
-        if full or not self._wait_at_most(self._diffs.options.seconds):
+        if full or not self._wait_at_most(diffs.options.seconds):
             self.flush_in_time()
 
-    def _full_fed(self, snapshot: Snapshot, step: int, done: Future[CheckpointInfo], labels: Labels) -> None:
+    def _full_fed(self, snapshot: Snapshot, job: Job) -> None:
         try:
-            self._diff_full(snapshot, step, done, labels)
+            self._diff_full(snapshot, job)
         except BaseException:
-            if not done.done():
+            if not job.done.done():
                 snapshot.free()
             raise
 
-    def _stream(self, fed: Fed, updates: Sequence[Update], step: int, labels: Labels) -> CheckpointInfo:
-        """Write and commit a step diff as it is coded."""
+    def _stream(self, fed: Fed, updates: Sequence[Update], job: Job) -> CheckpointInfo:
+        """Write and commit a step diff as it is compressed."""
         assert self._diffs is not None
         begun: list[str] = []
         try:
-            written = self._diffs.stream(self._session(begun, None), fed, updates, step, labels)
+            written = self._diffs.stream(self._session(begun, None), fed, updates, job)
             self.commit(Change(written.segments, written.checkpoints, written.encodings, tags=written.tags))
         except BaseException as error:
             if not isinstance(error, FencedError | CommitUnknownError):
@@ -260,11 +233,11 @@ class Committer(Commits):
                 error.add_note(f"{steps}, which waited for their batch, were not saved")
             self._diffs.restart()
             for one in waiting:
-                self.fail(one.step, error, one.done)
+                self.fail(one.job, error)
             raise
         self._diffs.waiting.clear()
         for one, entry in zip(waiting, written.became, strict=True):
-            one.done.set_result(describe_checkpoint(self.log.catalog, entry))
+            one.job.done.set_result(describe_checkpoint(self.log.catalog, entry))
 
     def flush_step(self, step: int) -> None:
         """`flush_in_time`, if `step` is among those that wait."""
@@ -274,22 +247,25 @@ class Committer(Commits):
     def tag(self, name: str, ref: str) -> CheckpointInfo:
         """Name a checkpoint. What waits is written first, if `ref` may name it."""
         wanted = Ref.parse(ref, self.log.catalog.tags)
-        if self._diffs is not None and any(may_mean(wanted, one.step, one.labels) for one in self._diffs.waiting):
+        if self._diffs is not None and any(may_mean(wanted, one.step, one.job.labels) for one in self._diffs.waiting):
             self.flush()
         return self.name(name, wanted)
 
     def untag(self, name: str) -> None:
         """Remove a tag, also one that a step brings with it that waits."""
-        if self._diffs is not None and any(name in one.labels.tags for one in self._diffs.waiting):
+        if self._diffs is not None and any(name in one.job.labels.tags for one in self._diffs.waiting):
             self.flush()
         self.unname(name)
 
-    def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
-        """A step was not saved. Does nothing to one whose saver knows already, or that is durable."""
-        if done.done():
-            return
-        self.missing = True
-        self.saves.fail(step, error, done)
+    def fail(self, job: Job, error: BaseException, *, told: bool = False) -> None:
+        """A step was not saved. Does nothing to one that was given up, or that is durable.
+
+        Args:
+            told: as for `Job.fail`.
+        """
+        if not told and job.scope is None and not job.done.done() and job.take():
+            self.missing = True
+        job.fail(error, told=told)
 
     def take_in(self, term: int, change: Change) -> Outcome:
         """Commit what was made beside the saves, for `term` -> what became of it."""
@@ -343,33 +319,25 @@ class Committer(Commits):
         if self._diffs is not None and self._diffs.options.waits:
             self.note_end()
 
-    def make(
-        self,
-        flat: FlatState,
-        step: int,
-        *,
-        labels: Labels,
-        writers: ThreadPoolExecutor,
-        progress: Progress | None = None,
-    ) -> Made:
+    def make(self, flat: FlatState, job: Job, *, writers: ThreadPoolExecutor, progress: Progress | None = None) -> Made:
         """Write a full and make it durable, in any thread and several at once; only where no deltas are made.
 
         Args:
             writers: threads that write, used by nobody else meanwhile.
             progress: told how many of the state's bytes are done.
         """
-        return self._write(flat, step, labels, writers, progress)[0]
+        return self._write(flat, job, writers, progress)[0]
 
-    def publish(self, made: Made, claim: Callable[[], bool]) -> CheckpointInfo:
-        """Commit what was made.
+    def publish(self, made: Made, job: Job) -> CheckpointInfo:
+        """Commit what was made of a job, unless it was given up.
 
-        Args:
-            claim: asked just before that, when nothing else can stop it -> whether it is wanted still.
+        Raises:
+            WriterClosedError: it was.
         """
         try:
             if self.ended is not None:
                 raise self.ended  # the log would refuse it, too: this says why
-            if not claim():
+            if not job.take():  # asked last, when nothing else can stop it
                 raise WriterClosedError(f"step {made.entry.step} was not saved: interrupted")
             self.commit(made.change)
         except (FencedError, CommitUnknownError):
@@ -380,59 +348,45 @@ class Committer(Commits):
         return describe_checkpoint(self.log.catalog, made.entry)
 
     def persist(
-        self,
-        flat: FlatState,
-        step: int,
-        *,
-        progress: Progress | None = None,
-        interrupted: threading.Event,
-        snapshot: Snapshot | None = None,
-        labels: Labels = _UNLABELLED,
-        claim: Callable[[], bool] | None = None,
-        feed: Feed | None = None,
-    ) -> tuple[CheckpointInfo, bool]:
-        """Write, commit -> what was committed, and whether `snapshot` stays in memory as a base of deltas.
+        self, flat: FlatState, job: Job, *, progress: Progress | None = None, snapshot: Snapshot | None = None
+    ) -> bool:
+        """Write and commit a state -> whether `snapshot` stays in memory as a base of deltas.
 
         Args:
             progress: told how many of the state's bytes are done.
-            interrupted: set when the caller has stopped waiting and may change the state.
-            labels: what is said of the checkpoint.
-            claim: see `publish`; None: whether it was not interrupted.
-            feed: see `persist_fed`.
+            snapshot: what owns the memory of `flat`; None: training does.
         """
-        made, decision, stored = self._write(flat, step, labels, self._blocks, progress, feed)
-        info = self.publish(made, claim or (lambda: not interrupted.is_set()))
-        return info, self._deltas.committed(decision, made.entry.id, flat, snapshot, stored, interrupted.is_set)
+        info, kept = self._persist(flat, job, progress=progress, snapshot=snapshot)
+        job.done.set_result(info)
+        return kept
 
-    def persist_fed(
-        self,
-        feed: Feed,
-        step: int,
-        *,
-        labels: Labels,
-        claim: Callable[[], bool],
-        progress: Progress | None,
-    ) -> CheckpointInfo:
+    def persist_fed(self, feed: Feed, job: Job, *, progress: Progress | None) -> None:
         """As `persist`, of a state that comes unit by unit: what it replaces in memory is no base any more."""
         try:
-            return self.persist(
-                feed.flat,
-                step,
-                progress=progress,
-                interrupted=threading.Event(),
-                labels=labels,
-                claim=claim,
-                feed=feed,
-            )[0]
+            info, _ = self._persist(feed.flat, job, progress=progress, feed=feed)
         except BaseException:
             self._deltas.torn()
             raise
+        job.done.set_result(info)
+
+    def _persist(
+        self,
+        flat: FlatState,
+        job: Job,
+        *,
+        progress: Progress | None = None,
+        snapshot: Snapshot | None = None,
+        feed: Feed | None = None,
+    ) -> tuple[CheckpointInfo, bool]:
+        made, decision, stored = self._write(flat, job, self._blocks, progress, feed)
+        info = self.publish(made, job)
+        kept = self._deltas.committed(decision, made.entry.id, flat, snapshot, stored, lambda: job.interrupted)
+        return info, kept
 
     def _write(
         self,
         flat: FlatState,
-        step: int,
-        labels: Labels,
+        job: Job,
         writers: ThreadPoolExecutor,
         progress: Progress | None,
         feed: Feed | None = None,
@@ -441,9 +395,9 @@ class Committer(Commits):
         if self.ended is not None:
             raise self.ended
         begun: list[str] = []
-        moment = time.time()
+        moment, step, labels = time.time(), job.step, job.labels
         try:
-            session = self._session(begun, progress, sum(source.nbytes for source in flat.tensors.values()), writers)
+            session = self._session(begun, progress, flat.nbytes, writers)
             written, decision, base = self._deltas.write(flat, step, moment, session, self.log.catalog.restorable, feed)
             used = {segment.id for segment in written.segments}
             self._abandoned.extend([segment for segment in begun if segment not in used])

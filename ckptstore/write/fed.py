@@ -1,164 +1,106 @@
-"""Deltas and step diffs under a byte budget: the caller's side of what is copied unit by unit as it is coded.
+"""Deltas and step diffs under a byte budget: the caller copies unit by unit as the committer's thread compresses.
 
-A save waits for its turn: what came before is coded, and a full before it durable. From there on the committer's
-thread codes, and the caller copies, until the last byte is copied.
+A save waits for its turn: what came before is compressed, and a full before it durable. From there on the committer's
+thread compresses, and the caller copies, until the last byte is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads, started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.write.coded import Coded
 from ckptstore.write.committer import Committer
 from ckptstore.write.feeding import Feed, Feeding
-from ckptstore.write.ledger import Claim, Labels
-from ckptstore.write.metrics import Measured
-from ckptstore.write.places import Place, Places
-from ckptstore.write.steps.updates import Update, with_sparse_copies
+from ckptstore.write.job import Job
+from ckptstore.write.snapshot import SnapshotPool
+from ckptstore.write.steps.updates import Explaining, Updates, with_sparse_copies
 
 __all__ = ["FedSaves"]
 
 
-class FedSaves:
-    """What the saves of a writer of deltas or step diffs share that has a budget of memory."""
+class FedSaves(Coded):
+    """Saves of states that are never copied as a whole. What somebody else has copied is saved as `Coded` does."""
+
+    needs_caller = True
 
     def __init__(
         self,
         memory: int,
-        places: Places,
+        explaining: Explaining,
+        snapshots: SnapshotPool,
+        copiers: ThreadPoolExecutor,
         *,
-        with_diffs: bool,
-        submit: Callable[[Callable[[], None]], Future[None]],
+        thread: ThreadPoolExecutor,
         tend: Callable[[], object],
         background: Callable[[Callable[[], None]], object],
     ) -> None:
         """
         Args:
             memory: bytes of host memory beside the base.
-            places: of saves in flight.
-            submit: has the committer's thread do something.
-            tend: upkeep of the log, after it.
+            explaining, snapshots, copiers, thread, tend: as for `Coded`.
             background: has memory touched while others work.
         """
+        super().__init__(explaining, snapshots, copiers, thread=thread, tend=tend)
         self.feeding = Feeding(memory, started_pool(default_threads(), "ckptstore-copy"), background)
-        self._places = places
-        self._with_diffs = with_diffs
-        self._submit = submit
-        self._tend = tend
 
     def save(
-        self,
-        committer: Committer,
-        flat: FlatState,
-        updates: Sequence[Update],
-        step: int,
-        labels: Labels,
-        measured: Measured,
-        *,
-        now: bool = False,
-        progress: Progress | None = None,
-    ) -> Claim:
-        """Copy `flat`, as it is coded: training goes on when this returns -> what answers with what was committed.
+        self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
+    ) -> None:
+        """See `SavePath.save`. All of the state is copied when this returns."""
+        self._feed(committer, job, flat, updates, progress)
 
-        Args:
-            now: with what waits for its batch. It takes no place in flight: its caller waits for it.
-            progress: told how many of the state's bytes are done.
+    def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
+        """See `SavePath.begin`. Raises `UsageError`: the memory does not suffice for what is compressed at once."""
+        self._feed(committer, job, flat, updates, None)
 
-        Raises:
-            what stopped an earlier save, of which nobody has been told.
-            UsageError: the memory does not suffice for what is coded at once.
-            WriterClosedError: it was closed, or another term began.
-            whatever copying raised. The step may be given again.
-        """
-        place = None if now else self._place(committer, step, measured)
-        claim = Claim(committer.saves, step)
-        committer.saves.watch(step, claim.done)
-        if not now:
-            measured.ends_with(claim.done)
+    def _feed(
+        self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
+    ) -> None:
+        found = self._explaining.found(updates, flat)
         feed = self.feeding.feed(flat)
-        nbytes = sum(source.nbytes for source in flat.tensors.values())
         try:
-            taken = with_sparse_copies(updates)
+            taken = with_sparse_copies(found)
 
             def store() -> None:
                 if self._with_diffs:
-                    claim.take()  # the next one is coded against it
-                    Tally(progress, nbytes).advance(nbytes)
-                    committer.diff_fed(feed, taken, step, claim.done, labels)
-                    if now:
+                    Tally(progress, flat.nbytes).advance(flat.nbytes)
+                    committer.diff_fed(feed, taken, job)
+                    if job.scope is not None:
                         committer.flush()
                 else:
-                    info = committer.persist_fed(feed, step, labels=labels, claim=claim.take, progress=progress)
-                    claim.done.set_result(info)
+                    committer.persist_fed(feed, job, progress=progress)
 
-            self._submit(lambda: self._work(committer, feed, step, (claim, place), store))
-            self._tend()
-            measured.waited += feed.run()
+            self.submit(lambda: self._work_fed(committer, feed, job, store))
+            if self._with_diffs:
+                job.take()
+            job.measured.waited += feed.run()
         except BaseException as error:
-            if not claim.give_up(error):
-                feed.over.wait()  # the committer's thread has begun it, and gives it up
-            if place is not None:
-                place.leave()
+            if not job.give_up(error):
+                job.wait_over()  # the committer's thread has begun it, and ends it
             raise
-        self.feeding.prepare(nbytes)  # for the next one, if this was a full
-        return claim
+        self.feeding.prepare(flat.nbytes)  # for the next one, if this was a full
 
-    def _place(self, committer: Committer, step: int, measured: Measured) -> Place:
-        """A place in flight for a step, whose claim is released where none is given."""
+    def _work_fed(self, committer: Committer, feed: Feed, job: Job, store: Callable[[], None]) -> None:
+        """In the committer's thread, as `_work`."""
+        started = job.start(final=self._with_diffs)
         try:
-            place, waited = self._places.take()
-        except BaseException:
-            committer.saves.release(step, None)
-            raise
-        measured.waited += waited
-        return place
-
-    def _work(
-        self,
-        committer: Committer,
-        feed: Feed,
-        step: int,
-        ends: tuple[Claim, Place | None],
-        store: Callable[[], None],
-    ) -> None:
-        """In the committer's thread."""
-        claim, place = ends
-        try:
-            if not claim.done.done():  # else it was given up before its turn
+            if started:
                 store()
-        except BaseException as error:
-            self._failed(committer, feed, step, claim, error)
-            raise
+        except BaseException as error:  # noqa: BLE001  # its saver hears of it
+            committer.fail(job, error, told=feed.told or feed.spoiled)
         finally:
             feed.finish()
-            if place is not None:
-                place.leave()
+            job.finish()
 
-    @staticmethod
-    def _failed(committer: Committer, feed: Feed, step: int, claim: Claim, error: BaseException) -> None:
-        """Say that a step was not saved, to whoever has not been told."""
-        if claim.done.done() or not (claim.taken or claim.take()):
-            return
-        if feed.told or feed.spoiled:  # by the call
-            committer.saves.release(step, error)
-            claim.done.set_exception(error)
-        else:
-            committer.fail(step, error, claim.done)
-
-    def result(self, committer: Committer, claim: Claim, step: int) -> CheckpointInfo:
-        """What was committed, once it is; raises what stopped it, of which nobody has to be told again."""
-        try:
-            return claim.done.result()
-        except BaseException as error:
-            if not claim.give_up(error):  # Ctrl-C, and it is being committed: it may be history when this raises
-                claim.done.exception()
-            committer.saves.seen(step)
-            raise
+    def prepare(self, flat: FlatState) -> None:
+        """See `SavePath.prepare`."""
+        super().prepare(flat)
+        self.feeding.prepare(flat.nbytes)
 
     def close(self) -> None:
-        """Let go of memory. May be repeated."""
+        """See `SavePath.close`."""
         self.feeding.close()

@@ -119,13 +119,11 @@ class Feed:
     Attributes:
         flat: the state, in training's own memory: to be read within `reading` alone.
         told: `run` raises what went wrong, so that nobody else has to be told.
-        over: set when nothing of it is read or kept any more.
     """
 
     def __init__(self, flat: FlatState, memory: Arenas, budget: int, copiers: ThreadPoolExecutor) -> None:
         self.flat = flat
         self.told = False
-        self.over = threading.Event()
         self._memory = memory
         self._budget = budget
         self._copiers = copiers
@@ -225,7 +223,6 @@ class Feed:
         if not self._wanted.done():
             self._wanted.set_result(())
         self._arrivals.discard()
-        self.over.set()
 
 
 class Feeding:

@@ -24,25 +24,23 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
-from ckptstore.host.carriers import Scope, scope_here, within
+from ckptstore.host.carriers import scope_here, within
 from ckptstore.host.progress import Progress
 from ckptstore.host.threads import default_threads, started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.arriving import Arrivals, ArrivingState, Described, copied_now, copies_of
 from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
+from ckptstore.write.job import Job
 from ckptstore.write.lanes import Lanes
-from ckptstore.write.ledger import Claim, Labels
-from ckptstore.write.metrics import Measured
-from ckptstore.write.places import Place, Places
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.path import Copies, SavePath
+from ckptstore.write.steps.updates import Updates
 
 __all__ = ["Full", "Fulls"]
 
 _T = TypeVar("_T")
 
 
-class Fulls:
+class Fulls(SavePath):
     """What the plain fulls of a writer share.
 
     Attributes:
@@ -51,7 +49,7 @@ class Fulls:
 
     def __init__(
         self,
-        places: Places,
+        lanes: int,
         begin_save: Callable[[], SaveSpace],
         threads: int,
         memory: int | None,
@@ -63,40 +61,39 @@ class Fulls:
     ) -> None:
         """
         Args:
-            places: of saves in flight. There are as many lanes.
+            lanes: how many are written at once.
             begin_save: `Backend.begin_save` of the medium.
             threads: those that write, of each.
-            memory: bytes of host memory; None: as many times the state as there are places.
+            memory: bytes of host memory; None: as many times the state as there are lanes.
             commit: the thread through which every COMMIT goes.
             tend: what that thread does after each of them.
             background: has memory touched while others work.
             segment_bytes: `Backend.segment_bytes` of the medium.
         """
+        super().__init__()
         self.memory = Arenas(memory)
         self._segment_bytes = segment_bytes
-        self._places = places
+        self._count = lanes
         self._commit = commit
         self._tend = tend
         self._background = background
         self._copied: set[Full] = set()  # those that are being copied
-        self._ended: BaseException | None = None
-        self._lock = threading.Lock()
-        self._lanes = Lanes(places.limit, threads, begin_save, self._end_of)
+        self._lanes = Lanes(lanes, threads, begin_save, self._end_of)
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
         self._waiters: ThreadPoolExecutor | None = None  # from the first state on a device
 
     # -- the caller's side
 
-    def prepare(self, nbytes: int) -> None:
+    def expect(self, nbytes: int) -> None:
         """Touch memory for a state of about so many bytes in the background, if none was expected before."""
         if not self.memory.held:
             # A state divides into units of half a chunk or more, each of which shares a page with the next.
-            self.memory.expect(nbytes + nbytes // 512 + (1 << 16), self._places.limit)
+            self.memory.expect(nbytes + nbytes // 512 + (1 << 16), self._count)
             self._touch()
 
-    def prepare_for(self, flat: FlatState) -> None:
-        """Touch memory for such a state in the background. A second time does nothing."""
-        self.memory.expect(self._plan(flat).space, self._places.limit)
+    def prepare(self, flat: FlatState) -> None:
+        """See `SavePath.prepare`. A second time does nothing."""
+        self.memory.expect(self._plan(flat).space, self._count)
         self._touch()
         if (device := bridge.device_of(flat.tensors)) is not None:
             self._register(device)
@@ -121,106 +118,83 @@ class Fulls:
             self._background(work)
 
     def save(
+        self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
+    ) -> None:
+        """See `SavePath.save`."""
+        del updates  # of no use to fulls, which the writer has said
+        self._write(committer, job, flat, progress=progress)
+
+    def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
+        """See `SavePath.adopt`."""
+        try:
+            self._write(committer, job, copies.state.flat, arrive=copies.arrive, let_go=copies.let_go)
+        except BaseException as error:
+            if job.give_up(error) and not job.started:
+                copies.let_go()
+            raise
+
+    def _write(
         self,
         committer: Committer,
+        job: Job,
         flat: FlatState,
-        step: int,
         *,
-        labels: Labels,
-        progress: Progress | None,
-        interrupted: threading.Event,
-        scope: Scope,
-    ) -> Future[CheckpointInfo]:
-        """Make training's own tensors durable. They must not change until this is done, or `interrupted` is set.
+        progress: Progress | None = None,
+        arrive: Callable[[], None] = lambda: None,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a state where it is, in a lane.
 
         Args:
-            scope: of the caller's wait: abandoned, requests that are under way for this are left alone.
+            arrive: called before it is read.
+            let_go: called when it is not read any more, unless the job was given up before its turn.
         """
 
-        def work(writers: ThreadPoolExecutor) -> CheckpointInfo:
+        def work(writers: ThreadPoolExecutor) -> None:
+            if not job.start():
+                return
             try:
-                made = committer.make(flat, step, labels=labels, writers=writers, progress=progress)
-                return self.commit(lambda: committer.publish(made, lambda: not interrupted.is_set()))
+                arrive()
+                made = committer.make(flat, job, writers=writers, progress=progress)
+                job.done.set_result(self.commit(lambda: committer.publish(made, job)))
+            except BaseException as error:  # noqa: BLE001  # its saver hears of it
+                committer.fail(job, error)
             finally:
+                let_go()
+                job.finish()
                 self.tend()
 
-        with self._lock:
-            if self._ended is not None:
-                raise self._ended
-            return self._lanes.submit(lambda writers: within(scope, partial(work, writers))())
+        self.submit(lambda writers: within(job.scope, lambda: work(writers))())
 
-    def begin(self, committer: Committer, flat: FlatState, step: int, labels: Labels, measured: Measured) -> Full:
-        """Wait for a place in flight, then copy `flat`: training goes on when this returns.
-
-        Raises:
-            what stopped an earlier save, of which nobody has been told; and what copying raised.
-        """
+    def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
+        """See `SavePath.begin`. Raises what copying raised."""
+        del updates
+        plan = self._plan(flat)
+        self.memory.expect(plan.space, self._count)
+        full = Full(self, committer, job, flat, plan)
         try:
-            place, waited = self._places.take()
-        except BaseException:
-            committer.saves.release(step, None)
-            raise
-        measured.waited += waited
-        full: Full | None = None
-        try:
-            plan = self._plan(flat)
-            self.memory.expect(plan.space, self._places.limit)
-            full = Full(self, place, committer, flat, plan, step, labels, measured)
             with self._lock:
-                if self._ended is not None:
-                    raise self._ended
+                self._check_taking()
                 self._copied.add(full)
-            full.copy(flat, measured)
+            full.copy(flat)
             self._touch()  # what the next one needs, while this one is written
             if full.device is not None:
                 self._register(full.device)
             if plan.space >= streaming.LARGE:
                 self._later(streaming.prepare)
         except BaseException as error:
-            if full is None:
-                place.leave()
-                committer.saves.release(step, error)
-            else:
-                full.give_up(error)
+            job.give_up(error)
             raise
         finally:
             with self._lock:
                 self._copied.discard(full)
-        return full
-
-    def adopt(self, committer: Committer, snapshot: Snapshot, step: int, labels: Labels, measured: Measured) -> Claim:
-        """Make durable what somebody else has copied. Raises as `begin`; the snapshot is the caller's again then."""
-        claim = Claim(committer.saves, step)
-        measured.ends_with(claim.done)
-        committer.saves.watch(step, claim.done)
-
-        def work(writers: ThreadPoolExecutor) -> None:
-            try:
-                if not claim.done.done():  # else it was cancelled before its turn came
-                    made = committer.make(snapshot.flat, step, labels=labels, writers=writers)
-                    claim.done.set_result(self.commit(lambda: committer.publish(made, claim.take)))
-            except BaseException as error:  # noqa: BLE001  # its saver hears of it
-                if claim.taken or claim.take():
-                    committer.fail(step, error, claim.done)
-            finally:
-                snapshot.land()
-                snapshot.free()
-                self.tend()
-
-        try:
-            self.submit(work)
-        except BaseException as error:
-            claim.give_up(error)
-            raise
-        return claim
 
     # -- what a full needs
 
     def submit(self, work: Callable[[ThreadPoolExecutor], None]) -> None:
         """Give a full that is copied, or waits for memory, to the next free lane."""
         with self._lock:
-            if self._ended is not None:
-                raise self._ended
+            self._check_taking()
             self._lanes.submit(work)
 
     def waiter(self, work: Callable[[], None]) -> Future[None]:
@@ -255,20 +229,20 @@ class Fulls:
     # -- the writer's side
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
-        """Have the committer's thread do `work` when all that was given before is durable or has failed."""
+        """See `SavePath.after`."""
         return self._lanes.after(lambda: self.commit(work))
 
     def end(self, error: BaseException) -> None:
-        """Take no more. What is still being copied is given up with `error`, which its caller gets."""
+        """See `SavePath.end`."""
+        super().end(error)
         with self._lock:
-            self._ended = self._ended or error
             copied = list(self._copied)
         for full in copied:
-            full.give_up(error)
+            full.job.give_up(error)
         self.memory.wake()
 
     def close(self) -> None:
-        """Wait for everything, and let go of memory. May be repeated."""
+        """See `SavePath.close`."""
         self._copiers.shutdown()
         if self._waiters is not None:
             self._waiters.shutdown()
@@ -277,35 +251,17 @@ class Fulls:
 
 
 class Full:
-    """One full on its way.
+    """A full that is copied, and written as it is copied.
 
     Attributes:
-        done: answers with what was committed.
+        job: its save.
         device: one that copies some of it; None: all of it is in host memory.
     """
 
-    def __init__(
-        self,
-        fulls: Fulls,
-        place: Place,
-        committer: Committer,
-        flat: FlatState,
-        plan: UnitPlan,
-        step: int,
-        labels: Labels,
-        measured: Measured,
-    ) -> None:
-        """
-        Args:
-            place: its place in flight.
-        """
-        self._place = place
-        self._claim = Claim(committer.saves, step)
-        self.done = self._claim.done
+    def __init__(self, fulls: Fulls, committer: Committer, job: Job, flat: FlatState, plan: UnitPlan) -> None:
+        self.job = job
         self._fulls = fulls
         self._committer = committer
-        self._step = step
-        self._labels = labels
         self._gone: BaseException | None = None
         self._begun = False
         self._copying = False
@@ -318,10 +274,9 @@ class Full:
         self.device = bridge.device_of(flat.tensors)
         digests = bridge.device_digests(flat.tensors) if self._queue is None else self._queue.digests()
         self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
-        measured.ends_with(self.done)
-        committer.saves.watch(step, self.done)
+        job.stop = self._stop
 
-    def copy(self, flat: FlatState, measured: Measured) -> None:
+    def copy(self, flat: FlatState) -> None:
         """Copy every unit of `flat`, waiting for memory where there is none, and have them written."""
         self._copying = True
         segments = self._state.plan.segments
@@ -329,7 +284,7 @@ class Full:
         submit = copied_now if alone else self._fulls.copier
 
         def waited(seconds: float) -> None:
-            measured.waited += seconds
+            self.job.measured.waited += seconds
 
         try:
             # If a unit is not wanted any more it has failed, which `done` says; the state may change.
@@ -377,34 +332,25 @@ class Full:
 
     def _work(self, writers: ThreadPoolExecutor) -> None:
         """In a lane: hash and write what arrives, have it committed, and say so."""
+        job, committer = self.job, self._committer
         with self._lock:
-            if self._left:
-                return  # given up before its turn came
+            if self._left or not job.start():
+                return  # given up before its turn came: whoever did that, or copies it, gives back what it holds
             self._writing = True
         try:
-            made = self._committer.make(self._state, self._step, labels=self._labels, writers=writers)
-            self.done.set_result(self._fulls.commit(lambda: self._committer.publish(made, self._claim.take)))
+            made = committer.make(self._state, job, writers=writers)
+            job.done.set_result(self._fulls.commit(lambda: committer.publish(made, job)))
         except BaseException as error:  # noqa: BLE001  # its saver hears of it
-            if self._claim.taken or (not self._arrivals.spoiled and self._claim.take()):
-                self._committer.fail(self._step, error, self.done)
+            if not self._arrivals.spoiled:  # else its caller does, which could not copy it
+                committer.fail(job, error)
         finally:
             self._leave()
+            job.finish()
             self._fulls.tend()
 
-    def cancel(self) -> bool:
-        """Give it up, unless it is committed or has failed -> whether it is cancelled."""
-        cancelled = self._claim.cancel()
-        if cancelled:
-            self._stop()
-        return cancelled
-
-    def give_up(self, error: BaseException) -> None:
-        """Its caller gets `error` and no answer. What is being committed is committed all the same."""
-        if self._claim.give_up(error):
-            self._stop()
-
     def _stop(self) -> None:
-        error = self.done.exception()
+        """It was given up."""
+        error = self.job.done.exception()
         assert error is not None
         with self._lock:
             self._gone = error
@@ -420,4 +366,4 @@ class Full:
         if left:
             return
         self._arrivals.discard()
-        self._place.leave()
+        self.job.leave()

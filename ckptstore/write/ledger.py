@@ -19,7 +19,7 @@ from ckptstore.log.refs import check_new_tag
 from ckptstore.write.lost import first_of
 from ckptstore.write.second_tier import SecondTier
 
-__all__ = ["Claim", "Failures", "Labels", "PendingSave", "Saves", "check_owner"]
+__all__ = ["Failures", "Labels", "PendingSave", "Saves", "check_owner"]
 
 _MAX_STEP: Final = 2**53 - 1
 
@@ -108,7 +108,7 @@ class PendingSave:
         """Give it up, unless it is being committed, is durable, or has failed -> whether it is cancelled.
 
         Its memory is free again, what was written of it is dropped, and its step may be saved again. A step that is
-        stored as a step diff cannot be cancelled: the next one is coded against it.
+        stored as a step diff cannot be cancelled: the next one is compressed against it.
         """
         if self._process != os.getpid():
             return False
@@ -177,43 +177,6 @@ def check_owner(process: int, term: int) -> None:
 def _patience(timeout: float | None) -> float | None:
     """Seconds to wait; a time that is over is none. Raises `UsageError`: it is no time."""
     return seconds("timeout", max(timeout, 0.0) if isinstance(timeout, int | float) else timeout)
-
-
-class Claim:
-    """Who decides what becomes of a save: its commit, its failure, or who cancels it. Whoever comes first.
-
-    Attributes:
-        done: answers with what was committed.
-        taken: the commit or the failure came first.
-    """
-
-    def __init__(self, saves: Saves, step: int) -> None:
-        self.done: Future[CheckpointInfo] = Future()
-        self.taken = False
-        self._saves = saves
-        self._step = step
-        self._free = threading.Lock()
-
-    def take(self) -> bool:
-        """It is committed now, or fails -> False: it was given up."""
-        if not self._free.acquire(blocking=False):
-            return False
-        self.taken = True
-        return True
-
-    def give_up(self, error: BaseException) -> bool:
-        """It becomes nothing, and may be given again; `done` raises `error` -> False: too late."""
-        if not self._free.acquire(blocking=False):
-            return False
-        self._saves.release(self._step, error)
-        self.done.set_exception(error)
-        return True
-
-    def cancel(self) -> bool:
-        """Give it up for one who asks for that -> whether it is, by whoever asked first."""
-        if self.give_up(CancelledError(f"step {self._step} was cancelled")):
-            return True
-        return self.done.done() and isinstance(self.done.exception(), CancelledError)
 
 
 class Failures:

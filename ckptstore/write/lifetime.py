@@ -37,6 +37,7 @@ from ckptstore.write.layered import Begun
 from ckptstore.write.ledger import Failures, Saves, check_owner
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.path import SavePath
 from ckptstore.write.places import Places
 from ckptstore.write.retaining import short_of_space
 from ckptstore.write.second_tier import SecondTier
@@ -82,26 +83,18 @@ class Lifetime:
         self._background = started_pool(1, "ckptstore-touch")
         self._places = Places(options.max_in_flight, self._failures)
         self._snapshots = SnapshotPool(
-            self._places, self._background.submit, self._backend.segment_bytes, kept=int(options.keeps_copies)
+            options.max_in_flight,
+            self._background.submit,
+            self._backend.segment_bytes,
+            kept=int(options.keeps_copies),
         )
         self._deltas = self._delta_chains(term, reopen)
         self._blocks = started_pool(options.threads, "ckptstore-write")
-        self._with_diffs = options.diffs is not None
-        self._coded = Coded(
-            Explaining(wanted=self._with_diffs),
-            self._snapshots,
-            self._blocks,
-            with_diffs=self._with_diffs,
-            submit=self._submit,
-            tend=self._tend,
-        )
+        self._explaining = Explaining(wanted=options.diffs is not None)
         self._committer = self._serve(term, parent)
         # One thread commits, and persists what is coded: the log of a term has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
-        self._fulls = self._lanes() if options.plain else None
-        self._fed = self._fed_saves()
-        # Else what is coded has a turn of its own, for which a save waits with nothing in hand.
-        self._needs_callers = self._fulls is not None or self._fed is not None
+        self._path = self._save_path()
         self._meter = Meter(options.on_metrics)
         self._process = os.getpid()
         self._ended: Future[None] | None = None
@@ -136,36 +129,37 @@ class Lifetime:
     def _upkeep(self) -> None:
         self._committer.housekeeping()  # whichever it is by then
 
-    def _lanes(self) -> Fulls:
-        fulls = Fulls(
-            self._places,
-            self._backend.begin_save,
-            self._options.threads,
-            self._options.memory,
-            commit=self._thread,
-            tend=self._upkeep,
-            background=self._background.submit,
-            segment_bytes=self._backend.segment_bytes,
-        )
-        if self.parent is not None and (self._options.memory is not None or self._options.max_in_flight > 1):
-            # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
-            fulls.prepare(self.parent.nbytes)
-        return fulls
-
-    def _fed_saves(self) -> FedSaves | None:
-        if self._options.memory is None or self._options.plain:
-            return None
+    def _save_path(self) -> SavePath:
+        """How states get to their commits: as these options need it."""
+        options, parent = self._options, self.parent
+        if options.plain:
+            fulls = Fulls(
+                options.max_in_flight,
+                self._backend.begin_save,
+                options.threads,
+                options.memory,
+                commit=self._thread,
+                tend=self._upkeep,
+                background=self._background.submit,
+                segment_bytes=self._backend.segment_bytes,
+            )
+            if parent is not None and (options.memory is not None or options.max_in_flight > 1):
+                # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
+                fulls.expect(parent.nbytes)
+            return fulls
+        shared = (self._explaining, self._snapshots, self._blocks)
+        if options.memory is None:
+            return Coded(*shared, thread=self._thread, tend=self._tend)
         fed = FedSaves(
-            self._options.memory,
-            self._places,
-            with_diffs=self._with_diffs,
-            submit=self._submit,
+            options.memory,
+            *shared,
+            thread=self._thread,
             tend=self._tend,
             background=self._background.submit,
         )
-        if self.parent is not None:
-            self._snapshots.expect(self.parent.nbytes)
-            fed.feeding.prepare(self.parent.nbytes)
+        if parent is not None:
+            self._snapshots.expect(parent.nbytes)
+            fed.feeding.prepare(parent.nbytes)
         return fed
 
     def _draft(self, term: Term) -> SegmentDoc:
@@ -215,11 +209,8 @@ class Lifetime:
         self._check_process()
         with self._lock:
             if self._ended is None:
-                return self._in_turn(work)
+                return self._path.after(work)
         raise WriterClosedError(self._closed())
-
-    def _in_turn(self, work: Callable[[], _T]) -> Future[_T]:
-        return self._thread.submit(work) if self._fulls is None else self._fulls.after(work)
 
     def _tend(self) -> Future[None] | None:
         """Upkeep of the log, once what the committer's thread has to do before is done; None: the writer is closed."""
@@ -272,11 +263,8 @@ class Lifetime:
         exiting.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
-        if self._fulls is not None:
-            self._fulls.close()
+        self._path.close()
         self._thread.shutdown()
-        if self._fed is not None:
-            self._fed.close()
         self._blocks.shutdown()
         if self._begun is not None:
             self._begun.abandon()
@@ -296,9 +284,8 @@ class Lifetime:
         with self._lock:
             if self._ended is None:
                 # Under one lock: a step submitted after that would wait for its batch for ever.
-                if self._fulls is not None:
-                    self._fulls.end(WriterClosedError(self._closed()))
-                self._ended = self._in_turn(self._committer.finish)
+                self._path.end(WriterClosedError(self._closed()))
+                self._ended = self._path.after(self._committer.finish)
             return self._ended
 
     def _unfinished(self) -> list[int]:

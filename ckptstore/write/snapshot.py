@@ -22,7 +22,6 @@ from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import run_all
 from ckptstore.host.touching import Touching
 from ckptstore.segments.regions import LaidOutState, RegionPlan, plan_regions
-from ckptstore.write.places import Places
 
 __all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 
@@ -71,11 +70,6 @@ class Snapshot:
         landed, self._landed = self._landed, None
         if landed is not None:
             landed()
-
-    def landing(self) -> Callable[[], None]:
-        """What lands it, for somebody else to call, once: from now on `land` does nothing."""
-        landed, self._landed = self._landed, None
-        return landed or (lambda: None)
 
     def arrives(self, wait: Callable[[], None]) -> None:
         """Devices still copy to it; `wait` waits for that."""
@@ -130,13 +124,13 @@ def _view(tensor: TensorSource) -> Bytes:
 class SnapshotPool:
     """Memory for snapshots, kept and reused: touching fresh memory costs more than the copy.
 
-    `take` waits for a place in flight. That bounds host memory to as many times the state as there are places, and what
-    is kept of them.
+    Whoever asks for a copy has a place in flight. That bounds host memory to as many times the state as there are
+    places, and what is kept of them.
     """
 
     def __init__(
         self,
-        places: Places,
+        limit: int,
         background: Callable[[Callable[[], None]], object],
         segment_bytes: int = SEGMENT_BYTES,
         *,
@@ -144,12 +138,12 @@ class SnapshotPool:
     ) -> None:
         """
         Args:
-            places: of saves in flight.
+            limit: how many copies are in flight at most.
             background: has memory touched while others work.
             segment_bytes: `Backend.segment_bytes` of the medium: copies lie as their segments will.
             kept: how many stay in memory beside those, for others to build on, as soon as there are any.
         """
-        self._places = places
+        self._limit = limit
         self._kept = kept
         self._segment_bytes = segment_bytes
         self._background = background
@@ -174,72 +168,28 @@ class SnapshotPool:
         """A copy of `flat` stays in memory: the next one will need memory of its own, which is touched by then."""
         self._prepare(self._plan(flat).size, self._out + 1)
 
-    def take(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> tuple[Snapshot, float]:
-        """Copy every tensor of `flat`, once there is a place in flight -> and the seconds waited.
-
-        Args:
-            queued: as for `copy`.
-
-        Raises:
-            what stopped an earlier save, of which nobody has been told; and what copying raised.
-        """
-        place, waited = self._places.take()
-        try:
-            return self.placed(flat, pool, place.leave, queued=queued), waited
-        except BaseException:
-            place.leave()
-            raise
-
-    def placed(
-        self,
-        flat: FlatState,
-        pool: ThreadPoolExecutor,
-        landed: Callable[[], None] = lambda: None,
-        *,
-        queued: bool = False,
-    ) -> Snapshot:
-        """Copy every tensor of `flat`, whose save has a place in flight. `landed` is called by `Snapshot.land`."""
-        snapshot = self.copy(flat, pool, landed, queued=queued)
+    def placed(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> Snapshot:
+        """Copy every tensor of `flat`, whose save has a place in flight; see `copy`."""
+        snapshot = self.copy(flat, pool, queued=queued)
         size = self._plan(flat).size
-        self._prepare(size, self._places.limit + self._kept)
+        self._prepare(size, self._limit + self._kept)
         if size >= streaming.LARGE:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._background(streaming.prepare)
         return snapshot
 
-    def hold(self) -> Callable[[], None]:
-        """Take a place in flight -> what leaves it. The memory is not the pool's. Raises as `take`."""
-        return self._places.take()[0].leave
-
     def empty(self, flat: FlatState) -> Snapshot:
         """Memory for a state like `flat` at once, whatever is in flight; nothing is copied."""
-        return self._laid_out(flat, lambda: None)[1]
+        return self._laid_out(flat)[1]
 
-    def reserve(self, flat: FlatState) -> Snapshot:
-        """Memory for a snapshot of `flat`, once there is a place in flight. Nothing is copied: see `layered`."""
-        place, _ = self._places.take()
-        try:
-            return self._laid_out(flat, place.leave)[1]
-        except BaseException:
-            place.leave()
-            raise
-
-    def copy(
-        self,
-        flat: FlatState,
-        pool: ThreadPoolExecutor,
-        landed: Callable[[], None] = lambda: None,
-        *,
-        queued: bool = False,
-    ) -> Snapshot:
+    def copy(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> Snapshot:
         """Copy every tensor of `flat` at once, whatever is in flight.
 
         Args:
-            landed: called by `Snapshot.land`.
             queued: return when the copies of devices are queued. Call `Snapshot.arrive` before it is read.
         """
         queue = bridge.copy_queue(flat.tensors)
-        memory, snapshot, copies = self._laid_out(flat, landed)
+        memory, snapshot, copies = self._laid_out(flat)
         if queue is not None and not bridge.registered(memory):
             self._device = bridge.device_of(flat.tensors)
             with contextlib.suppress(RuntimeError):  # closed meanwhile
@@ -269,9 +219,7 @@ class SnapshotPool:
     def _plan(self, flat: FlatState) -> RegionPlan:
         return plan_regions(_specs(flat), self._segment_bytes)
 
-    def _laid_out(
-        self, flat: FlatState, landed: Callable[[], None]
-    ) -> tuple[Bytes, Snapshot, list[tuple[TensorSource, Bytes]]]:
+    def _laid_out(self, flat: FlatState) -> tuple[Bytes, Snapshot, list[tuple[TensorSource, Bytes]]]:
         """Memory, a snapshot in it that is not filled yet, and what is to be copied where, in the order of `flat`."""
         plan = self._plan(flat)
         memory = self._memory(plan.size)
@@ -283,7 +231,7 @@ class SnapshotPool:
             copies.append((source, place))
             tensors[name] = HostTensor(source, place)
         laid_out = LaidOutState(flat.tree, tensors, plan.regions(memory))
-        return memory, Snapshot(laid_out, landed, lambda: self._give(memory)), copies
+        return memory, Snapshot(laid_out, lambda: None, lambda: self._give(memory)), copies
 
     def close(self) -> None:
         """Touch nothing any more, and let go of all memory that is not in use."""

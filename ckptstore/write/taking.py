@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from typing import Any, Final
 
-from ckptstore.errors import UsageError
+from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.formats.reference import step_number
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
@@ -18,20 +19,17 @@ from ckptstore.host.progress import Progress, told
 from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.write.coded import Copies
 from ckptstore.write.committer import Committer
 from ckptstore.write.filling import Filling
+from ckptstore.write.job import Job
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Labels, PendingSave
 from ckptstore.write.lifetime import Lifetime
-from ckptstore.write.metrics import Measured
+from ckptstore.write.path import Copies
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update, Updates
 
 __all__ = ["SAVING", "Taking"]
-
-_GRACE: Final = 2.0
-"""Seconds for which a save that was interrupted waits for the medium, so that it ends in the ordinary way."""
 
 
 class Taking(Lifetime):
@@ -75,55 +73,16 @@ class Taking(Lifetime):
         refuse_within(self, SAVING)
         step = step_number(step)
         progress = told(progress)
-        labels = Labels.of(metadata, tags)
-        self._coded.explaining.remark_unused(updates)
-        began = time.monotonic()
-        committer, flat = self._admit(state, step)
-        measured = self._meter.begin(flat, step, began)
+        committer, job, flat = self._job(state, step, metadata, tags, updates, scope=Scope())
         try:
-            if self._fed is None:
-                info = self._saved(committer, flat, step, labels, updates, progress)
-            else:
-                found = self._found(committer, flat, step, updates)
-                fed = self._fed.save(committer, flat, found, step, labels, measured, now=True, progress=progress)
-                info = self._fed.result(committer, fed, step)
+            with self._given(job):
+                self._path.save(committer, job, flat, updates, progress)
+            return job.result()
         except BaseException as error:
-            measured.ended(None, error)
+            job.interrupt(error)
             raise
-        else:
-            measured.ended(info)
         finally:
-            measured.returned()
-        return info
-
-    def _saved(
-        self,
-        committer: Committer,
-        flat: FlatState,
-        step: int,
-        labels: Labels,
-        updates: Updates | None,
-        progress: Progress | None,
-    ) -> CheckpointInfo:
-        interrupted, scope = threading.Event(), Scope()
-        future: Future[CheckpointInfo] | None = None
-        try:
-            if self._fulls is not None:
-                future = self._fulls.save(
-                    committer, flat, step, labels=labels, progress=progress, interrupted=interrupted, scope=scope
-                )
-                return future.result()
-            future = self._coded.save(committer, flat, step, labels, updates, progress, interrupted, scope)
-            return future.result()
-        except BaseException as error:
-            # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them, so the commit
-            # must not happen any more. Wait until the thread has let go of them.
-            interrupted.set()
-            failure = error if future is None else _outcome(future, scope)
-            if failure is not None:
-                committer.saves.release(step, failure)
-                committer.saves.seen(step)
-            raise
+            job.measured.returned()
 
     @warns_last
     def save_async(
@@ -149,34 +108,14 @@ class Taking(Lifetime):
         """
         refuse_within(self, SAVING)
         step = step_number(step)
-        labels = Labels.of(metadata, tags)
-        self._coded.explaining.remark_unused(updates)
-        began = time.monotonic()
-        committer, flat = self._admit(state, step)
-        measured = self._meter.begin(flat, step, began)
+        committer, job, flat = self._job(state, step, metadata, tags, updates)
         try:
-            if self._fulls is not None:
-                full = self._fulls.begin(committer, flat, step, labels, measured)
-                pending = PendingSave(step, full.done, lambda: committer.saves.seen(step), cancel=full.cancel)
-                return pending._followed_by(self._tier)
-            if self._fed is not None:
-                found = self._found(committer, flat, step, updates)
-                fed = self._fed.save(committer, flat, found, step, labels, measured)
-                return PendingSave(
-                    step,
-                    fed.done,
-                    lambda: committer.saves.seen(step),
-                    self._coded.hurry(committer, step),
-                    fed.cancel,
-                )._followed_by(self._tier)
-            # What is coded waits for its turn in the committer's thread.
-            copies = self._copied(committer, flat, step, updates, measured)
-            return self._coded.hand_over(committer, copies, step, labels, measured)._followed_by(self._tier)
-        except BaseException as error:
-            measured.failed(error)
-            raise
+            with self._given(job):
+                job.measured.waited += self._enter(job)
+                self._path.begin(committer, job, flat, updates)
+            return self._pending(committer, job)
         finally:
-            measured.returned()
+            job.measured.returned()
 
     @warns_last
     def adopt(
@@ -209,22 +148,14 @@ class Taking(Lifetime):
         """
         refuse_within(self, SAVING)
         step = step_number(step)
-        labels = Labels.of(metadata, tags)
-        began = time.monotonic() if began is None else began
-        committer, flat = self._admit(snapshot.flat, step)
-        measured = self._meter.begin(flat, step, began)
-        measured.waited = waited
+        committer, job, _ = self._job(snapshot.flat, step, metadata, tags, None, began=began)
+        job.measured.waited = waited
         try:
-            if self._fulls is not None:
-                claim = self._fulls.adopt(committer, snapshot, step, labels, measured)
-                return PendingSave(step, claim.done, lambda: committer.saves.seen(step), cancel=claim.cancel)
-            copies = Copies(snapshot, updates, gradients)
-            return self._coded.hand_over(committer, copies, step, labels, measured)
-        except BaseException as error:
-            measured.failed(error)
-            raise
+            with self._given(job):
+                self._path.adopt(committer, job, Copies(snapshot, updates, gradients))
+            return self._pending(committer, job)
         finally:
-            measured.returned()
+            job.measured.returned()
 
     def prepare(self, state: Any) -> None:
         """Say what `save_async` will be given, so that it finds its memory ready. Returns at once, and writes nothing.
@@ -243,30 +174,7 @@ class Taking(Lifetime):
         """
         self._check_open()
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)
-        if self._fulls is not None:
-            self._fulls.prepare_for(flat)
-            return
-        self._snapshots.prepare(flat)
-        if self._fed is not None:
-            self._fed.feeding.prepare(sum(source.nbytes for source in flat.tensors.values()))
-
-    def _found(self, committer: Committer, flat: FlatState, step: int, updates: Updates | None) -> Sequence[Update]:
-        try:
-            return self._coded.explaining.found(updates, flat)
-        except BaseException as error:
-            committer.saves.release(step, error)
-            raise
-
-    def _copied(
-        self, committer: Committer, flat: FlatState, step: int, updates: Updates | None, measured: Measured
-    ) -> Copies:
-        try:
-            return self._coded.copy(flat, updates, measured)
-        except BaseException as error:
-            committer.saves.release(step, error)
-            if isinstance(error, RuntimeError):
-                self._check_open()  # closed by another thread, and its pool with it
-            raise
+        self._path.prepare(flat)
 
     @warns_last
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
@@ -292,60 +200,100 @@ class Taking(Lifetime):
         """
         refuse_within(self, SAVING)
         step = step_number(step)
-        committer, flat = self._admit(state, step)
-
-        try:
+        committer, job, flat = self._admitted(state, step, Labels(), None)
+        with self._given(job):
+            self._enter(job)
             checked_layers(flat, layers)
             if self._layer_pool is None:
                 self._layer_pool = started_pool(self._options.threads, "ckptstore-layers")
-            if direct:
-                snapshot = self._coded.mapped(committer, self._deltas, flat, step, self.url)
-            else:
-                snapshot = self._reserved(flat)
-        except BaseException as error:
-            committer.saves.release(step, error)
-            raise
-        owner = self._owner(committer, snapshot, step)
-        begun = LayeredSave(step, flat, layers, snapshot, self._layer_pool, owner)
+            snapshot = self._mapped(flat, step) if direct else self._reserved(flat)
+        begun = LayeredSave(step, flat, layers, snapshot, self._layer_pool, self._owner(committer, job, snapshot))
         self._begun = Begun(begun)
         return begun
 
-    def _owner(self, committer: Committer, snapshot: Snapshot, step: int) -> Owner:
+    def _owner(self, committer: Committer, job: Job, snapshot: Snapshot) -> Owner:
         """What a snapshot that is filled by layers is given back to, finished or not."""
 
-        def give_up(error: BaseException | None = None) -> None:
-            snapshot.land()
+        def give_up() -> None:
+            job.give_up(CancelledError(f"the layer-wise save of step {job.step} was abandoned"))
             snapshot.free()
-            committer.saves.release(step, error)
+            job.leave()
 
         def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
             self._begun = None
-            measured = self._meter.begin(now, step, time.monotonic())
+            job.labels = labels
+            job.begin(self._meter.begin(now, job.step, time.monotonic()))
             try:
-                try:
-                    self._check_open()
-                    changes = self._coded.copied_updates(now, updates)
-                except BaseException as error:
-                    filling.stop()
-                    give_up(error)
-                    raise
-                copies = Copies(snapshot, *changes, filling)
-                return self._coded.hand_over(committer, copies, step, labels, measured)._followed_by(self._tier)
-            except BaseException as error:
-                measured.failed(error)
-                raise
+                with self._given(job):
+                    try:
+                        self._check_open()
+                        self._explaining.remark_unused(updates)
+                        changes = self._path.copied_updates(now, updates)
+                    except BaseException:
+                        filling.stop()
+                        snapshot.free()
+                        raise
+                    self._path.adopt(committer, job, Copies(snapshot, *changes, filling))
+                return self._pending(committer, job)
             finally:
-                measured.returned()
+                job.measured.returned()
 
         return Owner(hand_over, give_up, self._check_open)
 
-    def _reserved(self, flat: FlatState) -> Snapshot:
-        if self._fed is not None:
-            raise UsageError("begin: a snapshot that is filled layer by layer is a whole state; leave out memory=")
-        return self._snapshots.reserve(flat)
+    def _mapped(self, flat: FlatState, step: int) -> Snapshot:
+        """A snapshot whose memory is the medium's.
 
-    def _admit(self, state: Any, step: int) -> tuple[Committer, FlatState]:
-        """Everything that can be refused is refused here, before a byte is written."""
+        Raises:
+            UsageError: the store is compressed, or its medium cannot be copied into.
+            StorageError: the medium failed or is full.
+        """
+        if not self._options.plain:
+            raise UsageError("direct: deltas and step diffs are compressed from copies in host memory; leave it out")
+        committer, found = self._committer, self._deltas.map_full(flat, step)
+        if found is None:
+            raise UsageError(f"direct: {self.url} has no memory to be copied into, as pmem:// has; leave it out")
+
+        def free() -> None:
+            lost = found.abort()  # harmless to those that are sealed
+            with contextlib.suppress(WriterClosedError):  # a collector finds them once the term is over
+                self._submit(lambda: committer.abandon(lost))
+
+        return Snapshot(found, lambda: None, free)
+
+    def _reserved(self, flat: FlatState) -> Snapshot:
+        if self._options.memory is not None and not self._options.plain:
+            raise UsageError("begin: a snapshot that is filled layer by layer is a whole state; leave out memory=")
+        return self._snapshots.empty(flat)
+
+    # -- what all of them do
+
+    def _job(
+        self,
+        state: Any,
+        step: int,
+        metadata: Mapping[str, Any] | None,
+        tags: str | Sequence[str] | None,
+        updates: Updates | None,
+        *,
+        scope: Scope | None = None,
+        began: float | None = None,
+    ) -> tuple[Committer, Job, FlatState]:
+        """Everything that can be refused is refused here, before a byte is written -> the save, and its state.
+
+        The committer is that of the term to which the save belongs.
+
+        Args:
+            scope: as for `Job`.
+            began: since when training waits, on the monotonic clock; None: since now.
+        """
+        began = time.monotonic() if began is None else began
+        labels = Labels.of(metadata, tags)
+        self._explaining.remark_unused(updates)
+        committer, job, flat = self._admitted(state, step, labels, scope)
+        job.begin(self._meter.begin(flat, step, began))
+        return committer, job, flat
+
+    def _admitted(self, state: Any, step: int, labels: Labels, scope: Scope | None) -> tuple[Committer, Job, FlatState]:
         self._check_open()
         if self._begun is not None:
             self._begun.settle()
@@ -353,19 +301,38 @@ class Taking(Lifetime):
         if self._tier is not None:
             self._tier.admit()
         committer = self._committer
-        committer.saves.check(step)
+        saves = committer.saves
+        saves.check(step)
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)
-        committer.saves.take(step)
-        return committer, flat
+        saves.take(step)
+        return committer, Job(saves, step, labels, scope), flat
 
+    def _enter(self, job: Job) -> float:
+        """Wait for a place in flight -> the seconds waited. Raises what stopped an earlier save."""
+        place, waited = self._places.take()
+        job.enter(place)
+        return waited
 
-def _outcome(future: Future[CheckpointInfo], scope: Scope) -> BaseException | None:
-    """Why a save that nobody waits for any more failed; None: it did not. Its requests are left alone after a while."""
-    try:
-        return future.exception(_GRACE)
-    except TimeoutError:
-        scope.abandon()  # a server that says nothing would keep it for minutes
-    return future.exception()
+    @contextmanager
+    def _given(self, job: Job) -> Iterator[None]:
+        """A save is begun within this; if that fails, nothing becomes of it, unless it is being committed already."""
+        try:
+            yield
+        except BaseException as error:
+            job.give_up(error)
+            if not job.started:
+                job.leave()
+            if isinstance(error, RuntimeError):
+                self._check_open()  # closed by another thread, and its threads with it
+            raise
+
+    def _pending(self, committer: Committer, job: Job) -> PendingSave:
+        def hurry() -> None:
+            if self._options.diffs is not None:
+                with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
+                    self._submit(lambda: committer.flush_step(job.step))
+
+        return job.pending(hurry)._followed_by(self._tier)
 
 
 SAVING: Final = codes_of(Taking.save, Taking.save_async, Taking.begin)

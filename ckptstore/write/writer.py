@@ -48,7 +48,7 @@ class Writer(Taking):
                 yet, with a note of every other one; no later call raises it again.
             WriterClosedError: the writer is closed; `close` has waited, and raised.
         """
-        if self._needs_callers:
+        if self._path.needs_caller:
             refuse_within(self, SAVING)
         self._told(self._committer.flush_in_time)
         self._failures.raise_unseen()
@@ -63,7 +63,7 @@ class Writer(Taking):
         Raises:
             WriterClosedError: the writer is closed.
         """
-        if self._needs_callers:
+        if self._path.needs_caller:
             refuse_within(self, SAVING)
         self._submit(self._committer.housekeeping).result()
 
@@ -92,7 +92,7 @@ class Writer(Taking):
             CheckpointNotFoundError: nothing answers to `ref`.
             StorageError, FencedError, CommitUnknownError: as `save`.
         """
-        if self._needs_callers:
+        if self._path.needs_caller:
             refuse_within(self, SAVING)
         committer, text = self._committer, text_of(ref)
         return self._told(lambda: committer.tag(name, text))
@@ -105,7 +105,7 @@ class Writer(Taking):
             CheckpointNotFoundError: there is no such tag.
             StorageError, FencedError, CommitUnknownError: as `save`.
         """
-        if self._needs_callers:
+        if self._path.needs_caller:
             refuse_within(self, SAVING)
         committer = self._committer
         self._told(lambda: committer.untag(name))

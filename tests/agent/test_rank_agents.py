@@ -38,9 +38,7 @@ from ckptstore.errors import (
 )
 from ckptstore.frameworks import bridge
 from ckptstore.log.reading import Patience
-from ckptstore.write.ledger import Failures
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.places import Places
 from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack
@@ -378,7 +376,7 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
         saves = RankSaves.opened(store, "latest", options, job, {}, lambda _: None, lambda: True)
         told = []
         with ThreadPoolExecutor(1) as copiers:
-            pool = SnapshotPool(Places(1, Failures()), copiers.submit, store.backend.segment_bytes)
+            pool = SnapshotPool(1, copiers.submit, store.backend.segment_bytes)
             for step in (1, 2, 3):
                 if step == 2:
                     saved.wait()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -17,7 +16,10 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.deltas import MemoryBase
+from ckptstore.write.fed import FedSaves
 from ckptstore.write.feeding import Feed
+from ckptstore.write.fulls import Fulls
+from ckptstore.write.job import Job
 from ckptstore.write.ranks.writer import RankWriter
 
 __all__ = [
@@ -43,19 +45,19 @@ def _interrupted(*_: Any, **__: Any) -> Any:
 
 
 def memory(writer: ckptstore.Writer) -> Arenas:
-    """Where plain fulls are copied to: `Writer._fulls`.
+    """Where plain fulls are copied to: `Writer._path`.
 
     How much of it is held and used is a promise of `WriterOptions.memory` that no figure for users tells: a process's
     size says too little, and too late.
     """
-    assert writer._fulls is not None
-    return writer._fulls.memory
+    assert isinstance(writer._path, Fulls)
+    return writer._path.memory
 
 
 def fed_memory(writer: ckptstore.Writer) -> Arenas:
-    """What deltas and step diffs are copied to unit by unit: `Writer._fed`. As `memory`."""
-    assert writer._fed is not None
-    return writer._fed.feeding.memory
+    """What deltas and step diffs are copied to unit by unit: `Writer._path`. As `memory`."""
+    assert isinstance(writer._path, FedSaves)
+    return writer._path.feeding.memory
 
 
 def rank_memory(writer: RankWriter) -> Arenas:
@@ -110,38 +112,20 @@ def bases(writer: ckptstore.Writer) -> list[MemoryBase | StoredBase]:
     return list(writer._deltas._bases.values())
 
 
-def interrupt_waits_of_save(writer: ckptstore.Writer, patch: pytest.MonkeyPatch, known: threading.Event) -> None:
-    """Have `Writer.save` be interrupted while it waits for its future, and `known` be set once it knows.
+def interrupt_waits_of_save(patch: pytest.MonkeyPatch, known: threading.Event) -> None:
+    """Have every `Writer.save` be interrupted while it waits, and `known` be set once its job knows.
 
-    Names: `Writer._submit`, `Writer._fulls`. A real signal reaches the same line; when the writer has noted it nobody
-    outside can tell, and what is written before that may be committed rightly.
+    Names: `Job.result`, `Job.wait_over`. A real signal reaches the same line; when the job has noted it nobody outside
+    can tell, and what is written before that may be committed rightly.
     """
-    submit = writer._submit
-    _submit_through(writer, patch, lambda work: _Interrupted(submit(work), known))
-    if (fulls := writer._fulls) is not None:
-        save = fulls.save
-        patch.setattr(fulls, "save", lambda *what, **how: _Interrupted(save(*what, **how), known))
+    wait_over = Job.wait_over
 
+    def knows(job: Job, _timeout: float | None = None) -> bool:
+        known.set()
+        return wait_over(job, 60)
 
-def _submit_through(writer: ckptstore.Writer, patch: pytest.MonkeyPatch, submit: Callable[..., Any]) -> None:
-    """Names: `Writer._submit`, `Writer._coded`, `Coded._submit`."""
-    patch.setattr(writer, "_submit", submit)
-    patch.setattr(writer._coded, "_submit", submit)
-
-
-class _Interrupted:
-    """What a caller waits for who presses Ctrl-C; `known` is set once the writer knows that he does not wait."""
-
-    def __init__(self, future: Future[Any], known: threading.Event) -> None:
-        self._future = future
-        self._known = known
-
-    def result(self) -> Any:
-        raise KeyboardInterrupt
-
-    def exception(self, _timeout: float | None = None) -> BaseException | None:
-        self._known.set()
-        return self._future.exception(60)
+    patch.setattr(Job, "result", _interrupted)
+    patch.setattr(Job, "wait_over", knows)
 
 
 def copies_late(
@@ -164,48 +148,43 @@ def copies_late(
         patch.setattr(writer._deltas, "write", late(writer._deltas.write))
 
 
-def interrupt_after_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch, when: Callable[[], object]) -> None:
-    """Have every wait for what the committer's thread was given be interrupted, as soon as `when` has returned.
+def interrupt_after_submit(patch: pytest.MonkeyPatch, when: Callable[[], object]) -> None:
+    """Have every wait of `Writer.save` be interrupted, as soon as `when` has returned.
 
-    Names: `Writer._submit`. Two Ctrl-C in a row; the second falls into the wait that the first one begins, a moment
-    that a signal from outside does not meet for certain.
+    Names: `Job.result`, `Job.wait_over`. Two Ctrl-C in a row; the second falls into the wait that the first one begins,
+    a moment that a signal from outside does not meet for certain.
     """
-    submit = writer._submit
 
-    class Impatient:
-        """A future of which every wait is interrupted."""
+    def interrupted(_job: Job, _timeout: float | None = None) -> Any:
+        when()
+        raise KeyboardInterrupt
 
-        def result(self, _timeout: float | None = None) -> Any:
-            when()
-            raise KeyboardInterrupt
-
-        exception = result
-
-    _submit_through(writer, patch, lambda work: (submit(work), Impatient())[1])
+    patch.setattr(Job, "result", interrupted)
+    patch.setattr(Job, "wait_over", interrupted)
 
 
 def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C where work is about to be handed to the committer's thread, which never hears of it: `Writer._submit`.
+    """Ctrl-C where a save is about to be handed to the committer's thread, which never hears of it: `Writer._path`.
 
     Between two lines, where no medium and no clock reaches.
     """
-    _submit_through(writer, patch, _interrupted)
+    patch.setattr(writer._path, "submit", _interrupted)
 
 
 def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._fulls`, `Fulls._touch`.
+    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `Fulls._touch`.
 
     Between two lines: the lane has the copy, and its caller not yet the future.
     """
-    patch.setattr(writer._fulls, "_touch", _interrupted)
+    patch.setattr(writer._path, "_touch", _interrupted)
 
 
 def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after a full was copied, and before it is given to a lane: `Writer._fulls`.
+    """Ctrl-C after a full was copied, and before it is given to a lane: `Writer._path`.
 
     Between two lines, as above.
     """
-    patch.setattr(writer._fulls, "submit", _interrupted)
+    patch.setattr(writer._path, "submit", _interrupted)
 
 
 def interrupt_succession(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> threading.Event:

@@ -419,7 +419,7 @@ def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
             assert copying.wait(120)
 
         inside.copies_late(writer, monkeypatch, late)
-        inside.interrupt_after_submit(writer, monkeypatch, reached)
+        inside.interrupt_after_submit(monkeypatch, reached)
         state = {"w": states[0]["optimizer"]["master"]["layer0.weight"].clone()}
         with pytest.raises(KeyboardInterrupt):
             writer.save(state, step=1)

@@ -29,6 +29,7 @@ from ckptstore.reports.explaining import explain
 from ckptstore.store import verify
 from ckptstore.tuning import Configuration, Controller, Job, best
 from tests.store.states import same
+from tests.write.held import hold
 
 ADAM = optim.AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
 SIZES = {"wide": (300, 700), "bias": (700,), "norm": (3,), "one": (1,)}
@@ -290,6 +291,28 @@ def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None
         writer.tag("one", 1)
         assert not sixth.done(), "the batch has nothing to do with step 1"
         assert store.checkpoint("tag:one").step == 1
+
+
+@pytest.mark.parametrize("memory", [None, 128 << 20])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_step_diff_cannot_be_cancelled(tmp_path: Path, batch: int, memory: int | None) -> None:
+    """The next one is compressed against it. What answers that it is cancelled must not be stored."""
+    store = ckptstore.open(tmp_path / "store", create=True)
+    trainer, truth = Trainer(), {}
+    with store.writer(diffs=DiffOptions(batch=batch), max_in_flight=8, memory=memory, poll_seconds=None) as writer:
+        gate = hold(store, writer)
+        if memory is not None:
+            gate.set()  # a save returns when it is compressed
+        saves = []
+        for step in range(1, 6):
+            trainer.train()
+            truth[step] = trainer.frozen()
+            saves.append(writer.save_async(trainer.state(), step, updates=trainer.updates()))
+        assert [save.cancel() for save in saves] == [False] * 5
+        gate.set()
+        assert [save.result(60).step for save in saves] == [1, 2, 3, 4, 5]
+    for step, state in truth.items():
+        same(state, store.load(step))
 
 
 def test_a_tag_of_a_step_whose_batch_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

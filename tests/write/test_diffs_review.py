@@ -89,8 +89,8 @@ def test_no_memory_for_a_copy_of_a_full(tmp_path: Path, monkeypatch: pytest.Monk
     copy, fail = SnapshotPool.copy, threading.Event()
 
     def failing(self: SnapshotPool, flat: Any, *how: Any, queued: bool = False) -> Any:
-        # The copies of states that save_async takes have a callback; the copy of a full has none.
-        if fail.is_set() and len(how) == 1 and flat.tree is not None:
+        # The copies that save_async takes are queued; the copy of a full is not.
+        if fail.is_set() and not queued and flat.tree is not None:
             raise MemoryError
         return copy(self, flat, *how, queued=queued)
 

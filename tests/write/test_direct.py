@@ -124,7 +124,7 @@ def test_what_it_is_not_for(store: ckptstore.Store, tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [{"deltas": DeltaOptions()}, {"diffs": DiffOptions()}]
     for step, one in enumerate(options, 1):
         with store.writer(poll_seconds=None, **one) as writer:
-            with pytest.raises(ckptstore.UsageError, match="coded from copies in host memory"):
+            with pytest.raises(ckptstore.UsageError, match="compressed from copies in host memory"):
                 writer.begin(state, step, LAYERS, direct=True)
             writer.save_async(state, step).result(60)
 

@@ -194,7 +194,7 @@ def test_an_interrupted_save_is_not_committed(
             assert known.wait(60)
 
         with monkeypatch.context() as patched:
-            inside.interrupt_waits_of_save(writer, patched, known)
+            inside.interrupt_waits_of_save(patched, known)
             inside.copies_late(writer, patched, wait, writes=True)
             with pytest.raises(KeyboardInterrupt):
                 writer.save({"w": np.zeros(5)}, 1)

@@ -45,7 +45,7 @@ class Means:
         self.staging = Staging.for_chunks(budget=options.staging_bytes)
         self._background = started_pool(1, "ckptstore-touch")
         self.places = Places(options.max_in_flight, self.failures)
-        self.snapshots = SnapshotPool(self.places, self._background.submit, journal.backend.segment_bytes)
+        self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
         self.bounded: Bounded | None = None
         if options.memory is not None:
             self.bounded = Bounded(

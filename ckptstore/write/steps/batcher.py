@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Literal, Protocol
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import digest
@@ -23,11 +22,10 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.checks import seconds, whole
 from ckptstore.host.threads import Workers
-from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.encoding import Choices, Fed
-from ckptstore.write.ledger import Labels
+from ckptstore.write.job import Job
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.batch_segments import write_batch
 from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
@@ -37,8 +35,6 @@ from ckptstore.write.steps.unexplained import Unexplained
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Adapting", "BecomesFullError", "DiffOptions", "Diffs", "Waiting", "Written"]
-
-_UNLABELLED: Final = Labels()
 
 
 class Pair(Protocol):
@@ -122,18 +118,22 @@ class DiffOptions:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A step that waits for its batch, and who waits for it.
+    """A step that waits for its batch.
 
     Attributes:
+        job: its save.
+        time: when it was compressed, seconds since 1970.
         coded: how it will be stored; None where gradients are summed up.
-        labels: what is said of it.
     """
 
-    step: int
+    job: Job
     time: float
-    done: Future[CheckpointInfo]
     coded: EncodedStep | None
-    labels: Labels
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.job.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +237,7 @@ class Diffs:
         self._depth = 0
         self._incomplete = False
 
-    def add(
-        self,
-        snapshot: Snapshot,
-        updates: Sequence[Update],
-        step: int,
-        done: Future[CheckpointInfo],
-        labels: Labels = _UNLABELLED,
-    ) -> bool:
+    def add(self, snapshot: Snapshot, updates: Sequence[Update], job: Job) -> bool:
         """Code a step; it waits for its batch -> whether the batch is full. Takes `snapshot` over.
 
         Raises:
@@ -252,6 +245,7 @@ class Diffs:
             UsageError: a gradient is missing that was to be summed up; likewise, but the next checkpoint is a full.
         """
         assert self._previous is not None
+        step = job.step
         if self.options.accumulate == "sum":
             try:
                 self._sums.add(updates, snapshot.flat, self._previous)
@@ -260,7 +254,7 @@ class Diffs:
                 raise
             self._depth += 1
             self._keep_latest(snapshot)
-            self.waiting.append(Waiting(step, time.time(), done, None, labels))
+            self.waiting.append(Waiting(job, time.time(), None))
             return len(self.waiting) >= self.batch
         if self._missed is not None:
             _warn_unexplained(step, self._missed)
@@ -274,7 +268,7 @@ class Diffs:
         self._unexplained.look(step, coded.base.step, coded.excess)
         self._stored(step, coded.base.step, coded.stored, coded.nbytes)
         self._depth += 1
-        self.waiting.append(Waiting(step, time.time(), done, coded, labels))
+        self.waiting.append(Waiting(job, time.time(), coded))
         self._advance(MemoryBase(CheckpointId(self._term, step, coded.state), snapshot))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
@@ -286,34 +280,25 @@ class Diffs:
         assert self._previous is not None
         return self._previous.snapshot.room(flat)
 
-    def add_fed(
-        self,
-        fed: Fed,
-        updates: Sequence[Update],
-        step: int,
-        done: Future[CheckpointInfo],
-        labels: Labels = _UNLABELLED,
-    ) -> bool:
+    def add_fed(self, fed: Fed, updates: Sequence[Update], job: Job) -> bool:
         """As `add`, of a step that comes unit by unit.
 
         Raises:
             BecomesFullError: it has to be stored as a full, from memory.
             anything else: the next checkpoint is a full. What waits is none the worse for it.
         """
-        with self._advanced(fed, updates, step) as (plan, reached):
+        with self._advanced(fed, updates, job.step) as (plan, reached):
             coded = plan.encode(fed, self._workers)
             reached(coded.state)
-        self._unexplained.look(step, coded.base.step, coded.excess)
-        self._stored(step, coded.base.step, coded.stored, coded.nbytes)
-        self.waiting.append(Waiting(step, time.time(), done, coded, labels))
+        self._unexplained.look(job.step, coded.base.step, coded.excess)
+        self._stored(job.step, coded.base.step, coded.stored, coded.nbytes)
+        self.waiting.append(Waiting(job, time.time(), coded))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return len(self.waiting) >= self.batch or stored > self.options.batch_bytes
 
-    def stream(
-        self, session: SegmentSession, fed: Fed, updates: Sequence[Update], step: int, labels: Labels = _UNLABELLED
-    ) -> Written:
+    def stream(self, session: SegmentSession, fed: Fed, updates: Sequence[Update], job: Job) -> Written:
         """Make a step durable that comes unit by unit and waits for no other; raises as `add_fed`, and StorageError."""
-        moment = time.time()
+        moment, step, labels = time.time(), job.step, job.labels
         with self._advanced(fed, updates, step) as (plan, reached):
             written = plan.write(fed, session, self._draft, moment)
             reached(written.state)
@@ -379,11 +364,13 @@ class Diffs:
         became = tuple(
             self._entry(coded[-1], last) if one.coded is None else self._entry(one.coded, one) for one in self.waiting
         )
-        tags = {name: entry.node for one, entry in zip(self.waiting, became, strict=True) for name in one.labels.tags}
+        tags = {
+            name: entry.node for one, entry in zip(self.waiting, became, strict=True) for name in one.job.labels.tags
+        }
         return Written(segments, encodings, became, tags)
 
     def _entry(self, coded: EncodedStep, one: Waiting) -> CheckpointEntry:
-        tensors, nbytes, extra = coded.tensors, coded.nbytes, one.labels.extra
+        tensors, nbytes, extra = coded.tensors, coded.nbytes, one.job.labels.extra
         return CheckpointEntry(self._term, coded.step, coded.state, one.time, tensors, nbytes, extra)
 
     def _encode(self, snapshot: Snapshot, updates: Sequence[Update], step: int, *, lossy: bool = False) -> EncodedStep:
