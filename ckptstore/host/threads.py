@@ -9,13 +9,24 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ckptstore.host.carriers import scope_here, within
 
-__all__ = ["Workers", "default_threads", "let_go", "run_all", "started_pool", "workers"]
+__all__ = [
+    "WORTH_THREADS",
+    "SleepingPool",
+    "Workers",
+    "default_threads",
+    "let_go",
+    "run_all",
+    "started_pool",
+    "workers",
+]
 
 _T = TypeVar("_T")
+WORTH_THREADS: Final = 1 << 20
+"""Bytes of a state from which on threads copy, hash and write it. Below, waking them takes longer than the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +37,14 @@ class Workers:
     threads: int
 
     @classmethod
-    def started(cls, threads: int, name: str) -> Workers:
-        """See `started_pool`."""
-        return cls(started_pool(threads, name), threads)
+    def sleeping(cls, threads: int, name: str) -> Workers:
+        """See `SleepingPool`."""
+        return cls(SleepingPool(threads, name), threads)
+
+    def wake(self) -> None:
+        """Start the threads of a pool that sleeps."""
+        if isinstance(self.pool, SleepingPool):
+            self.pool.wake()
 
     def in_order(self, jobs: Iterable[Callable[[], _T]]) -> Generator[_T]:
         """What each job returns, in the order of the jobs, which are taken as results are; `threads` + 1 of them are
@@ -91,15 +107,68 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
         RuntimeError: so many threads are not to be had. None is left.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    together = threading.Barrier(threads)  # a thread that waits for the others takes no second job
     try:
-        for job in [pool.submit(together.wait) for _ in range(threads)]:
-            job.result()
+        _start_all(pool, threads)
     except BaseException:
-        together.abort()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
     return pool
+
+
+def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
+    together = threading.Barrier(threads)  # a thread that waits for the others takes no second job
+    try:
+        for job in [ThreadPoolExecutor.submit(pool, together.wait) for _ in range(threads)]:
+            job.result()
+    except BaseException:
+        together.abort()
+        raise
+
+
+class SleepingPool(ThreadPoolExecutor):
+    """A pool without threads until `wake`: till then `submit` does the work at once, in the thread that calls it.
+
+    To copy, hash and write a small state takes less time than to wake a thread for it.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        """
+        Args:
+            threads: how many it has once it is awake.
+            name: how they are named.
+        """
+        super().__init__(threads, thread_name_prefix=name)
+        self._count = threads
+        self._awake = False
+        self._closed = False
+        self._waking = threading.Lock()
+
+    def wake(self) -> None:
+        """Start all threads. A second time does nothing.
+
+        Raises:
+            RuntimeError: so many threads are not to be had, or it was shut down.
+        """
+        with self._waking:
+            if not self._awake:
+                _start_all(self, self._count)
+                self._awake = True
+
+    def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
+        """See `concurrent.futures.Executor.submit`."""
+        if self._awake or self._closed:
+            return super().submit(fn, *args, **kwargs)  # closed: raises
+        done: Future[_T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  # whoever asks for the result gets it
+            done.set_exception(error)
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See `concurrent.futures.Executor.shutdown`."""
+        self._closed = True
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 def run_all(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> None:

@@ -20,7 +20,7 @@ from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
-from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads
 from ckptstore.host.touching import Touching
 from ckptstore.training.captured import Captured
 from ckptstore.training.foreseen import Foreseen
@@ -103,7 +103,7 @@ class PlannedSaves:
         self._predict = predict
         self._most = limit + kept
         self._slots = threading.BoundedSemaphore(limit)
-        self._pool = started_pool(default_threads(), "ckptstore-copy")
+        self._pool = SleepingPool(default_threads(), "ckptstore-copy")
         self._explaining = Explaining(wanted=predict)
         self._plan: StatePlan | None = None
         self._foreseen: Foreseen | None = None
@@ -224,9 +224,11 @@ class PlannedSaves:
         state = self._captured.state(step, ranks)
         plan = StatePlan.made(self._captured, state, bridge.flattened(state), step, ranks)
         light = None if plan is None else plan.taken(step, ranks)
-        if light is None or self._in_vain > _IN_VAIN:
+        if plan is None or light is None or self._in_vain > _IN_VAIN:
             self._in_vain, self._pause = 0, _PAUSE
             return None, None
+        if plan.nbytes >= WORTH_THREADS or len(plan.tensors) >= _MANY:
+            self._pool.wake()
         self._plan = plan
         _LOG.info("%r", plan)
         return plan, light

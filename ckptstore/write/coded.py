@@ -148,6 +148,9 @@ class Coded(SavePath):
         """See `SavePath.prepare`."""
         self._snapshots.prepare(flat)
 
+    def wake(self) -> None:
+        """See `SavePath.wake`. The threads that copy and compress are the writer's."""
+
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """See `SavePath.after`."""
         return self._thread.submit(work)

@@ -143,7 +143,7 @@ class Deltas:
         self._choices = Choices(self._options.policy)
         self._bases: dict[int, MemoryBase | StoredBase] = {}
         self._fed: Snapshot | None = None  # what takes the state that is being fed
-        self.workers = Workers.started(threads, "ckptstore-encode")
+        self.workers = Workers.sleeping(threads, "ckptstore-encode")
 
     def bases(self) -> list[CheckpointId]:
         """What the next checkpoints may be coded against."""

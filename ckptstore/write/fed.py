@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.host.threads import SleepingPool, default_threads
 from ckptstore.write.coded import Coded
 from ckptstore.write.committer import Committer
 from ckptstore.write.feeding import Feed, Feeding
@@ -45,7 +45,7 @@ class FedSaves(Coded):
             background: has memory touched while others work.
         """
         super().__init__(explaining, snapshots, copiers, thread=thread, tend=tend)
-        self.feeding = Feeding(memory, started_pool(default_threads(), "ckptstore-copy"), background)
+        self.feeding = Feeding(memory, SleepingPool(default_threads(), "ckptstore-copy"), background)
 
     def save(
         self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
@@ -100,6 +100,10 @@ class FedSaves(Coded):
         """See `SavePath.prepare`."""
         super().prepare(flat)
         self.feeding.prepare(flat.nbytes)
+
+    def wake(self) -> None:
+        """See `SavePath.wake`."""
+        self.feeding.wake()
 
     def close(self) -> None:
         """See `SavePath.close`."""

@@ -23,6 +23,7 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
+from ckptstore.host.threads import SleepingPool
 from ckptstore.segments.arriving import Arrivals, copied_now
 
 __all__ = ["Feed", "Feeding", "Piece", "Unit", "Window"]
@@ -228,9 +229,7 @@ class Feed:
 class Feeding:
     """The memory that the states of a writer are fed through."""
 
-    def __init__(
-        self, budget: int, copiers: ThreadPoolExecutor, background: Callable[[Callable[[], None]], object]
-    ) -> None:
+    def __init__(self, budget: int, copiers: SleepingPool, background: Callable[[Callable[[], None]], object]) -> None:
         """
         Args:
             budget: bytes of host memory.
@@ -249,6 +248,10 @@ class Feeding:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
             for run in self.memory.touch():
                 self._background(run)
+
+    def wake(self) -> None:
+        """Start the threads that copy. Raises `RuntimeError`: there are no more."""
+        self._copiers.wake()
 
     def feed(self, flat: FlatState) -> Feed:
         """A state to be fed."""

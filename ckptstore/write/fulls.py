@@ -26,7 +26,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.carriers import scope_here, within
 from ckptstore.host.progress import Progress
-from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.host.threads import SleepingPool, default_threads, started_pool
 from ckptstore.segments.arriving import Arrivals, ArrivingState, Described, copied_now, copies_of
 from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
@@ -79,10 +79,15 @@ class Fulls(SavePath):
         self._background = background
         self._copied: set[Full] = set()  # those that are being copied
         self._lanes = Lanes(lanes, threads, begin_save, self._end_of)
-        self._copiers = started_pool(default_threads(), "ckptstore-copy")
+        self._copiers = SleepingPool(default_threads(), "ckptstore-copy")
         self._waiters: ThreadPoolExecutor | None = None  # from the first state on a device
 
     # -- the caller's side
+
+    def wake(self) -> None:
+        """See `SavePath.wake`."""
+        self._copiers.wake()
+        self._lanes.wake()
 
     def expect(self, nbytes: int) -> None:
         """Touch memory for a state of about so many bytes in the background, if none was expected before."""

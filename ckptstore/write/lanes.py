@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ckptstore.backends.sharing import SaveSpace
-from ckptstore.host.threads import started_pool
+from ckptstore.host.threads import SleepingPool, started_pool
 
 __all__ = ["Lanes"]
 
@@ -26,23 +26,19 @@ class Lanes:
             threads: those that write, of each lane.
             begin_save: `Backend.begin_save` of the medium.
             ended: ends that, when nothing more comes of the job that may free space.
-
-        Raises:
-            RuntimeError: so many threads are not to be had.
         """
-        self._pools: list[ThreadPoolExecutor] = []
+        self._pools = [SleepingPool(threads, f"ckptstore-write-{number}") for number in range(lanes)]
         self._free: SimpleQueue[ThreadPoolExecutor] = SimpleQueue()
+        for pool in self._pools:
+            self._free.put(pool)
         self._begin_save, self._ended = begin_save, ended
         self._under_way: set[Future[Any]] = set()
-        try:
-            for number in range(lanes):
-                self._pools.append(started_pool(threads, f"ckptstore-write-{number}"))
-                self._free.put(self._pools[-1])
-            self._jobs = started_pool(lanes, "ckptstore-persist")
-        except BaseException:
-            for pool in self._pools:
-                pool.shutdown(wait=False)
-            raise
+        self._jobs = started_pool(lanes, "ckptstore-persist")
+
+    def wake(self) -> None:
+        """Start the threads that write. Raises `RuntimeError`: so many are not to be had."""
+        for pool in self._pools:
+            pool.wake()
 
     def submit(self, work: Callable[[ThreadPoolExecutor], _T]) -> Future[_T]:
         """Do `work` with the writing threads of a lane, once one is free."""

@@ -20,7 +20,7 @@ from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.threads import started_pool
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool, started_pool
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -80,7 +80,7 @@ class Lifetime:
         self._begin = begin
         self._failures = Failures()
         self._staging = Staging.for_chunks(budget=options.staging_bytes)
-        self._background = started_pool(1, "ckptstore-touch")
+        self._background = SleepingPool(1, "ckptstore-touch")
         self._places = Places(options.max_in_flight, self._failures)
         self._snapshots = SnapshotPool(
             options.max_in_flight,
@@ -89,12 +89,15 @@ class Lifetime:
             kept=int(options.keeps_copies),
         )
         self._deltas = self._delta_chains(term, reopen)
-        self._blocks = started_pool(options.threads, "ckptstore-write")
+        self._blocks = SleepingPool(options.threads, "ckptstore-write")
+        self._awake = False
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._committer = self._serve(term, parent)
         # One thread commits, and persists what is coded: the log of a term has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
         self._path = self._save_path()
+        if parent is not None:
+            self._expect(parent.nbytes)
         self._meter = Meter(options.on_metrics)
         self._process = os.getpid()
         self._ended: Future[None] | None = None
@@ -131,9 +134,9 @@ class Lifetime:
 
     def _save_path(self) -> SavePath:
         """How states get to their commits: as these options need it."""
-        options, parent = self._options, self.parent
+        options = self._options
         if options.plain:
-            fulls = Fulls(
+            return Fulls(
                 options.max_in_flight,
                 self._backend.begin_save,
                 options.threads,
@@ -143,24 +146,41 @@ class Lifetime:
                 background=self._background.submit,
                 segment_bytes=self._backend.segment_bytes,
             )
-            if parent is not None and (options.memory is not None or options.max_in_flight > 1):
-                # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
-                fulls.expect(parent.nbytes)
-            return fulls
         shared = (self._explaining, self._snapshots, self._blocks)
         if options.memory is None:
             return Coded(*shared, thread=self._thread, tend=self._tend)
-        fed = FedSaves(
+        return FedSaves(
             options.memory,
             *shared,
             thread=self._thread,
             tend=self._tend,
             background=self._background.submit,
         )
-        if parent is not None:
-            self._snapshots.expect(parent.nbytes)
-            fed.feeding.prepare(parent.nbytes)
-        return fed
+
+    def _expect(self, nbytes: int) -> None:
+        """A state of about so many bytes will come: touch memory for it in the background."""
+        options = self._options
+        self._wake_for(nbytes)
+        if isinstance(self._path, Fulls):
+            # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
+            if options.memory is not None or options.max_in_flight > 1:
+                self._path.expect(nbytes)
+        elif isinstance(self._path, FedSaves):
+            self._snapshots.expect(nbytes)
+            self._path.feeding.prepare(nbytes)
+
+    def _wake_for(self, nbytes: int) -> None:
+        """Start the threads that copy, hash and write, if a state of so many bytes is worth it.
+
+        Raises:
+            RuntimeError: so many threads are not to be had.
+        """
+        if nbytes >= WORTH_THREADS and not self._awake:
+            self._background.wake()
+            self._blocks.wake()
+            self._deltas.workers.wake()
+            self._path.wake()
+            self._awake = True
 
     def _draft(self, term: Term) -> SegmentDoc:
         """What all segments of a term say of themselves."""

@@ -100,6 +100,10 @@ class SavePath(ABC):
         """Touch memory for such a state in the background."""
 
     @abstractmethod
+    def wake(self) -> None:
+        """A large state comes: start the threads that copy and write it. Raises `RuntimeError`: there are no more."""
+
+    @abstractmethod
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """Have the committer's thread do `work` when all that was given before is durable or has failed."""
 

@@ -174,6 +174,7 @@ class Taking(Lifetime):
         """
         self._check_open()
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        self._wake_for(flat.nbytes)
         self._path.prepare(flat)
 
     @warns_last
@@ -304,6 +305,7 @@ class Taking(Lifetime):
         saves = committer.saves
         saves.check(step)
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+        self._wake_for(flat.nbytes)
         saves.take(step)
         return committer, Job(saves, step, labels, scope), flat
 

@@ -774,3 +774,25 @@ def test_a_large_state_divided_over_segments(store: ckptstore.Store, monkeypatch
     loaded = store.load(1, framework="numpy")
     assert all(np.array_equal(loaded[name], array) for name, array in expected.items())
     assert ckptstore.verify(store).ok
+
+
+@pytest.mark.parametrize(
+    ("how", "most"),
+    [({}, 3), ({"deltas": ckptstore.DeltaOptions()}, 1), ({"diffs": ckptstore.DiffOptions()}, 1)],
+    ids=["fulls", "deltas", "diffs"],
+)
+def test_a_small_state_needs_few_threads_and_a_large_one_gets_them(
+    store: ckptstore.Store, how: dict[str, Any], most: int
+) -> None:
+    """Fulls: one thread commits, and one for each save in flight writes. What is compressed one thread does alone."""
+    before = threading.active_count()
+    with store.writer(max_in_flight=2, poll_seconds=None, **how) as writer:
+        for step in range(1, 5):
+            writer.save_async({"w": np.full(4096, step, np.float32)}, step)
+        writer.wait()
+        assert threading.active_count() - before <= most
+        writer.save_async({"w": np.zeros(1 << 19, np.float32)}, 5)
+        writer.wait()
+        assert threading.active_count() - before > most
+    for step in range(1, 5):
+        assert (store.load(step, framework="numpy")["w"] == step).all()

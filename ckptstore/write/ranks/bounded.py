@@ -15,7 +15,7 @@ from ckptstore.formats import streaming
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import Arenas
-from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.host.threads import SleepingPool, default_threads
 from ckptstore.segments.units import plan_units
 from ckptstore.write.feeding import Feed, Feeding
 from ckptstore.write.ranks.arriving import ArrivingShare
@@ -49,7 +49,7 @@ class Bounded:
             segment_bytes: `Backend.segment_bytes` of the medium.
         """
         self.coded = coded
-        self._copiers = started_pool(default_threads(), "ckptstore-copy")
+        self._copiers = SleepingPool(default_threads(), "ckptstore-copy")
         self._feeding = Feeding(budget, self._copiers, background) if coded else None
         self.memory = Arenas(budget) if self._feeding is None else self._feeding.memory
         self._limit = limit
@@ -57,6 +57,10 @@ class Bounded:
         self._segment_bytes = segment_bytes
         # Prevents: two callers who copy to what the other one waits for, while one thread writes.
         self._turn = threading.Lock()
+
+    def wake(self) -> None:
+        """Start the threads that copy. Raises `RuntimeError`: there are no more."""
+        self._copiers.wake()
 
     def take(self, share: FlatState, digests: Mapping[str, int]) -> Feed | ArrivingShare:
         """What a share is copied through.

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from ckptstore.host.buffers import Staging
-from ckptstore.host.threads import Workers, started_pool
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool, Workers, started_pool
 from ckptstore.log.journal import Journal
 from ckptstore.segments.session import SegmentSession
 from ckptstore.write.ledger import Failures
@@ -43,7 +43,7 @@ class Means:
         self.ranks = ranks
         self.failures = Failures()
         self.staging = Staging.for_chunks(budget=options.staging_bytes)
-        self._background = started_pool(1, "ckptstore-touch")
+        self._background = SleepingPool(1, "ckptstore-touch")
         self.places = Places(options.max_in_flight, self.failures)
         self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
         self.bounded: Bounded | None = None
@@ -55,11 +55,24 @@ class Means:
                 background=self._background.submit,
                 segment_bytes=journal.backend.segment_bytes,
             )
-        self.blocks = started_pool(options.threads, "ckptstore-write")
-        self.workers = Workers.started(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
+        self.blocks = SleepingPool(options.threads, "ckptstore-write")
+        self.workers = Workers.sleeping(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
         self.writing = started_pool(1, "ckptstore-part")
         self.settling = started_pool(1, "ckptstore-settle")
         self.meter = Meter(options.on_metrics)
+
+    def wake_for(self, nbytes: int) -> None:
+        """Start the threads that copy, hash and write, if a state of so many bytes is worth it.
+
+        Raises:
+            RuntimeError: so many threads are not to be had.
+        """
+        if nbytes >= WORTH_THREADS:
+            self._background.wake()
+            self.blocks.wake()
+            self.workers.wake()
+            if self.bounded is not None:
+                self.bounded.wake()
 
     def session(self, begun: Callable[[str], None], advance: Callable[[int], None] = lambda _: None) -> SegmentSession:
         """What segments are written with.

@@ -37,6 +37,7 @@ def prepare(
     if isinstance(state, Adopted):
         one.adopted, state = state, state.snapshot.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
+    means.wake_for(flat.nbytes)
     named = steady(flat, means.ranks.globs)
     found = named.moved(explaining.found(updates, flat))
     flat = named.flat
