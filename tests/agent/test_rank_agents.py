@@ -382,7 +382,7 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
                     saved.wait()
                     medium: Any = store.backend
                     medium.create = silent
-                snapshot, _ = pool.take(bridge.flattened(state(step, rank)), copiers)
+                snapshot = pool.placed(bridge.flattened(state(step, rank)), copiers)
                 error = saves.adopt(snapshot, step).exception(60)
                 told.append(None if error is None else type(error))
         saves.close()
