@@ -16,14 +16,15 @@ import contextlib
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Final, Protocol
+from typing import Final
 
 from ckptstore.errors import WriterClosedError
 from ckptstore.host.carriers import abandon_all
 
-__all__ = ["ADVICE", "SILENT_SECONDS", "await_end", "check", "forget", "give_up", "under_way", "watch"]
+__all__ = ["ADVICE", "SILENT_SECONDS", "Ending", "await_end", "check", "forget", "give_up", "under_way", "watch"]
 
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
@@ -31,50 +32,60 @@ SILENT_SECONDS: Final = 5.0
 """After that people who wait are told what for."""
 
 
-class _Ends(Protocol):
-    """What this module needs of a writer; what begins with an underscore is not for its users."""
+class Ending(ABC):
+    """What is finished when the interpreter ends in the ordinary way: a writer. What begins with ``_`` is for this
+    module, and for `host.sigterm`.
+    """
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """Its store."""
 
+    @abstractmethod
     def _end(self) -> Future[None]:
-        """Take nothing more, and finish what was taken in the background."""
+        """Take no save any more -> done when every earlier one is."""
 
+    @abstractmethod
     def close(self) -> None:
         """Wait for that."""
 
+    @abstractmethod
     def _unfinished(self) -> Sequence[int]:
-        """Steps on their way."""
+        """The steps of `save_async` that are on their way, ascending."""
 
+    @abstractmethod
     def _unseen(self) -> Sequence[tuple[int, BaseException]]:
-        """Steps that failed without anybody being told, each once."""
+        """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
+
+    def _settle(self) -> None:
+        """Write what waits, and note in the log that nothing is missing if the process ends now."""
 
 
-_open: Final[set[_Ends]] = set()
+_open: Final[set[Ending]] = set()
 """Held until they are closed: what one was given would be lost with it. Changed by single calls, which no fork cuts."""
-_given_up: Final[set[_Ends]] = set()
+_given_up: Final[set[Ending]] = set()
 """Those for which somebody did not want to wait any longer."""
 _begun = False
 
 
-def watch(writer: _Ends) -> None:
+def watch(writer: Ending) -> None:
     """Finish `writer` when the interpreter ends, unless `forget` comes first."""
     _open.add(writer)
 
 
-def forget(writer: _Ends) -> None:
+def forget(writer: Ending) -> None:
     """It is closed."""
     _open.discard(writer)
     _given_up.discard(writer)
 
 
-def give_up(writer: _Ends) -> None:
+def give_up(writer: Ending) -> None:
     """Closing it was interrupted: the interpreter's end does not wait for it, and says what may be missing."""
     _given_up.add(writer)
 
 
-def await_end(writer: _Ends, *, interrupted: bool) -> None:
+def await_end(writer: Ending, *, interrupted: bool) -> None:
     """What closing a writer waits for. Ctrl-C meanwhile gives it up.
 
     Args:
@@ -92,12 +103,12 @@ def await_end(writer: _Ends, *, interrupted: bool) -> None:
         raise
 
 
-def _tell(writer: _Ends, doing: str) -> None:
+def _tell(writer: Ending, doing: str) -> None:
     """Say what is waited for, and that one need not."""
     _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
 
-def interrupted(writer: _Ends, steps: Sequence[int]) -> None:
+def interrupted(writer: Ending, steps: Sequence[int]) -> None:
     """Say that steps are perhaps not saved, because nobody waits for them any more."""
     _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
 
@@ -135,7 +146,7 @@ def _finish_all() -> None:
             abandon_all()  # else their threads, which the interpreter joins, would wait on
 
 
-def _finish(writers: Sequence[_Ends]) -> None:
+def _finish(writers: Sequence[Ending]) -> None:
     ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
     if ends and wait(ends, SILENT_SECONDS).not_done:
         for writer in writers:
@@ -145,7 +156,7 @@ def _finish(writers: Sequence[_Ends]) -> None:
         _close(writer)
 
 
-def _close(writer: _Ends) -> None:
+def _close(writer: Ending) -> None:
     for step, error in writer._unseen():
         _say(writer, f"step {step} was not saved: {error}")
     try:
@@ -160,7 +171,7 @@ def _named(steps: Sequence[int]) -> str:
     return f"step {steps[0]} is" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} ({len(steps)}) are"
 
 
-def _say(writer: _Ends, text: str) -> None:
+def _say(writer: Ending, text: str) -> None:
     with contextlib.suppress(Exception):  # stderr may be closed, or None
         print(f"ckptstore: {writer.url}: {text}", file=sys.stderr, flush=True)
 

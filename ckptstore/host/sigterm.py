@@ -13,28 +13,20 @@ import signal
 import threading
 import weakref
 from types import FrameType
-from typing import Protocol
 
 from ckptstore.host import background, exiting
 
 __all__ = ["forget", "watch"]
 
 
-class _Settles(Protocol):
-    """What this module needs of a writer; none of it is for its users."""
-
-    def _settle(self) -> None:
-        """Write what waits, and note that nothing is missing if the process ends now."""
-
-
-_writers: weakref.WeakSet[_Settles] = weakref.WeakSet()
+_writers: weakref.WeakSet[exiting.Ending] = weakref.WeakSet()
 _before: object = None
 """What handled the signal before this module did; None: it does not handle it."""
 _called_back = False
 """Whether a later handler called this one, so that the signal, sent again, leads here again."""
 
 
-def watch(writer: _Settles) -> None:
+def watch(writer: exiting.Ending) -> None:
     """Flush `writer` on SIGTERM, until `forget`. Does nothing outside the main thread: only that one sets handlers."""
     global _before
     if threading.current_thread() is not threading.main_thread():
@@ -48,7 +40,7 @@ def watch(writer: _Settles) -> None:
         signal.signal(signal.SIGTERM, _on_signal)
 
 
-def forget(writer: _Settles) -> None:
+def forget(writer: exiting.Ending) -> None:
     """Stop watching; the last one puts back what was there before."""
     _writers.discard(writer)
     if not _writers and threading.current_thread() is threading.main_thread():

@@ -12,6 +12,7 @@ from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ledger import Labels, PendingSave, Saves
 from ckptstore.write.metrics import Measured
 from ckptstore.write.places import Place
+from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Job"]
 
@@ -145,13 +146,14 @@ class Job:
         """Wait until it is durable. Raises what stopped it."""
         return self.done.result()
 
-    def pending(self, hurry: Callable[[], None]) -> PendingSave:
+    def pending(self, hurry: Callable[[], None], tier: SecondTier | None) -> PendingSave:
         """What `Writer.save_async` returns.
 
         Args:
             hurry: has it written, if it waits for its batch.
+            tier: where it goes from the store.
         """
-        return PendingSave(self.step, self.done, lambda: self._saves.seen(self.step), hurry, self.cancel)
+        return PendingSave(self.step, self.done, lambda: self._saves.seen(self.step), hurry, self.cancel, tier)
 
     def interrupt(self, error: BaseException) -> None:
         """The call that waits for it ends with `error`. Returns when nobody reads the state any more.

@@ -60,25 +60,22 @@ class PendingSave:
         seen: Callable[[], None],
         hurry: Callable[[], None] = lambda: None,
         cancel: Callable[[], bool] = lambda: False,
+        tier: SecondTier | None = None,
     ) -> None:
         """
         Args:
             seen: called when somebody has been told that it failed.
             hurry: lets it wait for no batch any more.
             cancel: gives it up, if that is still possible.
+            tier: where it goes from the store, for `result`.
         """
         self.step = step
         self._future = future
         self._seen = seen
         self._hurry = hurry
         self._cancel = cancel
-        self._tier: SecondTier | None = None
-        self._process = os.getpid()
-
-    def _followed_by(self, tier: SecondTier | None) -> Self:
-        """It goes on to a second tier, for `result`. For the writer that returns it."""
         self._tier = tier
-        return self
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         if not self.done():

@@ -44,6 +44,7 @@ from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.snapshot import SnapshotPool
 from ckptstore.write.steps.batcher import Diffs
 from ckptstore.write.steps.updates import Explaining
+from ckptstore.write.writer import Writer
 
 __all__ = ["Begin", "Lifetime"]
 
@@ -53,14 +54,8 @@ Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, Check
 _T = TypeVar("_T")
 
 
-class Lifetime:
-    """What every part of `Writer` works with.
-
-    Attributes:
-        url: the store's.
-        term: the number of this term.
-        parent: the checkpoint this term continues from: load it before training; None for a new run.
-    """
+class Lifetime(Writer):
+    """What every part of a `LocalWriter` works with."""
 
     def __init__(
         self,
@@ -72,7 +67,6 @@ class Lifetime:
         begin: Begin,
         tier: SecondTier | None = None,
     ) -> None:
-        self.url = journal.url
         self._tier = tier
         self._journal = journal
         self._backend = journal.backend
@@ -101,7 +95,6 @@ class Lifetime:
         self._meter = Meter(options.on_metrics)
         self._process = os.getpid()
         self._ended: Future[None] | None = None
-        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
         self._lock = threading.Lock()
         self._polls: Periodic | None = None
         self._layer_pool: ThreadPoolExecutor | None = None  # copies layers, behind nothing else; from the first `begin`
@@ -113,6 +106,25 @@ class Lifetime:
         exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
+
+    @property
+    def url(self) -> str:
+        """The store's."""
+        return self._journal.url
+
+    @property
+    def term(self) -> int:
+        """The number of this term."""
+        return self._term
+
+    @property
+    def parent(self) -> CheckpointInfo | None:
+        """The checkpoint this term continues from."""
+        return self._parent
+
+    @property
+    def _needs_caller(self) -> bool:
+        return self._path.needs_caller
 
     def _delta_chains(self, term: Term, reopen: Callable[[CheckpointId], StoredBase]) -> Deltas:
         chains = Chains(
@@ -188,8 +200,8 @@ class Lifetime:
 
     def _serve(self, term: Term, parent: CheckpointInfo | None) -> Committer:
         """What a term has of its own; everything else the terms of a writer share."""
-        self.term = term.number
-        self.parent = parent
+        self._term = term.number
+        self._parent = parent
         diffs: Diffs | None = None
         if self._options.diffs is not None:
             diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers, self._deltas.chains)
@@ -249,16 +261,16 @@ class Lifetime:
 
     # -- who works beside the saves
 
-    def _accompany(self, companion: Companion) -> None:
+    def accompany(self, companion: Companion) -> None:
         """Somebody works beside the saves until this is closed; each save's metrics say whether it was at work."""
         self._companion = companion
         self._meter.beside = companion.active
 
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
         """Whether a save is on its way, other than those that only wait for their batch."""
         return self._begun is not None or self._meter.under_way > self._committer.waiting
 
-    def _commit_beside(self, term: int, change: Change) -> Outcome:
+    def commit_beside(self, term: int, change: Change) -> Outcome:
         """Commit, between two saves, what was made for `term` in this process. Raises as `Committer.take_in`."""
         committer = self._committer
         return self._submit(lambda: committer.take_in(term, change)).result()

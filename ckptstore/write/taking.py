@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.formats.reference import step_number
@@ -15,8 +15,8 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.carriers import Scope
-from ckptstore.host.progress import Progress, told
-from ckptstore.host.reentrance import codes_of, refuse_within
+from ckptstore.host.progress import Progress
+from ckptstore.host.reentrance import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.committer import Committer
@@ -29,51 +29,17 @@ from ckptstore.write.path import Copies
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update, Updates
 
-__all__ = ["SAVING", "Taking"]
+__all__ = ["Taking"]
 
 
 class Taking(Lifetime):
     """The calls of a `Writer` that are given a state."""
 
-    @warns_last
-    def save(
-        self,
-        state: Any,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
-        progress: Progress | bool | None = None,
+    def _save(
+        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
-        """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
-
-        Args:
-            state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
-                apart already); must not change meanwhile.
-            step: optimizer steps done, above every step that this term continues from; numpy's integers, too.
-            metadata: what is to be known of the checkpoint wherever the store is listed (a loss, a commit, a note): a
-                mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is in
-                `CheckpointInfo.metadata`.
-            tags: a name or names for it, given in the same commit; a tag that exists moves.
-            updates: what the optimizers did since the save before (`training.OptimizerStep`), for step diffs, which
-                only a writer with `diffs` makes. With a `DiffOptions.batch` above 1, everything that waits is written.
-            progress: called as bytes are copied, from other threads; the total is the state's bytes. True: a line on
-                stderr.
-
-        Raises:
-            UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
-            StepOrderError: the step exists, or is not above the parent's. Nothing was written.
-            UsageError: `metadata` or `tags` cannot be stored; or a signal handler calls this while the same thread is
-                inside `save`, `save_async` or `begin`. Nothing was written.
-            StorageError: the medium failed. The checkpoint does not exist; the writer may go on.
-            FencedError: a newer term exists. This writer is finished.
-            CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
-        """
-        refuse_within(self, SAVING)
-        step = step_number(step)
-        progress = told(progress)
-        committer, job, flat = self._job(state, step, metadata, tags, updates, scope=Scope())
+        """See `Writer.save`."""
+        committer, job, flat = self._job(state, step, labels, updates, scope=Scope())
         try:
             with self._given(job):
                 self._path.save(committer, job, flat, updates, progress)
@@ -84,31 +50,9 @@ class Taking(Lifetime):
         finally:
             job.measured.returned()
 
-    @warns_last
-    def save_async(
-        self,
-        state: Any,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
-    ) -> PendingSave:
-        """Copy `state` to host memory and make it durable in the background; the state may change when this returns.
-
-        Args:
-            state, step, metadata, tags: as for `save`.
-            updates: as for `save`; gradients are copied, too.
-
-        Waits while `max_in_flight` earlier saves are not durable yet, and while `memory` is spent (`on_metrics` is told
-        how long). An error that nobody asked for with `result` is raised by the next call, or on leaving the ``with``.
-
-        Raises:
-            as `save`; what concerns the medium comes from `PendingSave.result`.
-        """
-        refuse_within(self, SAVING)
-        step = step_number(step)
-        committer, job, flat = self._job(state, step, metadata, tags, updates)
+    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+        """See `Writer.save_async`."""
+        committer, job, flat = self._job(state, step, labels, updates)
         try:
             with self._given(job):
                 job.measured.waited += self._enter(job)
@@ -146,9 +90,9 @@ class Taking(Lifetime):
         Raises:
             as `save_async`. The memory is the caller's again then: `land` and `free` it.
         """
-        refuse_within(self, SAVING)
-        step = step_number(step)
-        committer, job, _ = self._job(snapshot.flat, step, metadata, tags, None, began=began)
+        refuse_within(self, self._WAIT)
+        labels = Labels.of(metadata, tags)
+        committer, job, _ = self._job(snapshot.flat, step_number(step), labels, None, began=began)
         job.measured.waited = waited
         try:
             with self._given(job):
@@ -158,49 +102,16 @@ class Taking(Lifetime):
             job.measured.returned()
 
     def prepare(self, state: Any) -> None:
-        """Say what `save_async` will be given, so that it finds its memory ready. Returns at once, and writes nothing.
-
-        Memory that nobody has used yet costs several times what copying to it does, so the first `save_async` of a run
-        keeps training waiting for longer than the others. Call this when the state is complete (the optimizer's moments
-        are there) and something else is to be done still: the memory is touched in the background. A second time does
-        nothing.
-
-        Args:
-            state: as for `save`; only its tensors' names, types and shapes matter.
-
-        Raises:
-            UnsupportedStateError: something in `state` cannot be stored.
-            WriterClosedError, FencedError: as `save`.
-        """
+        """See `Writer.prepare`."""
         self._check_open()
         flat = state if isinstance(state, FlatState) else bridge.flattened(state)
         self._wake_for(flat.nbytes)
         self._path.prepare(flat)
 
-    @warns_last
-    def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
-        """Begin a save whose snapshot is filled layer by layer, as layers are updated (LightCheck, section III-B).
-
-        `training.LayerwiseSnapshots` does this for torch's optimizers. One at a time: it is finished or abandoned
-        before the next save.
-
-        Args:
-            state: as for `save_async`; the tensors of `layers` may still change, each until it is `ready`. Of others
-                only dtype and shape are looked at here.
-            step: as for `save`.
-            layers: names of tensors (`FlatState.tensors`) by the name of the layer that they belong to.
-            direct: copy straight into mapped segments of a medium that has them (``pmem://``), through no host memory.
-                Only without `deltas` and `diffs`.
-
-        Waits while `max_in_flight` earlier snapshots are not durable yet.
-
-        Raises:
-            as `save_async`.
-            UsageError: a tensor is in two layers, or not in the state; the medium cannot be copied into.
-            StorageError: `direct`, and the medium failed or is full.
-        """
-        refuse_within(self, SAVING)
-        step = step_number(step)
+    def _begin_layers(
+        self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool
+    ) -> LayeredSave:
+        """See `Writer.begin`."""
         committer, job, flat = self._admitted(state, step, Labels(), None)
         with self._given(job):
             self._enter(job)
@@ -272,8 +183,7 @@ class Taking(Lifetime):
         self,
         state: Any,
         step: int,
-        metadata: Mapping[str, Any] | None,
-        tags: str | Sequence[str] | None,
+        labels: Labels,
         updates: Updates | None,
         *,
         scope: Scope | None = None,
@@ -288,7 +198,6 @@ class Taking(Lifetime):
             began: since when training waits, on the monotonic clock; None: since now.
         """
         began = time.monotonic() if began is None else began
-        labels = Labels.of(metadata, tags)
         self._explaining.remark_unused(updates)
         committer, job, flat = self._admitted(state, step, labels, scope)
         job.begin(self._meter.begin(flat, step, began))
@@ -334,8 +243,5 @@ class Taking(Lifetime):
                 with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
                     self._submit(lambda: committer.flush_step(job.step))
 
-        return job.pending(hurry)._followed_by(self._tier)
+        return job.pending(hurry, self._tier)
 
-
-SAVING: Final = codes_of(Taking.save, Taking.save_async, Taking.begin)
-"""Calls that wait for others while they hold something that those may need."""

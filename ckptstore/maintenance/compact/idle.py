@@ -28,7 +28,7 @@ from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.compacting import make_moves, planned_moves
 from ckptstore.maintenance.compact.moves import Limits
 from ckptstore.maintenance.compact.report import CompactMove
-from ckptstore.write.writer import Writer
+from ckptstore.write.local import LocalWriter
 
 __all__ = ["CompactOptions", "CompactPass", "begin"]
 
@@ -89,17 +89,17 @@ class CompactOptions:
         return Limits(self.max_depth, self.max_restore_seconds, self.target_bytes)
 
 
-def begin(journal: Journal, writer: Writer, options: CompactOptions) -> None:
+def begin(journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
     """Have a writer compact its store in its idle time, until it is closed."""
     idle = _Idle(journal, writer, options)
-    writer._accompany(idle)
+    writer.accompany(idle)
     idle.start()
 
 
 class _Idle:
     """See `write.companion.Companion`."""
 
-    def __init__(self, journal: Journal, writer: Writer, options: CompactOptions) -> None:
+    def __init__(self, journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
         self._journal = journal
         self._writer = writer
         self._options = options
@@ -175,7 +175,7 @@ class _Idle:
         """Return when no save is on its way. Raises `WriterClosedError` when the writer closes."""
         with self._way:  # one thread waits, the others for it
             began = time.monotonic()
-            while not self._stop.is_set() and self._writer._busy():
+            while not self._stop.is_set() and self._writer.busy():
                 self._stop.wait(_LOOK)
             self._stood_still += time.monotonic() - began
         if self._stop.is_set():
@@ -201,12 +201,12 @@ class _Within:
 
     owned: int | None = None  # the writer may build on what the newest is coded against, so that is left alone
 
-    def __init__(self, journal: Journal, writer: Writer) -> None:
+    def __init__(self, journal: Journal, writer: LocalWriter) -> None:
         self._journal = journal
         self._writer = writer
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
-        return self._writer._commit_beside(term, change)
+        return self._writer.commit_beside(term, change)
 
     def catalog(self) -> Catalog:
         return read(self._journal).catalog

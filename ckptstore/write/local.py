@@ -1,0 +1,68 @@
+"""The writer of one process, of which every commit is acknowledged only when it is durable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckptstore.errors import WriterClosedError
+from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.term import Term
+from ckptstore.write.lifetime import Begin
+from ckptstore.write.second_tier import Lag
+from ckptstore.write.taking import Taking
+
+__all__ = ["Begin", "LocalWriter"]
+
+_T = TypeVar("_T")
+
+
+class LocalWriter(Taking):
+    """A `Writer` of this process alone. One thread commits: the log of a term has one author."""
+
+    def _wait(self) -> None:
+        """See `Writer.wait`."""
+        self._told(self._committer.flush_in_time)
+        self._failures.raise_unseen()
+
+    def _poll(self) -> None:
+        """See `Writer.poll`."""
+        self._submit(self._committer.housekeeping).result()
+
+    def lag(self) -> Lag | None:
+        """See `Writer.lag`."""
+        return None if self._tier is None else self._tier.lag()
+
+    def _tag(self, name: str, ref: str) -> CheckpointInfo:
+        """See `Writer.tag`."""
+        committer = self._committer
+        return self._told(lambda: committer.tag(name, ref))
+
+    def _untag(self, name: str) -> None:
+        """See `Writer.untag`."""
+        committer = self._committer
+        self._told(lambda: committer.untag(name))
+
+    def _told(self, work: Callable[[], _T]) -> _T:
+        """What the committer's thread makes of `work`; whoever is told here hears of no failure a second time."""
+        try:
+            return self._submit(work).result()
+        except BaseException as error:
+            self._failures.seen_error(error)
+            raise
+
+    def _rollback(self, ref: str) -> CheckpointInfo:
+        """See `Writer.rollback`."""
+        self._check_open()
+        self._submit(self._committer.flush_and_close).result()
+        self._failures.raise_unseen()
+        term, parent = self._begin(ref, self.term)
+        assert parent is not None  # a term that continues from a checkpoint has one
+        self._submit(lambda: self._succeed(term, parent)).result()
+        return parent
+
+    def _succeed(self, term: Term, parent: CheckpointInfo) -> None:
+        """A new term takes the place of the present one. The committer's thread calls it."""
+        self._committer.give_way(WriterClosedError(f"term {self.term} is over: {parent.ref} was gone back to"))
+        self._deltas.begin(self._draft(term))
+        self._committer = self._serve(term, parent)
