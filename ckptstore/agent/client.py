@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal
 
 from ckptstore.agent.forms import read_info
 from ckptstore.agent.handing import Fill, FilledByOwner, HandingOver
@@ -16,32 +15,31 @@ from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
 from ckptstore.agent.tenure import Begin, Tenure
 from ckptstore.errors import CorruptionError, UsageError
-from ckptstore.formats.reference import text_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn, warns_last
-from ckptstore.host.progress import Progress, Tally, told
+from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.lost import note_lost
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.updates import Updates
+from ckptstore.write.writer import Writer
 
 __all__ = ["AgentWriter"]
 
 
-class AgentWriter:
+class AgentWriter(Writer):
     """A term of a store, kept by an agent, as `ckptstore.agent.writer` opens it. Use it in a ``with``.
 
-    Its methods are those of `Writer`. Without ``with`` the interpreter's ordinary end does what leaving would.
+    `save_async` raises `AgentError` besides: the agent had died, and no other can be started; and `AgentLostError`: an
+    earlier save was on its way when the agent died, which may or may not be in the store, and nobody has been told yet.
+    The next call continues.
 
     Attributes:
-        url: the store's.
         term: the number of this term; another one after `rollback`, and after the agent had died.
-        parent: the newest checkpoint when this writer was opened: load it before training; None for a new run.
         rank: which of the ranks this is that save one checkpoint together; None: this process alone saves.
         inherited: the state that the agent has kept of a trainer that died, which is `parent` or newer, until the first
             save; None: there is none. `load` takes it where it can. All ranks have that of one step, or none has one.
@@ -57,7 +55,6 @@ class AgentWriter:
         self._store = store
         self._tenure = Tenure(store.url, begin, rank)
         self._handing = HandingOver(self._tenure, options)
-        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
 
     def attach(self, agent: Started, inherited: Inherited | None = None) -> None:
         """Go on with an agent that has answered."""
@@ -138,46 +135,18 @@ class AgentWriter:
 
     # -- saving
 
-    @warns_last
-    def save(
-        self,
-        state: Any,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
-        progress: Progress | bool | None = None,
+    def _save(
+        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`. The state is copied first: it may change when this is interrupted."""
-        refuse_within(self, _SAVING)
         flat = self._handing.flattened(state)
-        total = sum(source.nbytes for source in flat.tensors.values())
-        pending = self._handing.save(flat, step, Labels.of(metadata, tags), updates)
-        info = pending.result()
-        Tally(told(progress), total).advance(total)
+        info = self._handing.save(flat, step, labels, updates).result()
+        Tally(progress, flat.nbytes).advance(flat.nbytes)
         return info
 
-    @warns_last
-    def save_async(
-        self,
-        state: Any,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
-    ) -> PendingSave:
-        """See `Writer.save_async`. Waits while `max_in_flight` earlier saves are not durable, then copies.
-
-        Raises:
-            as `Writer.save_async`.
-            AgentError: the agent had died, and no other can be started.
-            AgentLostError: an earlier save was on its way when the agent died, and nobody has been told yet. It may or
-                may not be in the store. The next call goes on.
-        """
-        refuse_within(self, _SAVING)
-        return self._handing.save(state, step, Labels.of(metadata, tags), updates)
+    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+        """See `Writer.save_async`. Waits while `max_in_flight` earlier saves are not durable, then copies."""
+        return self._handing.save(state, step, labels, updates)
 
     @warns_last
     def save_filled(
@@ -201,7 +170,7 @@ class AgentWriter:
         Raises:
             as `save_async`, and what `fill` raises.
         """
-        refuse_within(self, _SAVING)
+        refuse_within(self, self._WAIT)
         layout = self._handing.layout_of(flat)
         return self._handing.save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
 
@@ -217,7 +186,7 @@ class AgentWriter:
         Raises:
             AgentError, MemoryError, WriterError: it cannot.
         """
-        refuse_within(self, _SAVING)
+        refuse_within(self, self._WAIT)
         self._handing.hold(flat, step, Labels.of(metadata, tags))
 
     def prepare_replica(self) -> None:
@@ -242,47 +211,42 @@ class AgentWriter:
         """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""
         self._handing.prepare(state)
 
-    @warns_last
-    def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
+    def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`: the layers are copied to the agent's buffer. `direct` it cannot be."""
-        refuse_within(self, _SAVING)
         if direct:
             raise UsageError("direct: an agent's writer copies into the agent's memory; leave it out")
         return self._handing.begin(state, step, layers)
 
     # -- everything else
 
-    @warns_last
-    def wait(self) -> None:
+    @property
+    def _needs_caller(self) -> bool:
+        return False
+
+    def _wait(self) -> None:
         """See `Writer.wait`."""
         self._call("wait")
         self._tenure.failures.raise_unseen()
 
-    def poll(self) -> None:
+    def _poll(self) -> None:
         """See `Writer.poll`."""
         self._call("poll")
 
-    @warns_last
-    def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
+    def _tag(self, name: str, ref: str) -> CheckpointInfo:
         """See `Writer.tag`."""
-        info = read_info(self._call("tag", name=name, ref=text_of(ref))["info"])
+        info = read_info(self._call("tag", name=name, ref=ref)["info"])
         assert info is not None  # it has one
         return info
 
-    @warns_last
-    def untag(self, name: str) -> None:
+    def _untag(self, name: str) -> None:
         """See `Writer.untag`."""
         self._call("untag", name=name)
 
-    @warns_last
-    def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
+    def _rollback(self, ref: str) -> CheckpointInfo:
         """See `Writer.rollback`."""
-        refuse_within(self, _SAVING)
-        if ref is None:
-            raise UsageError("rollback takes a checkpoint to go back to")
         self._call("wait")
         self._tenure.failures.raise_unseen()
-        return self._tenure.go_back(self._call("rollback", ref=text_of(ref)))
+        return self._tenure.go_back(self._call("rollback", ref=ref))
 
     def _call(self, do: str, **fields: Any) -> dict[str, Any]:
         self._tenure.check_open()
@@ -324,27 +288,8 @@ class AgentWriter:
         """The steps that failed and nobody has asked for (`host.exiting`)."""
         return sorted(self._tenure.failures.take(), key=lambda one: one[0])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Who ends a run wonders what it waits for.
-        self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        try:
-            self.close()
-        except BaseException as lost:
-            if error is None:
-                raise
-            note_lost(error, self.url, lost)
+    def _settle(self) -> None:
+        """The agent does that by itself."""
 
 
-_SAVING: Final = codes_of(
-    AgentWriter.save,
-    AgentWriter.save_async,
-    AgentWriter.save_filled,
-    AgentWriter.hold,
-    AgentWriter.begin,
-)
-"""Calls that wait for others while they hold something that those may need."""
+AgentWriter._WAIT = Writer._WAIT | codes_of(AgentWriter.save_filled, AgentWriter.hold)

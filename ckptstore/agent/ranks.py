@@ -340,7 +340,7 @@ class RankSaves:
 
     def poll(self) -> None:
         """See `Writer.poll`."""
-        self._writer.tend()
+        self._writer.poll()
 
     def tag(self, name: str, ref: str) -> CheckpointInfo:
         """See `RankWriter.tag`."""

@@ -58,8 +58,9 @@ class Ending(ABC):
     def _unseen(self) -> Sequence[tuple[int, BaseException]]:
         """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
 
+    @abstractmethod
     def _settle(self) -> None:
-        """Write what waits, and note in the log that nothing is missing if the process ends now."""
+        """Write what waits, and note in the log that nothing is missing if the process ends now. Raises nothing."""
 
 
 _open: Final[set[Ending]] = set()

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
     from ckptstore.maintenance.compact.idle import CompactOptions
     from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.local import LocalWriter
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
     from ckptstore.write.ranks.options import RankOptions
     from ckptstore.write.ranks.writer import RankWriter
     from ckptstore.write.steps.batcher import DiffOptions
-    from ckptstore.write.writer import Writer
 
 __all__ = ["Writing"]
 
@@ -49,7 +49,7 @@ class Writing(Handle):
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
         compact: CompactOptions | None = ...,
-    ) -> Writer: ...
+    ) -> LocalWriter: ...
 
     @overload
     def writer(
@@ -84,7 +84,7 @@ class Writing(Handle):
         on_metrics: OnMetrics | None = None,
         keep: Sequence[str] | None = None,
         compact: CompactOptions | None = None,
-    ) -> Writer | RankWriter:
+    ) -> LocalWriter | RankWriter:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
         Args:
@@ -139,7 +139,7 @@ class Writing(Handle):
 
     def _open_writer(
         self, parent: str | int | CheckpointInfo | None, options: WriterOptions, compact: CompactOptions | None
-    ) -> Writer:
+    ) -> LocalWriter:
         """A writer of this process alone, of one tier or of two; compacted in its idle time, if wanted."""
         if compact is not None:
             from ckptstore.maintenance.compact.idle import CompactOptions
@@ -153,7 +153,7 @@ class Writing(Handle):
             begin(self.journal, writer, compact)
         return writer
 
-    def _of_tiers(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
+    def _of_tiers(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
         from ckptstore.write.opening import open_writer
 
         if self._remote.url is None and self._remote.lag_bytes is not None:

@@ -24,14 +24,14 @@ from ckptstore.tiers.background import Draining
 from ckptstore.tiers.draining import Drain, Drained
 from ckptstore.tiers.filling import catch_up, restore_newest
 from ckptstore.tiers.pair import Pair
+from ckptstore.write.local import LocalWriter
 from ckptstore.write.opening import open_writer
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.writer import Writer
 
 __all__ = ["open_tiered_writer"]
 
 
-def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> Writer:
+def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
     """Begin a term in both tiers, which fences every earlier writer, on whatever machine.
 
     Raises:

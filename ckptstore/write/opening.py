@@ -19,10 +19,10 @@ from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.restore.stored_base import open_base
+from ckptstore.write.local import LocalWriter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.second_tier import SecondTier
 from ckptstore.write.steps.batcher import DiffOptions
-from ckptstore.write.writer import Writer
 
 __all__ = ["Opener", "TermOpener", "open_writer"]
 
@@ -39,7 +39,7 @@ def open_writer(
     after: int | None = None,
     opener: Opener = open_term,
     tier: SecondTier | None = None,
-) -> Writer:
+) -> LocalWriter:
     """Begin a new term, which fences every earlier writer. Creates the store if there is none.
 
     Args:
@@ -68,7 +68,7 @@ def open_writer(
         own = term.journal
         own.backend.keep_reserve()
         _warn(term, asked=parent is not None)
-    return Writer(
+    return LocalWriter(
         own,
         term,
         info,

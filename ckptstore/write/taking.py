@@ -108,9 +108,7 @@ class Taking(Lifetime):
         self._wake_for(flat.nbytes)
         self._path.prepare(flat)
 
-    def _begin_layers(
-        self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool
-    ) -> LayeredSave:
+    def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`."""
         committer, job, flat = self._admitted(state, step, Labels(), None)
         with self._given(job):
@@ -244,4 +242,3 @@ class Taking(Lifetime):
                     self._submit(lambda: committer.flush_step(job.step))
 
         return job.pending(hurry, self._tier)
-

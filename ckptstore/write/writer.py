@@ -182,9 +182,7 @@ class Writer(Ending):
         refuse_within(self, self._WAIT)
         return self._begin_layers(state, step_number(step), layers, direct=direct)
 
-    def _begin_layers(
-        self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool
-    ) -> LayeredSave:
+    def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `begin`."""
         del state, step, layers, direct
         raise UsageError("begin: ranks that save together copy their states whole: call save_async")

@@ -13,20 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from types import TracebackType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, TypeAlias
 
-from ckptstore.errors import CkptError, UsageError, WriterClosedError
-from ckptstore.formats.reference import Ref, step_number, text_of
+from ckptstore.errors import CkptError, WriterClosedError
+from ckptstore.formats.reference import Ref, step_number
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.progress import Progress, told
+from ckptstore.host.progress import Progress
 from ckptstore.host.reentrance import codes_of, refuse_within
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
-from ckptstore.write.lost import note_lost
 from ckptstore.write.places import Place
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.preparing import prepare
@@ -34,6 +32,7 @@ from ckptstore.write.ranks.saving import Adopted, RankSave
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.ranks.work import Work
 from ckptstore.write.steps.updates import Explaining, Update, Updates
+from ckptstore.write.writer import Writer
 
 __all__ = ["GoBack", "RankWriter"]
 
@@ -42,13 +41,12 @@ GoBack: TypeAlias = Callable[[Means, str, BaseException | None, int], Tenure]
 newest and no rank has an error."""
 
 
-class RankWriter:
+class RankWriter(Writer):
     """One rank's side of a term that many ranks write, as ``store.writer(group=...)`` opens it on each of them.
 
-    Use it in a ``with``; leaving waits for every save. All ranks save the same steps in the same order.
+    All ranks save the same steps in the same order. A save waits for the other ranks where they have to agree.
 
     Attributes:
-        url: the store's.
         rank, size: which rank this is, and of how many.
     """
 
@@ -59,23 +57,26 @@ class RankWriter:
     def __init__(self, means: Means, tenure: Tenure, go_back: GoBack) -> None:
         """Use `opening.open_rank_writer`."""
         options = means.options
-        self.url = means.journal.url
         self.rank, self.size = means.group.rank, means.group.size
         self._means = means
         self._go_back = go_back
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._ended: Future[None] | None = None
-        self._interrupted = False  # by Ctrl-C, so that whoever leaves is told what that waits for
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._polls: Periodic | None = None
         self._work = Work(means, tenure)
         if tenure.committer is not None and options.poll_seconds is not None:
-            self._polls = Periodic(options.poll_seconds, self._poll, "requests")
+            self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
             self._polls.start()
         exiting.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
+
+    @property
+    def url(self) -> str:
+        """The store's."""
+        return self._means.journal.url
 
     @property
     def term(self) -> int:
@@ -87,38 +88,12 @@ class RankWriter:
         """The checkpoint this term continues from, the same on all ranks; None for a new run."""
         return self._work.tenure.parent
 
-    @warns_last
-    def save(
-        self,
-        state: Any,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
-        progress: Progress | bool | None = None,
+    def _save(
+        self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
-        """Store this rank's share of `state` as the checkpoint of `step`; when this returns it is durable as a whole.
-
-        Args:
-            state: as for `Writer.save`, with this rank's tensors; a `DTensor` is a shard of one that all ranks make up.
-            step: the same on every rank, above every step that this term continues from.
-            metadata, tags: as for `Writer.save`. Those of rank 0 count.
-            updates: as for `Writer.save`: what this rank's optimizers did.
-            progress: called as bytes of this rank's share are written. True: a line on stderr.
-
-        Raises:
-            UnsupportedStateError, StepOrderError, UsageError: as `Writer.save`; the other ranks hear of it.
-            RankError: the ranks could not save this step, which the classes below it tell apart. Nothing was
-                committed, and the next step may be saved.
-            StorageError: the medium failed. The checkpoint does not exist.
-            FencedError: a newer term exists. This writer is finished.
-            CommitUnknownError: rank 0 did not answer: the checkpoint may or may not exist. This writer is finished.
-        """
-        refuse_within(self, _SAVING)
-        labels = Labels.of(metadata, tags)
+        """See `Writer.save`. It is durable as a whole when this returns."""
         began = time.monotonic()
-        one = self._begin(state, step, labels, updates, told(progress), began)
+        one = self._begin(state, step, labels, updates, progress, began)
         written: Future[None] | None = None
         try:
             written = self._hand_over(one)
@@ -132,31 +107,8 @@ class RankWriter:
             if one.measured is not None:
                 one.measured.returned()
 
-    @warns_last
-    def save_async(
-        self,
-        state: Any,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Updates | None = None,
-    ) -> PendingSave:
-        """Copy this rank's share of `state` to host memory and store it in the background.
-
-        Waits while `max_in_flight` earlier saves are not durable on all ranks yet, and while `memory` is spent
-        (`on_metrics` is told how long); a step diff that waits for its batch does not count. Waits for the other ranks
-        if they have to agree anew who writes what (the first save). An error that nobody asked for with `result` is
-        raised by the next call, or on leaving the ``with``.
-
-        Args:
-            state, step, metadata, tags, updates: as for `save`.
-
-        Raises:
-            as `save`; what concerns the medium and the other ranks' parts comes from `PendingSave.result`.
-        """
-        refuse_within(self, _SAVING)
-        labels = Labels.of(metadata, tags)
+    def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
+        """See `Writer.save_async`."""
         began = time.monotonic()
         return self._begun_async(self._begin(state, step, labels, updates, None, began, asynchronous=True))
 
@@ -188,10 +140,10 @@ class RankWriter:
         Raises:
             as `save_async`. The memory is the caller's again then: `give_back`.
         """
-        refuse_within(self, _SAVING)
+        refuse_within(self, self._WAIT)
         labels, began = Labels.of(metadata, tags), time.monotonic()
         used = (updates or None) if self._explaining.wanted else None  # nobody here need be told that they are not
-        return self._begun_async(self._begin(given, step, labels, used, None, began, asynchronous=True))
+        return self._begun_async(self._begin(given, step_number(step), labels, used, None, began, asynchronous=True))
 
     def forgo(self, step: int, error: CkptError) -> None:
         """Say that this rank has no state of a step that the others are given: it fails at once, on all of them.
@@ -213,70 +165,44 @@ class RankWriter:
         """Say that no step above `step` will be given by this rank: the others need not wait for its part of one."""
         self._work.tenure.conclude(step)
 
-    def tend(self) -> None:
-        """Rank 0: answer what other processes ask for; see `Writer.poll`. On other ranks nothing."""
+    def _poll(self) -> None:
+        """See `Writer.poll`."""
         self._check_open()
         self._work.tend()
 
-    @warns_last
-    def wait(self) -> None:
-        """Return when everything given so far is durable, or has failed; raises what nobody has been told of yet."""
-        refuse_within(self, _SAVING)
+    def _wait(self) -> None:
+        """See `Writer.wait`."""
         self._check_open()
         self._drain()
         self._means.failures.raise_unseen()
 
-    @warns_last
-    def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
-        """Name a checkpoint; rank 0 alone does. See `Writer.tag`."""
-        refuse_within(self, _SAVING)
+    def _tag(self, name: str, ref: str) -> CheckpointInfo:
+        """See `Writer.tag`."""
         self._check_open()
         self._work.only_rank_0("changes tags")
-        named = self._work.name(name, Ref.parse(text_of(ref)))
+        named = self._work.name(name, Ref.parse(ref))
         assert named is not None
         return named
 
-    @warns_last
-    def untag(self, name: str) -> None:
-        """Remove a tag; rank 0 alone does. See `Writer.untag`."""
-        refuse_within(self, _SAVING)
+    def _untag(self, name: str) -> None:
+        """See `Writer.untag`."""
         self._check_open()
         self._work.only_rank_0("changes tags")
         self._work.name(name, None)
 
-    @warns_last
-    def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
-        """Go back, on every rank: begin a new term that continues from an earlier checkpoint; see `Writer.rollback`.
+    def _rollback(self, ref: str) -> CheckpointInfo:
+        """See `Writer.rollback`.
 
-        All ranks call it with the same `ref`, and all of them go back, or all raise. Nothing is begun before every rank
-        is there and has written what it was given. The next checkpoint is a full.
-
-        Args:
-            ref: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``, or a checkpoint.
-
-        Returns:
-            the checkpoint that the new term continues from, the same on all ranks, to be loaded.
-
-        Raises:
-            UsageError: `ref` is no REF.
-            RankMismatchError: the ranks name different checkpoints; the present term goes on.
-            MissingRankError: a rank did not come within the time-out; the present term goes on, unless rank 0 died.
-            FailedRankError: what stopped another rank; there what stopped it, or a `save_async` raised unseen.
-            CheckpointNotFoundError, FencedError, StorageError: on rank 0, as `Writer.rollback`.
+        Nothing is begun before every rank is there and has written what it was given.
         """
-        refuse_within(self, _SAVING)
-        if ref is None:  # Prevents: a term that continues from nothing, which fences the present one.
-            raise UsageError(
-                "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
-            )
         self._check_open()
-        text, unseen = text_of(ref), None
+        unseen = None
         self._drain()
         try:
             self._means.failures.raise_unseen()
         except BaseException as error:  # noqa: BLE001  # the others are told, and then it is raised
             unseen = error
-        tenure = self._go_back(self._means, text, unseen, self.term)
+        tenure = self._go_back(self._means, ref, unseen, self.term)
         assert tenure.parent is not None  # a term that continues from a checkpoint has one
         self._work.give_way(WriterClosedError(f"term {self.term} is over: {tenure.parent.ref} was gone back to"))
         self._work = Work(self._means, tenure)
@@ -300,7 +226,6 @@ class RankWriter:
         asynchronous: bool = False,
     ) -> RankSave:
         """Everything that needs the caller's state as it is now."""
-        step = step_number(step)
         self._check_open()
         if not isinstance(state, Adopted):  # whose owner hears of each save by itself
             self._means.failures.raise_unseen()
@@ -437,21 +362,6 @@ class RankWriter:
         """The steps whose `save_async` failed and nobody has asked for (`host.exiting`)."""
         return self._means.failures.take()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Who ends a run wonders what it waits for.
-        self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
-        try:
-            self.close()
-        except BaseException as lost:
-            if error is None:
-                raise
-            note_lost(error, self.url, lost)
-
     def _check_open(self) -> None:
         check_owner(self._process, self.term)
         if self._work.tenure.stopped is not None:
@@ -459,7 +369,7 @@ class RankWriter:
         if self._ended is not None:
             raise WriterClosedError(f"the writer of term {self.term} is closed")
 
-    def _poll(self) -> None:
+    def _poll_beside(self) -> None:
         try:
             self._work.tend()
         except RuntimeError:  # closed meanwhile, or the interpreter is going
@@ -467,5 +377,4 @@ class RankWriter:
             self._polls.stop()
 
 
-_SAVING: Final = codes_of(RankWriter.save, RankWriter.save_async, RankWriter.take_over)
-"""Calls that wait for others while they hold something that those may need."""
+RankWriter._WAIT = Writer._WAIT | codes_of(RankWriter.take_over)
