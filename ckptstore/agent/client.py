@@ -45,6 +45,8 @@ class AgentWriter(Writer):
             save; None: there is none. `load` takes it where it can. All ranks have that of one step, or none has one.
     """
 
+    takes_copies = True
+
     def __init__(self, store: Store, options: WriterOptions, begin: Begin, rank: int | None = None) -> None:
         """Use `ckptstore.agent.writer`, which calls `attach` as well.
 

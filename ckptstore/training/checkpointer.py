@@ -47,7 +47,6 @@ from ckptstore.training.taken import Scale, TakenSteps
 from ckptstore.training.tenure import Tenure
 from ckptstore.training.unsaved import Unsaved
 from ckptstore.training.urgency import Urgency
-from ckptstore.training.writing import GoesBack, Inherits
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.lost import name_steps
 
@@ -186,7 +185,7 @@ class Checkpointer:
             return self.rollback(ref, parts=parts, strict=strict)
         tenure = self._open(None if ref is None else str(ref))
         writer = tenure.writer
-        if isinstance(writer, Inherits) and writer.inherited is not None:
+        if writer.inherited is not None:
             self._begin_with(tenure, None, asked)
         elif writer.parent is not None:
             self._begin_with(tenure, writer.parent, asked)
@@ -213,14 +212,7 @@ class Checkpointer:
         if tenure is None:
             return self.resume(name, parts=parts, strict=strict)  # or it is closed, which that says
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
-        if isinstance(tenure.writer, GoesBack):
-            parent: CheckpointInfo | None = tenure.writer.rollback(name)
-        else:
-            name = self.store.checkpoint(name).ref  # says what is wrong with it before the term is ended
-            self._end_term()
-            tenure = self._open(name)
-            parent = tenure.writer.parent
-        assert parent is not None
+        parent = tenure.writer.rollback(name)
         self._begin_with(tenure, parent, asked)
         return self._done
 
@@ -371,8 +363,10 @@ class Checkpointer:
     def _read(self, tenure: Tenure, parent: CheckpointInfo | None, asked: _Asked) -> tuple[Any, Comparison, str]:
         """The state, and how it compares with the script's."""
         if parent is None:
+            from ckptstore.agent.client import AgentWriter
+
             writer = tenure.writer
-            assert isinstance(writer, Inherits)
+            assert isinstance(writer, AgentWriter)
             state, ref = writer.load(), f"step {writer.step}"
         else:
             ref = parent.ref

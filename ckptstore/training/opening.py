@@ -17,10 +17,10 @@ from ckptstore.training.settings import Settings
 from ckptstore.training.taken import TakenSteps
 from ckptstore.training.tenure import Tenure
 from ckptstore.training.unbounded import Unbounded
-from ckptstore.training.writing import StateWriter
 from ckptstore.write.metrics import OnMetrics, SaveMetrics
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.writer import Writer
 
 __all__ = ["Opening"]
 
@@ -64,7 +64,7 @@ class Opening:
             self.strategy = self._chosen(group)
         told = self._told(self.strategy, group)
         if settings.agent:
-            writer: StateWriter = agent.writer(self._store, ref, linger_seconds=settings.linger_seconds, **told)
+            writer: Writer = agent.writer(self._store, ref, linger_seconds=settings.linger_seconds, **told)
         else:
             writer = self._store.writer(ref, **told)
         return Tenure(writer, group, by_agent=settings.agent)

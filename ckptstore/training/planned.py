@@ -10,9 +10,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ckptstore.errors import AgentError
 from ckptstore.formats import streaming
@@ -27,10 +27,15 @@ from ckptstore.training.foreseen import Foreseen
 from ckptstore.training.plan import Place, PlannedState, StatePlan
 from ckptstore.training.taken import Collected
 from ckptstore.write.ledger import PendingSave
+from ckptstore.write.local import LocalWriter
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Explaining, Update
+from ckptstore.write.writer import Writer
 
-__all__ = ["Adopts", "Fills", "Labels", "PlannedSaves"]
+if TYPE_CHECKING:
+    from ckptstore.agent.client import AgentWriter
+
+__all__ = ["Labels", "PlannedSaves", "plannable"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _IN_VAIN: Final = 3
@@ -41,43 +46,9 @@ _MANY: Final = 128
 """Tensors for whose copies it pays to load a compiled loop, which takes half a second."""
 
 
-@runtime_checkable
-class Adopts(Protocol):
-    """A writer that takes what somebody else has copied."""
-
-    def adopt(
-        self,
-        snapshot: Snapshot,
-        step: int,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        updates: Sequence[Update] = (),
-        gradients: Snapshot | None = None,
-        began: float | None = None,
-        waited: float = 0.0,
-    ) -> PendingSave:
-        """See `Writer.adopt`."""
-
-
-@runtime_checkable
-class Fills(Protocol):
-    """A writer that has memory of its own, for others to copy to (an agent's)."""
-
-    def save_filled(
-        self,
-        flat: FlatState,
-        step: int,
-        fill: Callable[[Bytes, Sequence[int]], Sequence[Update]],
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        tags: str | Sequence[str] = (),
-        began: float | None = None,
-    ) -> PendingSave:
-        """See `AgentWriter.save_filled`."""
-
-    def prepare(self, state: Any) -> None:
-        """See `AgentWriter.prepare`."""
+def plannable(writer: Writer) -> TypeGuard[LocalWriter | AgentWriter]:
+    """Whether a writer takes states that somebody else copies: to memory of his own, or to the agent's."""
+    return writer.takes_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +62,9 @@ class Labels:
 class PlannedSaves:
     """Takes a script's state by plan, and has a writer make it durable."""
 
-    def __init__(self, captured: Captured, writer: Adopts | Fills, limit: int, *, predict: bool, kept: int) -> None:
+    def __init__(
+        self, captured: Captured, writer: LocalWriter | AgentWriter, limit: int, *, predict: bool, kept: int
+    ) -> None:
         """
         Args:
             limit: saves that may be on their way.
@@ -132,7 +105,7 @@ class PlannedSaves:
         plan, light = self._taken(step, ranks)
         if plan is None or light is None:
             return None
-        if isinstance(self._writer, Adopts):
+        if isinstance(self._writer, LocalWriter):
             return self._adopted(self._writer, (plan, light), step, collected, labels, began)
         return self._filled(self._writer, (plan, light), step, collected, labels, began)
 
@@ -148,7 +121,7 @@ class PlannedSaves:
             plan, light = self._taken(step, ranks)
             if plan is None or light is None:
                 return
-            if isinstance(self._writer, Adopts):
+            if isinstance(self._writer, LocalWriter):
                 self._pool.submit(self._make_ready, plan)
             else:
                 self._writer.prepare(PlannedState(light.tree, plan.tensors, (), plan.nbytes))
@@ -157,7 +130,7 @@ class PlannedSaves:
 
     def _adopted(
         self,
-        writer: Adopts,
+        writer: LocalWriter,
         planned: tuple[StatePlan, FlatState],
         step: int,
         collected: Collected,
@@ -192,7 +165,7 @@ class PlannedSaves:
 
     def _filled(
         self,
-        writer: Fills,
+        writer: AgentWriter,
         planned: tuple[StatePlan, FlatState],
         step: int,
         collected: Collected,

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 
+from ckptstore.agent.client import AgentWriter
 from ckptstore.agent.lending import Lent
-from ckptstore.agent.recipes import Proof, Recipe
+from ckptstore.agent.recipes import Proof
 from ckptstore.agent.replicating import Replicated
 from ckptstore.agent.replicating import Step as Told
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
@@ -35,30 +36,16 @@ from ckptstore.training.plan import StatePlan
 from ckptstore.training.replicas import Replicable
 from ckptstore.training.saving import Saving
 from ckptstore.training.settings import Settings
-from ckptstore.training.writing import StateWriter
 from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.writer import Writer
 
-__all__ = ["ReplicaSaving", "Replicates"]
+__all__ = ["ReplicaSaving"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _OFTEN: Final = 2
 """Steps after which a tensor that the agent makes wrongly is sent."""
 _PLANS: Final = 4
 """Plans in a row that did not hold for a step: the state is taken apart in every step from then on."""
-
-
-@runtime_checkable
-class Replicates(Protocol):
-    """A writer whose agent can take steps again."""
-
-    def prepare_replica(self) -> None:
-        """See `AgentWriter.prepare_replica`."""
-
-    def replicate(self, recipe: Recipe) -> Replicated:
-        """See `AgentWriter.replicate`."""
-
-    def hold(self, flat: FlatState, step: int, *, metadata: Any, tags: Any) -> None:
-        """See `AgentWriter.hold`."""
 
 
 class ReplicaSaving(Saving):
@@ -72,11 +59,11 @@ class ReplicaSaving(Saving):
     follows = True
     given_again: tuple[type[BaseException], ...] = (AgentLostError, CancelledError)
 
-    def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
+    def _begun_with(self, writer: Writer, settings: Settings) -> None:
         """See `Saving._begun_with`."""
-        if not isinstance(writer, Replicates):
+        if not isinstance(writer, AgentWriter):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
-        self._agent: Replicates = writer
+        self._agent: AgentWriter = writer
         if self._ranked:
             self.given_again = (CancelledError, UnmadeStateError)
         writer.prepare_replica()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.catalog import Catalog
@@ -23,7 +23,7 @@ from ckptstore.formats.records import CheckpointEntry
 from ckptstore.host.checks import whole
 from ckptstore.host.threads import started_pool
 from ckptstore.store import Store
-from ckptstore.training.writing import PollsRequests, StateWriter
+from ckptstore.write.writer import Writer
 
 __all__ = ["BEST", "Keep", "Retention"]
 
@@ -106,7 +106,7 @@ class Keep:
 class Retention:
     """Tags and collects in a thread of its own, one round at a time. It is there without rules, too: they may come."""
 
-    def __init__(self, store: Store, writer: StateWriter, keep: Keep) -> None:
+    def __init__(self, store: Store, writer: Writer, keep: Keep) -> None:
         """
         Args:
             store: of `writer`.
@@ -177,9 +177,7 @@ class Retention:
         best = self._keep.best_of(catalog)
         if best is not None and catalog.tags.get(BEST) != best.node:
             self._writer.tag(BEST, best.ref)
-            writer: Any = self._writer
-            if isinstance(writer, PollsRequests):
-                writer.poll()  # it sees that the one before is not the best any more
+            self._writer.poll()  # it sees that the one before is not the best any more
             catalog = self._store.view().catalog
         # Also without rules: they may have been there and gone again, or come with the next request.
         self._idle = not catalog.keep and not catalog.dropped and self._keep.best is None

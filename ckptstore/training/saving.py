@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
@@ -20,17 +20,17 @@ from ckptstore.formats.steps_named import named_steps
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured
-from ckptstore.training.planned import Adopts, Fills, Labels, PlannedSaves
+from ckptstore.training.planned import Labels, PlannedSaves, plannable
 from ckptstore.training.retention import Retention
 from ckptstore.training.settings import Settings, UnsavedStepWarning
 from ckptstore.training.slowed import Slowed
 from ckptstore.training.strategies import Strategy
 from ckptstore.training.taken import Collected, TakenSteps
-from ckptstore.training.writing import StateWriter, TakesUpdates
 from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.lost import first_of
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.opening import to_group
+from ckptstore.write.writer import Writer
 
 __all__ = ["Saving", "ranks_of"]
 
@@ -52,7 +52,7 @@ class Saving:
     def __init__(
         self,
         store: Store,
-        writer: StateWriter,
+        writer: Writer,
         captured: Captured,
         taken: TakenSteps,
         strategy: Strategy,
@@ -81,12 +81,12 @@ class Saving:
         if self._ranked:  # no other agent takes the place of one of many
             self._forgiven = self.given_again = ()
         self._planned: PlannedSaves | None = None
-        if isinstance(writer, Adopts | Fills) and not captured.sharding:
+        if plannable(writer) and not captured.sharding:
             kept = int(strategy != "full")
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
         self._begun_with(writer, settings)
 
-    def _begun_with(self, writer: StateWriter, settings: Settings) -> None:
+    def _begun_with(self, writer: Writer, settings: Settings) -> None:
         """What this kind of saving has of its own.
 
         Raises:
@@ -149,10 +149,8 @@ class Saving:
             if pending is not None:
                 return pending
         state = self._captured.state(step, self._ranks)
-        if not self._coded:
-            return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags)
-        coder = cast(TakesUpdates, self._writer)
-        return coder.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=collected.updates)
+        updates = collected.updates if self._coded else None
+        return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=updates)
 
     def _check_process(self) -> None:
         """Before anything is copied: a fork has neither the threads that would do it nor memory of its own for it."""

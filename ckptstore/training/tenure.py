@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckptstore.training.retention import Retention
 from ckptstore.training.saving import Saving
-from ckptstore.training.writing import StateWriter
 from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.writer import Writer
 
 __all__ = ["Tenure"]
 
@@ -21,7 +21,7 @@ class Tenure:
         retention: has the best checkpoint kept, and what is retired deleted; None: another rank does it.
     """
 
-    def __init__(self, writer: StateWriter, group: Group | None, *, by_agent: bool) -> None:
+    def __init__(self, writer: Writer, group: Group | None, *, by_agent: bool) -> None:
         self.writer = writer
         self.group = group
         self.by_agent = by_agent

@@ -20,6 +20,8 @@ _T = TypeVar("_T")
 class LocalWriter(Taking):
     """A `Writer` of this process alone. One thread commits: the log of a term has one author."""
 
+    takes_copies = True
+
     def _wait(self) -> None:
         """See `Writer.wait`."""
         self._told(self._committer.flush_in_time)

@@ -30,6 +30,8 @@ class Writer(Ending):
     is on its way. Any thread may call it, but for `rollback` and `close`: those by one, while no other saves.
     """
 
+    takes_copies: ClassVar[bool] = False
+    """Whether its caller may copy a state by itself: `LocalWriter.adopt`, `AgentWriter.save_filled`."""
     _WAIT: ClassVar[frozenset[CodeType]] = frozenset()
     """The code of methods that wait for others while they hold something that those may need."""
     _interrupted = False

@@ -601,7 +601,7 @@ def test_a_later_step_that_fails_takes_no_base_from_the_one_that_is_made(
                     writer.save({"model": object()}, 3)
                 change = Change(retires=((1, 1),), drops=store.checkpoint(1).segments)
                 request = requests.post(store.journal, 1, "test", change)
-                writer.tend()
+                writer.poll()
                 asked.set()
             else:
                 with pytest.raises(FailedRankError):
