@@ -15,6 +15,7 @@ from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
 from ckptstore.agent.tenure import Begin, Tenure
 from ckptstore.errors import CorruptionError, UsageError
+from ckptstore.formats.reference import text_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting
 from ckptstore.host.caller_warnings import warn, warns_last
@@ -244,11 +245,11 @@ class AgentWriter(Writer):
         """See `Writer.untag`."""
         self._call("untag", name=name)
 
-    def _rollback(self, ref: str) -> CheckpointInfo:
+    def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`."""
         self._call("wait")
         self._tenure.failures.raise_unseen()
-        return self._tenure.go_back(self._call("rollback", ref=ref))
+        return self._tenure.go_back(self._call("rollback", ref=text_of(ref)))
 
     def _call(self, do: str, **fields: Any) -> dict[str, Any]:
         self._tenure.check_open()

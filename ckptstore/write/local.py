@@ -53,7 +53,7 @@ class LocalWriter(Taking):
             self._failures.seen_error(error)
             raise
 
-    def _rollback(self, ref: str) -> CheckpointInfo:
+    def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`."""
         self._check_open()
         self._submit(self._committer.flush_and_close).result()

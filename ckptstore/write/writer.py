@@ -312,10 +312,10 @@ class Writer(Ending):
             raise UsageError(
                 "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
             )
-        return self._rollback(text_of(ref))
+        return self._rollback(ref)  # as it is: a checkpoint says more than its name
 
     @abstractmethod
-    def _rollback(self, ref: str) -> CheckpointInfo:
+    def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `rollback`."""
 
     # -- the end

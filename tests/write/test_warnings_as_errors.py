@@ -27,8 +27,8 @@ from ckptstore.host.caller_warnings import WarningsLast, warn, warns_last
 from ckptstore.host.threads import started_pool
 from ckptstore.training import Checkpointer, LayerwiseSnapshots
 from ckptstore.write.layered import LayeredSave
+from ckptstore.write.local import LocalWriter
 from ckptstore.write.ranks.writer import RankWriter
-from ckptstore.write.writer import Writer
 from tests.write.test_diffs import Trainer
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -213,7 +213,7 @@ def test_threads_of_the_caller_are_told() -> None:
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Writer, "save save_async adopt begin wait poll tag untag rollback close"),
+        (LocalWriter, "save save_async adopt begin wait poll tag untag rollback close"),
         (RankWriter, "save save_async take_over wait tag untag rollback close"),
         (AgentWriter, "save save_async save_filled hold begin load wait tag untag rollback close"),
         (LayeredSave, "finish"),

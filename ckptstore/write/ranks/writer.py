@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 from ckptstore.errors import CkptError, WriterClosedError
-from ckptstore.formats.reference import Ref, step_number
+from ckptstore.formats.reference import Ref, step_number, text_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host import exiting, sigterm
 from ckptstore.host.background import Periodic
@@ -190,19 +190,19 @@ class RankWriter(Writer):
         self._work.only_rank_0("changes tags")
         self._work.name(name, None)
 
-    def _rollback(self, ref: str) -> CheckpointInfo:
+    def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`.
 
         Nothing is begun before every rank is there and has written what it was given.
         """
         self._check_open()
-        unseen = None
+        text, unseen = text_of(ref), None
         self._drain()
         try:
             self._means.failures.raise_unseen()
         except BaseException as error:  # noqa: BLE001  # the others are told, and then it is raised
             unseen = error
-        tenure = self._go_back(self._means, ref, unseen, self.term)
+        tenure = self._go_back(self._means, text, unseen, self.term)
         assert tenure.parent is not None  # a term that continues from a checkpoint has one
         self._work.give_way(WriterClosedError(f"term {self.term} is over: {tenure.parent.ref} was gone back to"))
         self._work = Work(self._means, tenure)
