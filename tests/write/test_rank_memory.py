@@ -5,10 +5,11 @@ Threads as ranks, numpy tensors; at the end real process groups (gloo), whose me
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,17 @@ def test_sparse_gradients_are_taken_as_a_whole(tmp_path: Path) -> None:
         same(bounded.load(step), truth)
 
 
-def large(step: int) -> dict[str, np.ndarray[Any, Any]]:
-    """112 MiB, of which two ranks have more than the least memory each."""
+@functools.lru_cache(maxsize=4)  # each rank asks for it, and who compares
+def _large(step: int) -> np.ndarray[Any, Any]:
     bits = np.random.default_rng(step).integers(0, 1 << 32, (7, 4, MIB), np.uint32)
     bits[:, 0] = 7  # what does not change
-    return {"w": bits}
+    bits.flags.writeable = False
+    return bits
+
+
+def large(step: int) -> dict[str, np.ndarray[Any, Any]]:
+    """112 MiB, of which two ranks have more than the least memory each."""
+    return {"w": _large(step)}
 
 
 def parts(group: Group, whole: dict[str, np.ndarray[Any, Any]]) -> FlatState:
@@ -203,10 +210,24 @@ def shards_of(group: Group, step: int, error: type[BaseException] | None = None)
     return flat
 
 
+@functools.lru_cache(maxsize=16)
+def _random(seed: int) -> np.ndarray[Any, Any]:
+    """8 MiB."""
+    bits = np.random.default_rng(seed).integers(0, 1 << 32, (2, MIB), np.uint32)
+    bits.flags.writeable = False
+    return bits
+
+
 def whole_of(step: int) -> dict[str, Any]:
     """What nobody can code to less than it is; half of it changes."""
-    seeds = {"a": 0, "b": step}
-    return {name: np.random.default_rng(seed).integers(0, 1 << 32, (2, MIB), np.uint32) for name, seed in seeds.items()}
+    return {"a": _random(0), "b": _random(step)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    _large.cache_clear()
+    _random.cache_clear()
 
 
 def check(path: Path, steps: set[int]) -> None:
