@@ -77,7 +77,7 @@ def test_the_script_makes_such_a_store_the_same_each_time(tmp_path: Path) -> Non
 def test_a_kernel_that_is_compiled_meanwhile_changes_no_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first run on a machine writes its kernels to numba's cache, and so does one beside another that drops them."""
+    """The first run on a machine writes kernels to numba's cache, and so does one beside another that drops them."""
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 

@@ -26,7 +26,7 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.steps import encoding as step_encoding
-from tests.forms import long_only
+from tests.forms import in_turn, long_only
 from tests.store.states import same
 from tests.write import inside
 from tests.write.rank_threads import as_ranks
@@ -48,16 +48,6 @@ DIFFERENT = ("plain", "deltas", "batch")
 """Of these each goes another way through the writer; the others are forms of them."""
 IN_TURN = [mode if mode in DIFFERENT else pytest.param(mode, marks=long_only) for mode in CODED]
 """All modes; in CI those that are different."""
-
-
-def in_turn(*values: object) -> list[Any]:
-    """Every mode with one of the values; with all of them in the long form."""
-    places = list(enumerate(CODED))
-    return [
-        pytest.param(mode, value, marks=() if place % len(values) == at else long_only, id=f"{mode}-{value}")
-        for place, mode in places
-        for at, value in enumerate(values)
-    ]
 
 
 def rows(group: Group, whole: np.ndarray[Any, Any]) -> tuple[slice, int]:
@@ -104,7 +94,7 @@ def train(path: Path, mode: str, memory: int | None, *, shards: bool, keep: floa
     return as_ranks(3, work)
 
 
-@pytest.mark.parametrize(("mode", "shards"), in_turn(False, True))
+@pytest.mark.parametrize(("mode", "shards"), in_turn(list(CODED), [False, True]))
 def test_ranks_store_what_they_store_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shards: bool
 ) -> None:
@@ -245,7 +235,7 @@ def met(error: type[Exception], save: Callable[..., Any], *what: Any) -> Excepti
     return found.value
 
 
-@pytest.mark.parametrize(("mode", "who"), in_turn(0, 1))
+@pytest.mark.parametrize(("mode", "who"), in_turn(list(CODED), [0, 1]))
 def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
     """What the base has become by then nobody builds on; and the step may be saved again."""
 
