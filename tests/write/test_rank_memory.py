@@ -523,5 +523,5 @@ def test_what_the_processes_of_a_group_take(job: Path, mode: str) -> None:
 
     expected = torch.load(job / f"bounded-{mode}.pt", weights_only=True)
     loaded = store.load("latest")
-    assert all(torch.equal(loaded["w"][name], tensor) for name, tensor in expected["w"].items())
+    assert all(torch.equal(loaded["w"][name], tensor) for name, tensor in expected.items())
     assert store.verify().ok
