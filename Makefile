@@ -41,7 +41,7 @@ test test-rest test-long: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.ready  ## every protocol, codec, damage, rank and interface test (on every change)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not rest" $(PYTEST_ARGS)
 
-test-rest: .venv/.ready  ## the rest: tests of the harnesses, samples of kills, benchmarks in small, what the docs show
+test-rest: .venv/.ready  ## the rest: jobs of many processes, the harnesses, samples of kills, small benchmarks, what the docs show
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m rest $(PYTEST_ARGS)
 
 test-long: .venv/.ready  ## all tests, those whose form in CI is a short one in the long one

@@ -26,9 +26,24 @@ REST: Final = (
     "tests/maintenance/test_prune_kills.py",
     "tests/maintenance/test_upkeep_kills.py",
     "tests/write/test_diff_kills.py",
-    # Memory of processes, measured.
+    # Jobs of many processes: real ranks, agents and trainers. What they agree upon has tests with threads as ranks.
+    "tests/agent/test_rank_agents.py",
+    "tests/agent/test_stopped.py",
+    "tests/training/test_checkpointer_agent.py",
+    "tests/training/test_checkpointer_fsdp.py",
+    "tests/training/test_checkpointer_replica.py",
+    "tests/training/test_replica_ranks.py",
+    "tests/write/test_diff_training.py",
+    "tests/write/test_rank_in_flight.py",
+    "tests/write/test_rank_processes.py",
+    # Interpreters that compile kernels, and an older version of this package.
+    "tests/formats/test_kernel_cache.py",
+    "tests/store/test_frozen_version.py",
+    # Memory of processes, measured, and states of more than a hundred megabytes.
     "tests/host/test_memory.py",
     "tests/write/test_flat_memory.py",
+    "tests/write/test_memory.py",
+    "tests/write/test_rank_memory.py",
 )
 """Files and folders (with a slash at the end) of ``make test-rest``; all others are of ``make test``."""
 

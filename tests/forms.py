@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-__all__ = ["LONG", "long_only", "short_or"]
+__all__ = ["LONG", "in_turn", "long_only", "short_or"]
 
 LONG = os.environ.get("CKPTSTORE_TESTS") == "long"
 
@@ -17,3 +19,18 @@ long_only = pytest.mark.skipif(not LONG, reason="the long form: CKPTSTORE_TESTS=
 def short_or(short: int, long: int) -> int:
     """How many of something to try in CI, or in the long form."""
     return long if LONG else short
+
+
+def in_turn(names: Sequence[Any], values: Sequence[Any], each: int = 1) -> list[Any]:
+    """Parameters: every name with `each` of the values, which take turns; in the long form every name with all of them.
+
+    So CI tries every name and every value, but not each with each. A value that has several parts is a tuple.
+    """
+    found = []
+    for place, name in enumerate(names):
+        for at, value in enumerate(values):
+            now = (at - place * each) % len(values) < each
+            parts = value if isinstance(value, tuple) else (value,)
+            ident = "-".join(map(str, (name, *parts)))
+            found.append(pytest.param(name, *parts, marks=() if now else long_only, id=ident))
+    return found

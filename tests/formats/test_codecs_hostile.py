@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs, compiled
 from ckptstore.formats.codecs import planecoder
-from tests.formats.codec_data import base_of, both_forms, codecs_of, pair
+from tests.formats import codec_data
+from tests.formats.codec_data import base_of, codecs_of, pair
 from tests.forms import short_or
 
-form = both_forms
+form = codec_data.both_forms  # under one name: imported by its own, it would be a second fixture
 DTYPES = ("F32", "BF16", "U8", "F64")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import ckptstore
 from tests import warmth
+from tests.forms import in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
@@ -65,19 +66,17 @@ def check(path: Path, steps: list[int]) -> ckptstore.Store:
     return store
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(
-    "writer",
-    [
-        "fill(path, range(1, 5), deltas='auto')",
-        "fill(path, range(1, 5), max_in_flight=4)",
-        "store, writer = fill(path, range(1, 5), deltas='auto', max_in_flight=4, threads=4, poll_seconds=None)",
-    ],
-    ids=["deltas", "in-flight", "both"],
-)
+WRITERS = {
+    "deltas": "fill(path, range(1, 5), deltas='auto')",
+    "in-flight": "fill(path, range(1, 5), max_in_flight=4)",
+    "both": "store, writer = fill(path, range(1, 5), deltas='auto', max_in_flight=4, threads=4, poll_seconds=None)",
+}
+
+
+@pytest.mark.parametrize(("writer", "end"), in_turn(list(WRITERS), list(ENDS)))
 def test_what_was_submitted_is_finished(tmp_path: Path, writer: str, end: str) -> None:
     code, status, said = ENDS[end]
-    done = run(f"{writer}\n{code}", tmp_path / "store")
+    done = run(f"{WRITERS[writer]}\n{code}", tmp_path / "store")
     assert done.returncode == status, done.stderr
     assert done.stderr.strip().splitlines()[-1:] == ([said] if said else []), done.stderr
     check(tmp_path / "store", [1, 2, 3, 4])

@@ -31,6 +31,7 @@ from ckptstore.maintenance.copies.copying import copy
 from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.repair.repairing import repair
 from ckptstore.reports.notebooks import store_html
+from tests.forms import LONG
 from tests.log.revealing import Reveal, revealing
 from tools.objects.server import Server
 
@@ -133,7 +134,10 @@ def cuts(data: bytes) -> list[list[int]]:
 
 @pytest.mark.parametrize("reader", READERS)
 def test_a_newest_slot_on_its_way_is_waited_for(make: Maker, reader: str) -> None:
-    """Each prefix of it x every reader x every medium: what it says is what it says of the whole slot."""
+    """Each prefix of it x every reader x every medium: what it says is what it says of the whole slot.
+
+    A reader does the same with a prefix on every medium: in CI all of them are shown in memory, and two elsewhere.
+    """
     plain = make("run")
     filled(plain)
     if reader == "writer":
@@ -142,7 +146,7 @@ def test_a_newest_slot_on_its_way_is_waited_for(make: Maker, reader: str) -> Non
         expected = READERS[reader](plain, lambda name: make(f"{name}-expected"))
     data = plain.backend.get(newest_slot(plain))
     every = cuts(data)
-    if not plain.backend.anchored:  # what a reader does is the same, and each costs requests
+    if not (plain.backend.anchored if LONG else plain.backend.url.startswith("memory:")):
         every = every[2::4]
     for number, lengths in enumerate(every):
         reveal = Reveal()

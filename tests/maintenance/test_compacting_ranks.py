@@ -16,7 +16,7 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.write.ranks.mailbox import Group
-from tests.forms import short_or
+from tests.forms import in_turn, short_or
 from tests.maintenance.test_prune_kills import killed_at
 from tests.store.states import same
 from tests.write.rank_threads import as_ranks
@@ -89,12 +89,9 @@ def shards_of(store: Store, step: int, name: str) -> list[tuple[int, ...] | None
     return [doc.tensors[step][name].offset for doc in documents(store, step) if name in doc.tensors.get(step, {})]
 
 
-@pytest.fixture(params=LIVES)
-def life(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return LIVES[request.param]
-
-
-def test_kept_checkpoints_stay_cut_as_they_were_and_bases_go(tmp_path: Path, life: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", LIVES)
+def test_kept_checkpoints_stay_cut_as_they_were_and_bases_go(tmp_path: Path, name: str) -> None:
+    life = LIVES[name]
     store = ckptstore.open(tmp_path / "store", create=True)
     run(store, range(1, STEPS + 1), keep=RULES, **life)
     assert [info.step for info in store.checkpoints()] == KEPT
@@ -166,8 +163,9 @@ def share(group: Group, whole: np.ndarray[Any, Any]) -> FlatState:
     return FlatState({"w": {"$a": "w"}}, {"w": source})
 
 
-@pytest.mark.parametrize("keep_steps", [True, False])
-def test_merge(tmp_path: Path, life: dict[str, Any], keep_steps: bool) -> None:
+@pytest.mark.parametrize(("name", "keep_steps"), in_turn(list(LIVES), [True, False]))
+def test_merge(tmp_path: Path, name: str, keep_steps: bool) -> None:
+    life = LIVES[name]
     store = ckptstore.open(tmp_path / "store", create=True)
     run(store, range(1, 9), **life)
     done = store.merge("2..8", keep_steps=keep_steps, take_over=True)

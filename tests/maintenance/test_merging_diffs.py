@@ -16,10 +16,11 @@ from ckptstore.maintenance.gc import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.reports.inspection import inspect
 from ckptstore.store import Store
+from tests.forms import in_turn
 from tests.store.states import same
 from tests.write.test_diffs import fill
 
-KINDS = [{}, {"gradients": False}, {"keep": 0.02}]
+KINDS: dict[str, dict[str, Any]] = {"dense": {}, "none": {"gradients": False}, "sparse": {"keep": 0.02}}
 
 
 def check(store: Store, truth: dict[int, Any], steps: list[int]) -> None:
@@ -32,7 +33,7 @@ def check(store: Store, truth: dict[int, Any], steps: list[int]) -> None:
         collect(store.journal)
 
 
-@pytest.mark.parametrize("how", KINDS, ids=["dense", "none", "sparse"])
+@pytest.mark.parametrize("how", KINDS.values(), ids=KINDS)
 def test_batches_become_one_segment(tmp_path: Path, how: dict[str, Any]) -> None:
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14, **how)
     before = {info.step: info.stored for info in store.checkpoints()}
@@ -68,9 +69,9 @@ def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
     check(store, truth, list(range(1, 15)))
 
 
-@pytest.mark.parametrize("how", KINDS, ids=["dense", "none", "sparse"])
-@pytest.mark.parametrize("last", [5, 13, 14])
-def test_the_end_of_the_range_stays(tmp_path: Path, how: dict[str, Any], last: int) -> None:
+@pytest.mark.parametrize(("kind", "last"), in_turn(list(KINDS), [5, 13, 14], each=2))
+def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> None:
+    how = KINDS[kind]
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 16, **how)
     planned = merge(store.journal, f"1..{last}", dry_run=True)
     done = merge(store.journal, f"1..{last}", take_over=True)

@@ -18,6 +18,7 @@ import ckptstore
 from ckptstore import CorruptSegmentError, KernelWarning
 from ckptstore.formats import codecs, compiled, digest, optim, streaming
 from ckptstore.formats.compiled import Hot
+from tests.forms import in_turn
 from tests.maintenance.inside import forget, kernels, replace, trust
 
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
@@ -137,9 +138,10 @@ def _told(caught: list[warnings.WarningMessage], name: str) -> bool:
 _used: set[str] = set()
 
 
-@pytest.mark.parametrize("how", ["bytes", "raises"])
-@pytest.mark.parametrize("since", ["first", "later"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "since", "how"),
+    in_turn(DECODERS, [("first", "bytes"), ("later", "raises"), ("later", "bytes"), ("first", "raises")], each=2),
+)
 def test_an_intact_store_is_never_called_damaged(
     pristine: Stores, tmp_path: Path, name: str, since: str, how: str
 ) -> None:
@@ -170,8 +172,7 @@ def test_most_of_them_were_used() -> None:
         assert {"combine", "moments", "move", "block_sums"} <= _used, _used
 
 
-@pytest.mark.parametrize("how", ["bytes", "raises"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize(("name", "how"), in_turn(ENCODERS, ["bytes", "raises"]))
 def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name: str, how: str) -> None:
     kernel = kernels()[name]
     replace(kernel, _wrong(kernel, how))

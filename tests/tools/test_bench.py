@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.forms import LONG, short_or
+from tests.forms import LONG, long_only, short_or
 from tools.bench import commands, concurrent, markdown, pagecache, pmem, recycling, report, save_load, tensors, versions
 from tools.bench.compared import SAVES
 from tools.bench.machine import filesystem_type
@@ -280,6 +280,7 @@ def test_a_state_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["same"] == 0.0
 
 
+@long_only
 def test_two_versions_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     options = ["--files", "2", "--rounds", "2", "--size", "16", "--warm", "--json", str(tmp_path)]
     result = run(versions.main, "--other", sys.executable, *options)

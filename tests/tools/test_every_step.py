@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
+from tests.forms import long_only  # noqa: E402
 from tools.bench import every_step, every_step_turns, training_worker  # noqa: E402
 from tools.bench.training_cases import SPIN, Case, Results  # noqa: E402
 from tools.bench.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
@@ -68,6 +69,7 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
     assert (lowest, highest) == pytest.approx((0.05, 0.1))
 
 
+@long_only
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.forms import short_or
+from tests.forms import long_only, short_or
 from tools.bench import objects
 from tools.objects.fast_server import serving_fast, spent
 from tools.objects.server import Server
@@ -22,6 +22,7 @@ WANTED = ["obstore", "ckptstore"]
 LINK = "200Mbit/s"
 
 
+@long_only
 @pytest.mark.slow
 def test_what_comes_back_is_what_was_saved_and_everything_is_told(tmp_path: Path) -> None:
     """A worker that gets other bytes back fails the command."""

@@ -135,7 +135,7 @@ def test_leaving_out_settling_is_caught() -> None:
 
 
 def test_a_killed_writer_and_then_a_power_cut_lose_nothing() -> None:
-    done = killcuts.explore(every=short_or(29, 5), start=4, limit=short_or(3, 6), calls=LINKS)
+    done = killcuts.explore(every=short_or(53, 5), start=4, limit=short_or(2, 6), calls=LINKS)
     assert done.kills >= short_or(2, 4)
     assert done.states > short_or(12, 50)
 

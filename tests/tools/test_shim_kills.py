@@ -51,7 +51,7 @@ def test_two_ranks(sweeper: Sweeper, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", in_short("gradient"))
+@pytest.mark.parametrize("strategy", in_short())
 def test_two_ranks_of_a_model_in_shards(sweeper: Sweeper, strategy: str) -> None:
     swept(sweeper, Job(strategy, 2, sharded=True), short_or(1, 2))
 

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.forms import long_only
 from tools.bench import training, training_cases, training_report
 from tools.bench.training_cases import Case, Plan, Results
 
@@ -256,6 +257,7 @@ def test_too_little_space_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@long_only
 @pytest.mark.slow
 def test_the_quick_form_is_complete(tmp_path: Path) -> None:
     only = ["loop/none/2", "loop/ckptstore-2/2", "kill/ckptstore-2/2"]

@@ -20,7 +20,10 @@ from tests.write.rank_threads import as_ranks  # noqa: E402
 EXPLAINED = 34.0
 """Bits a parameter, generators, headers and trees of so small a model included; a difference takes 40 to 75."""
 WIDTH = 192
-pytestmark = pytest.mark.filterwarnings("error::ckptstore.UnexplainedStepWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("error::ckptstore.UnexplainedStepWarning"),
+    pytest.mark.usefixtures("numpy_elsewhere"),
+]
 
 
 class Growing:

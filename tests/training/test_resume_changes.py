@@ -17,6 +17,7 @@ import ckptstore  # noqa: E402
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import FormatError, StateMismatchError, UsageError  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
+from tests.warm_agents import start_warm  # noqa: E402
 
 nn = torch.nn
 
@@ -128,7 +129,8 @@ def test_modules_made_in_another_order_get_their_own_moments(tmp_path: Path, str
     assert all(torch.equal(one, other.state_dict()[name]) for name, one in model.state_dict().items())
 
 
-def test_an_agent_and_a_replica_keep_names_too(tmp_path: Path) -> None:
+def test_an_agent_and_a_replica_keep_names_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_warm(monkeypatch)
     model, optimizer = trained(tmp_path / "s", Two(), strategy="replica", agent=True)
     other = Two(swapped=True)
     fresh = torch.optim.AdamW(other.parameters())

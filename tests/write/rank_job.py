@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -240,17 +241,21 @@ def bounded_memory(folder: Path) -> None:
             own = _figure("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")
             with ckptstore.open(folder / f"{kind}-{mode}").writer(group=dist.group.WORLD, **how) as writer:
-                for _ in range(3):
+                for _ in range(1 if kind == "first" else 2):
                     steps += 1
                     updates = moved(steps)
                     writer.save_async(state, steps, updates=updates if mode == "diffs" else None)
                     dist.all_reduce(torch.ones(10))  # training's own, beside what is copied and written
             told[kind] = _figure("VmHWM") - own
             if kind == "bounded":
-                whole = plain(state)
+                weights = plain(state["w"])
                 if dist.get_rank() == 0:
-                    torch.save(whole, folder / f"{kind}-{mode}.pt")
-                del whole
+                    torch.save(weights, folder / f"{kind}-{mode}.pt")
+                del weights
+            else:
+                dist.barrier()
+                if dist.get_rank() == 0:  # nobody looks at it, and it is large
+                    shutil.rmtree(folder / f"{kind}-{mode}")
         (folder / f"bounded-{mode}-{dist.get_rank()}.json").write_text(json.dumps(told))
 
 

@@ -28,6 +28,7 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.store import Store
+from tests.forms import in_turn
 from tests.write import inside
 
 MIB = 1 << 20
@@ -727,19 +728,13 @@ print("survived", flush=True)
 """
 
 
-@pytest.mark.parametrize("memory", [None, LEAST])
-@pytest.mark.parametrize(
-    ("point", "count"),
-    [
-        ("save.first-block", 9),
-        ("save.sealed", 4),
-        ("commit.before-create", 5),
-        ("create.linked", 5),
-        ("create.synced", 4),
-    ],
-)
-def test_a_kill_with_several_in_flight(tmp_path: Path, point: str, count: int, memory: int | None) -> None:
+KILLS = {"save.first-block": 9, "save.sealed": 4, "commit.before-create": 5, "create.linked": 5, "create.synced": 4}
+
+
+@pytest.mark.parametrize(("point", "memory"), in_turn(list(KILLS), [LEAST, None]))
+def test_a_kill_with_several_in_flight(tmp_path: Path, point: str, memory: int | None) -> None:
     """What was acknowledged is there, the newest is at least that, and the next writer goes on from it."""
+    count = KILLS[point]
     command = [sys.executable, "-c", _KILLED.format(memory=memory), str(tmp_path / "store"), point, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr

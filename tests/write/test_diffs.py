@@ -185,7 +185,7 @@ def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         batcher, "write_batch", lambda *args, **more: batch_segments.write_batch(*args, **more, limit=1 << 14)
     )
-    trainer = Trainer(sizes={"large": (9_000_001,), "small": (11,)})
+    trainer = Trainer(sizes={"large": (4_300_001,), "small": (11,)})
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(batch=2)) as writer:
         for step in range(1, 4):

@@ -205,13 +205,13 @@ def figure(key):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 ADAM = optim.AdamW()
-names = [f"w{{n}}" for n in range(12)]
+names = [f"w{{n}}" for n in range(8)]
 rng = np.random.default_rng(0)
 state = {{part: {{name: np.full(3 << 20, 1e-9, "<f4") for name in names}} for part in ("w", "m", "v")}}
 gradients = {{name: rng.normal(0, 1e-3, 3 << 20).astype("<f4") for name in names}}
 for name in names:
     state["w"][name][:] = gradients[name] * 20
-size = 3 * 12 * (12 << 20)
+size = 3 * 8 * (12 << 20)
 
 def numbers(step):
     return optim.Step(count=step, lr=1e-4)
@@ -223,7 +223,7 @@ own = figure("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 with store.writer(memory={memory}, poll_seconds=None, **options) as writer:
     writer.prepare(state)
-    for step in range(1, 5):
+    for step in range(1, 4):
         for name in names:
             moved = [state[part][name] for part in ("w", "m", "v")]
             optim.advance(ADAM.rule(numbers(step)), moved, gradients[name])

@@ -5,10 +5,11 @@ Threads as ranks, numpy tensors; at the end real process groups (gloo), whose me
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.steps import encoding as step_encoding
-from tests.forms import long_only
+from tests.forms import in_turn, long_only
 from tests.store.states import same
 from tests.write import inside
 from tests.write.rank_threads import as_ranks
@@ -47,16 +48,6 @@ DIFFERENT = ("plain", "deltas", "batch")
 """Of these each goes another way through the writer; the others are forms of them."""
 IN_TURN = [mode if mode in DIFFERENT else pytest.param(mode, marks=long_only) for mode in CODED]
 """All modes; in CI those that are different."""
-
-
-def in_turn(*values: object) -> list[Any]:
-    """Every mode with one of the values; with all of them in the long form."""
-    places = list(enumerate(CODED))
-    return [
-        pytest.param(mode, value, marks=() if place % len(values) == at else long_only, id=f"{mode}-{value}")
-        for place, mode in places
-        for at, value in enumerate(values)
-    ]
 
 
 def rows(group: Group, whole: np.ndarray[Any, Any]) -> tuple[slice, int]:
@@ -103,7 +94,7 @@ def train(path: Path, mode: str, memory: int | None, *, shards: bool, keep: floa
     return as_ranks(3, work)
 
 
-@pytest.mark.parametrize(("mode", "shards"), in_turn(False, True))
+@pytest.mark.parametrize(("mode", "shards"), in_turn(list(CODED), [False, True]))
 def test_ranks_store_what_they_store_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, shards: bool
 ) -> None:
@@ -126,11 +117,17 @@ def test_sparse_gradients_are_taken_as_a_whole(tmp_path: Path) -> None:
         same(bounded.load(step), truth)
 
 
-def large(step: int) -> dict[str, np.ndarray[Any, Any]]:
-    """112 MiB, of which two ranks have more than the least memory each."""
+@functools.lru_cache(maxsize=4)  # each rank asks for it, and who compares
+def _large(step: int) -> np.ndarray[Any, Any]:
     bits = np.random.default_rng(step).integers(0, 1 << 32, (7, 4, MIB), np.uint32)
     bits[:, 0] = 7  # what does not change
-    return {"w": bits}
+    bits.flags.writeable = False
+    return bits
+
+
+def large(step: int) -> dict[str, np.ndarray[Any, Any]]:
+    """112 MiB, of which two ranks have more than the least memory each."""
+    return {"w": _large(step)}
 
 
 def parts(group: Group, whole: dict[str, np.ndarray[Any, Any]]) -> FlatState:
@@ -203,10 +200,24 @@ def shards_of(group: Group, step: int, error: type[BaseException] | None = None)
     return flat
 
 
+@functools.lru_cache(maxsize=16)
+def _random(seed: int) -> np.ndarray[Any, Any]:
+    """8 MiB."""
+    bits = np.random.default_rng(seed).integers(0, 1 << 32, (2, MIB), np.uint32)
+    bits.flags.writeable = False
+    return bits
+
+
 def whole_of(step: int) -> dict[str, Any]:
     """What nobody can code to less than it is; half of it changes."""
-    seeds = {"a": 0, "b": step}
-    return {name: np.random.default_rng(seed).integers(0, 1 << 32, (2, MIB), np.uint32) for name, seed in seeds.items()}
+    return {"a": _random(0), "b": _random(step)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    _large.cache_clear()
+    _random.cache_clear()
 
 
 def check(path: Path, steps: set[int]) -> None:
@@ -224,7 +235,7 @@ def met(error: type[Exception], save: Callable[..., Any], *what: Any) -> Excepti
     return found.value
 
 
-@pytest.mark.parametrize(("mode", "who"), in_turn(0, 1))
+@pytest.mark.parametrize(("mode", "who"), in_turn(list(CODED), [0, 1]))
 def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
     """What the base has become by then nobody builds on; and the step may be saved again."""
 
@@ -512,5 +523,5 @@ def test_what_the_processes_of_a_group_take(job: Path, mode: str) -> None:
 
     expected = torch.load(job / f"bounded-{mode}.pt", weights_only=True)
     loaded = store.load("latest")
-    assert all(torch.equal(loaded["w"][name], tensor) for name, tensor in expected["w"].items())
+    assert all(torch.equal(loaded["w"][name], tensor) for name, tensor in expected.items())
     assert store.verify().ok

@@ -16,9 +16,13 @@ import uuid
 from collections.abc import Iterator
 from unittest import mock
 
+from ckptstore.formats import kernel_cache
 from ckptstore.frameworks import bridge
 
 MOMENT = 1763793293.125
+
+_OTHERS = ("numba.", kernel_cache.__name__)
+"""Modules whose identities name files of this machine, and no file of a store."""
 
 
 @contextlib.contextmanager
@@ -33,10 +37,10 @@ def still(seed: int) -> Iterator[None]:
     fresh = uuid.uuid4
 
     def counted() -> uuid.UUID:
-        """But fresh ones for numba, which draws one for each loop that it writes to its cache: on a new machine."""
+        """But fresh ones for numba and the list of its files: they draw one where a kernel is not in the cache yet."""
         caller = inspect.currentframe()
         asker = "" if caller is None or caller.f_back is None else caller.f_back.f_globals.get("__name__", "")
-        return fresh() if asker.startswith("numba.") else uuid.UUID(int=identity())
+        return fresh() if asker.startswith(_OTHERS) else uuid.UUID(int=identity())
 
     def digits(nbytes: int) -> str:
         return f"{identity():032x}"[: 2 * nbytes]
