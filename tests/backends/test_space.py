@@ -204,6 +204,21 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
 
 
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of so many bytes."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    (tmp_path / "tiny").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(tmp_path / "tiny")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system fails here")
+    try:
+        yield tmp_path / "tiny"
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "tiny")], check=True)
+
+
 def _blind(backend: LocalBackend) -> None:
     """Only the disk itself says that it is full: as where others fill it meanwhile."""
     backend.check_space = lambda _nbytes: None  # type: ignore[method-assign]
@@ -464,12 +479,55 @@ def test_several_threads_that_find_no_space_collect_once() -> None:
     assert not room.make(), "there is nothing more"
 
 
-def test_a_medium_of_next_to_nothing_gives_no_reserve() -> None:
-    for free, there in ((15 * RESERVE_BYTES, False), (16 * RESERVE_BYTES, True)):
-        disk = Sized(free)
+class Allocating(Sized):
+    """Notes how much was allocated."""
+
+    allocated: tuple[int, ...] = ()
+
+    def fallocate(self, fd: int, size: int) -> None:
+        super().fallocate(fd, size)
+        self.allocated += (size,)
+
+
+def test_the_reserve_is_no_more_than_a_sixteenth_of_what_is_free() -> None:
+    kib = 1024
+    for free, wanted in ((511, None), (512, 32), (1000, 60), (3072, 192), (4095, 252), (4096, 256), (1 << 20, 256)):
+        disk = Allocating(free * kib)
         backend = LocalBackend("/store", disk)
         backend.create("FORMAT", b"{}")
         backend.keep_reserve()
-        assert any(path.endswith(RESERVE) for path, _ in disk.image().walk()) is there
+        assert any(path.endswith(RESERVE) for path, _ in disk.image().walk()) is (wanted is not None)
+        assert disk.allocated == (() if wanted is None else (wanted * kib,))
         backend.keep_reserve()  # once is enough
         assert backend.list("") == ["FORMAT"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [3 * MIB, MIB], indirect=True)
+@pytest.mark.parametrize("how", ["retire", "prune"])
+def test_a_small_medium_that_is_full_can_be_pruned(tiny: Path, how: str) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    for step in (1, 2, 3):
+        save(store, step, nbytes=100 << 10)
+    _filled_to_the_last_byte(tiny)
+    if how == "retire":
+        store.retire("1", "2", take_over=True)
+    else:
+        store.prune("last:1", take_over=True)
+    assert store.gc().nbytes >= 200 << 10
+    save(store, 4, nbytes=100 << 10)
+    _whole(store, 3, 4)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [400 << 10], indirect=True)
+def test_where_there_is_no_reserve_the_error_says_what_helps(tiny: Path) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    save(store, 1, nbytes=BLOCK)
+    save(store, 2, nbytes=BLOCK)
+    others = _filled_to_the_last_byte(tiny)
+    with pytest.raises(StorageError, match=r"no reserve left .* 512 KiB are free\): delete something"):
+        store.retire("1", take_over=True)
+    others.unlink()
+    store.retire("1", take_over=True)
+    assert store.gc().segments
