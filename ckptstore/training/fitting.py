@@ -141,8 +141,8 @@ def _castable(before: torch.dtype, after: torch.dtype) -> bool:
 def _beyond(value: torch.Tensor, after: torch.dtype) -> int:
     """How many values lie outside a dtype's range: integers that would wrap, finite numbers that would be none.
 
-    The smallest and the largest finite number of a float dtype do not count: they stand in masks for the infinities, and
-    become what `torch.Tensor.to` makes of them.
+    The smallest and the largest finite number of a float dtype do not count: in masks they stand for the infinities,
+    and become what `torch.Tensor.to` makes of them.
     """
     value = value.detach()
     value = value if value.layout == torch.strided else value.to_dense()
