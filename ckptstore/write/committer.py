@@ -37,6 +37,7 @@ from ckptstore.write.encoding import Fed
 from ckptstore.write.feeding import Feed
 from ckptstore.write.interval import Decision
 from ckptstore.write.ledger import Labels, Saves
+from ckptstore.write.no_space import tell_what_holds_space
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies
@@ -289,7 +290,12 @@ class Committer(Commits):
         if done.done():
             return
         self.missing = True
+        self.complete(error)
         self.saves.fail(step, error, done)
+
+    def complete(self, error: BaseException) -> None:
+        """Have the error of a full medium say what retired checkpoints take."""
+        tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
     def take_in(self, term: int, change: Change) -> Outcome:
         """Commit what was made beside the saves, for `term` -> what became of it."""

@@ -88,6 +88,7 @@ class Taking(Lifetime):
                 fed = self._fed.save(committer, flat, found, step, labels, measured, now=True, progress=progress)
                 info = self._fed.result(committer, fed, step)
         except BaseException as error:
+            committer.complete(error)
             measured.ended(None, error)
             raise
         else:
