@@ -71,14 +71,19 @@ def emit(document: dict[str, Any]) -> None:
         return text(value)
 
     members = ",\n".join(f"  {text(key)}: {member(value)}" for key, value in _with_schema(document).items())
-    click.echo(f"{{\n{members}\n}}")
+    click.echo(_encodable(f"{{\n{members}\n}}"))
 
 
 def emit_line(document: dict[str, Any]) -> None:
     """Print one JSON document in one line, for documents that come one after the other."""
     import json
 
-    click.echo(json.dumps(_finite(_with_schema(document)), ensure_ascii=False, allow_nan=False))
+    click.echo(_encodable(json.dumps(_finite(_with_schema(document)), ensure_ascii=False, allow_nan=False)))
+
+
+def _encodable(text: str) -> str:
+    """JSON without lone surrogates (a file's name that is no UTF-8 has them): JSON's own escapes stand for them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _with_schema(document: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from ckptstore.errors import CkptError, CorruptSegmentError, KernelError, MissingDependencyError, UsageError
+from ckptstore.formats.broken_imports import by_signal
 from ckptstore.formats.kernel_cache import machine_code
 
 KINDS = ("numpy", "compiled")
@@ -69,7 +70,7 @@ _SMALL = 8
 
 
 class KernelWarning(UserWarning):
-    """A compiled kernel gave other bytes than numpy, or failed. This process continues with numpy's kernels."""
+    """A compiled kernel gave other bytes than numpy, or failed, or numba cannot be imported. numpy does the rest."""
 
 
 def loaded() -> int:
@@ -114,12 +115,15 @@ def distrust(kernel: str, why: str) -> None:
         if _compiled is False:
             return
         _compiled = False
-    text = (
+    _warn(
         f"{kernel}: {why}; this process continues with numpy's kernels, which are slower and write the same bytes. "
         f"Set {VARIABLE}=numpy until numba is mended, and check what was saved before: ckpt verify --deep"
     )
+
+
+def _warn(text: str) -> None:
     try:
-        warnings.warn(text, KernelWarning, stacklevel=2)
+        warnings.warn(text, KernelWarning, stacklevel=3)
     except KernelWarning:
         # Warnings are errors here. Raising would fail the save or load that numpy can do.
         print(f"KernelWarning: {text}", file=sys.stderr)
@@ -397,9 +401,17 @@ def _decided(wanted: str) -> bool:
         return False
     try:
         config = importlib.import_module("numba").config
-    except Exception as error:  # noqa: BLE001 - absent, made for another numpy, or a variable NUMBA_… that it refuses
+    except BaseException as error:  # absent, made for another numpy, a variable NUMBA_… that it refuses, or broken
+        # Prevents: a process that ends without a word, because a broken numba calls sys.exit when it is imported.
+        if not isinstance(error, Exception) and by_signal(error):
+            raise
         if wanted:
             raise MissingDependencyError(f"numba is needed: pip install ckptstore[fast] ({error})") from None
+        if not isinstance(error, Exception):
+            _warn(
+                f"numba cannot be imported: it raises {type(error).__name__}({error}). This process uses numpy's "
+                f"kernels, which are slower and write the same bytes; install numba again, or set {VARIABLE}=numpy"
+            )
         return False
     # Prevents: loops that run as plain Python, where integers grow and wrap otherwise.
     if config.DISABLE_JIT:

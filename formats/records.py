@@ -32,8 +32,11 @@ __all__ = [
     "fold_key",
     "fold_of",
     "folder_term",
+    "in_format",
     "manifest_key",
+    "object_of",
     "pin_key",
+    "pin_of",
     "ref_of",
     "request_of",
     "segment_key",
@@ -323,12 +326,13 @@ def fold_key(seq: int, digest: str) -> str:
     return f"fold/{seq:020d}-{digest[:16]}"
 
 
+_FOLD: Final = re.compile(r"fold/([0-9]{20})-([0-9a-f]{16})")
+
+
 def fold_of(key: str) -> tuple[int, str] | None:
     """(seq, first 16 digits of the hash) of a fold's key; None if `key` is not one."""
-    digits, _, digest16 = key.removeprefix("fold/").partition("-")
-    if key.startswith("fold/") and _decimal(digits, 20) and len(digest16) == 16:
-        return int(digits), digest16
-    return None
+    found = _FOLD.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
 
 
 def segment_key(term: int, segment: str) -> str:
@@ -355,14 +359,34 @@ def object_of(key: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found else None
 
 
+_REQUEST: Final = re.compile(r"req/([0-9]{10})-([0-9a-f]{32})")
+
+
 def request_of(key: str) -> tuple[int, str] | None:
     """(term, uuid) of a request's key; None if `key` is not one."""
-    term, _, identity = key.removeprefix("req/").partition("-")
-    if key.startswith("req/") and _decimal(term, 10) and len(identity) == 32:
-        return int(term), identity
-    return None
+    found = _REQUEST.fullmatch(key)
+    return (int(found[1]), found[2]) if found else None
+
+
+_PIN: Final = re.compile(r"pins/([0-9a-f]{32})")
 
 
 def pin_key(pin: str) -> str:
     """Key of a pin."""
     return f"pins/{pin}"
+
+
+def pin_of(key: str) -> str | None:
+    """The uuid of a pin's key; None if `key` is not one."""
+    found = _PIN.fullmatch(key)
+    return found[1] if found else None
+
+
+def in_format(key: str) -> bool:
+    """Whether a key has one of the forms of SPEC, section 6. What has another name is no object of the store.
+
+    Somebody else put it there (an editor, a file manager, a sync client): it is neither read nor deleted.
+    """
+    return key in {FORMAT_KEY, COPYING_KEY} or any(
+        form(key) is not None for form in (slot_of, fold_of, object_of, pin_of, request_of)
+    )

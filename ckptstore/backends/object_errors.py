@@ -112,7 +112,8 @@ def understood(error: BaseException) -> Failure:
         return Failure("it exists already", status, code, exists=True)
     if isinstance(error, exceptions.InvalidPathError):
         named = text.partition("\n")[0][:200]
-        return Failure(f"a name that no store gives: {named!a}", kind="Path")
+        remedy = "nothing here can be listed while it is there: delete it with the tools of the bucket"
+        return Failure(f"a name that no store gives, {named!a}; {remedy}", kind="Path")
     if status:
         hint = _hint(status, code)
         return Failure(f"the server said {status}{f' {code}' if code else ''}{hint}", status, code)

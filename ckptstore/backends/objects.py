@@ -154,9 +154,15 @@ class ObjectBackend(Backend):
         self._requests.delete(checked_key(key))
 
     def list(self, prefix: str) -> list[str]:
-        """See `Backend.list`."""
+        """See `Backend.list`. The marker of a folder (an object ``log/``, which consoles make) is no object of it."""
         folder = checked_folder(prefix)
-        return sorted(key for key in self._requests.keys(folder) if key.startswith(folder))
+        keys = {key for key in self._requests.keys(folder) if key.startswith(folder)}
+        # A marker is listed without its slash. Prevents: a new folder of a bucket that is called not empty.
+        markers = {""}
+        for key in keys:
+            while (key := key.rpartition("/")[0]) not in markers:
+                markers.add(key)
+        return sorted(keys - markers)
 
     def folders(self, prefix: str) -> Sequence[str]:
         """See `Backend.folders`."""

@@ -19,15 +19,22 @@ from ckptstore.backends.posix import Posix
 from ckptstore.backends.sharing import Sharing
 from ckptstore.backends.spare_files import FULL, SpareFiles
 from ckptstore.errors import CkptError
+from ckptstore.host.pages import BLOCK
 
-__all__ = ["RESERVE", "RESERVE_BYTES", "Room"]
+__all__ = ["LEAST_RESERVE", "RESERVE", "RESERVE_BYTES", "Room"]
 
 RESERVE: Final = ".reserve"
 """In the store's folder. `LocalBackend.list` passes over names that begin with a dot."""
 RESERVE_BYTES: Final = 256 << 10
 """For a few records of 256 retirements each, their names, and a new term."""
+LEAST_RESERVE: Final = 32 << 10
+"""For a new term, a pin, and one such record: eight blocks."""
 _ENOUGH: Final = 16
-"""Only where so many times as much is free: a medium of next to nothing shall not lose that."""
+"""The reserve takes no more than this part of what is free: a medium of next to nothing shall not lose that."""
+_NO_RESERVE: Final = (
+    f". Records that free space need a few KiB, and this store has no reserve left ({RESERVE}: made by a writer or gc "
+    f"where {_ENOUGH * LEAST_RESERVE >> 10} KiB are free): delete something else on this file system first"
+)
 
 
 class Room:
@@ -90,16 +97,24 @@ class Room:
             self._here.upkeep = depth
 
     def give_up_reserve(self, error: OSError) -> bool:
-        """Whether what failed is worth another try, because it was upkeep, and the reserve is given up for it."""
+        """Whether what failed is worth another try, because it was upkeep, and the reserve is given up for it.
+
+        Raises `OSError`, in place of `error`: it was upkeep, and there is no reserve.
+        """
         if error.errno not in FULL or not getattr(self._here, "upkeep", 0):
             return False
         with suppress(OSError, CkptError), self._folders.opened("") as root:
             self._posix.unlink(RESERVE, root)
             return True
-        return False
+        told = OSError(error.errno, f"{error.strerror}{_NO_RESERVE}")
+        told.unsent = getattr(error, "unsent", False)  # type: ignore[attr-defined]
+        raise told from error
 
     def keep_reserve(self) -> None:
-        """Make the reserve, if there is none and space enough. Raises nothing: without it the store works as well."""
+        """Make the reserve, if there is none and space enough. Raises nothing: without it the store works as well.
+
+        On a small medium it is smaller than `RESERVE_BYTES`; below `LEAST_RESERVE` there is none.
+        """
         with suppress(OSError, CkptError), self._folders.opened("") as root:
             with suppress(FileNotFoundError):
                 self._posix.stat(RESERVE, root, follow=False)
@@ -107,14 +122,15 @@ class Room:
             status = self._posix.statvfs(root)
             if self._posix.file_system(root) not in LOCAL or not status.f_blocks:
                 return
-            if status.f_bavail * status.f_frsize < _ENOUGH * RESERVE_BYTES:
-                return
-            self._make_reserve(root)
+            fits = min(RESERVE_BYTES, status.f_bavail * status.f_frsize // _ENOUGH // BLOCK * BLOCK)
+            # Prevents: a medium of a few MiB on which nothing can be retired once it is full.
+            if fits >= LEAST_RESERVE:
+                self._make_reserve(root, fits)
 
-    def _make_reserve(self, root: int) -> None:
+    def _make_reserve(self, root: int, nbytes: int) -> None:
         descriptor = self._posix.open(RESERVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, root)
         try:
-            self._posix.fallocate(descriptor, RESERVE_BYTES)
+            self._posix.fallocate(descriptor, nbytes)
         except OSError:  # no such call here, and an empty file is no reserve
             self._posix.unlink(RESERVE, root)
         finally:

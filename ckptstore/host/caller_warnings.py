@@ -75,7 +75,8 @@ class HiddenTensorsWarning(UserWarning):
 
 
 class LostStepsWarning(UserWarning):
-    """The term before ended without closing, and steps that waited for their batch then are not in the store."""
+    """The term before ended without closing, and steps that waited then (for their batch, or for the term's first
+    checkpoint) are not in the store."""
 
 
 class LossyWarning(UserWarning):

@@ -9,17 +9,18 @@ judges it. This is the one place where that is done.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import ForeignObjectError, KeyNotFoundError
+from ckptstore.errors import CkptError, ForeignObjectError, KeyNotFoundError
 from ckptstore.formats.folds import FOLD_LIMIT, intact
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.records import fold_of, slot_key
 from ckptstore.formats.texts import SLOT_LIMIT, torn
 
-__all__ = ["STILL", "arrived", "exists", "fold_bytes", "opened_over", "slot_bytes", "text_bytes"]
+__all__ = ["STILL", "all_arrived", "arrived", "exists", "fold_bytes", "opened_over", "slot_bytes", "text_bytes"]
 
 STILL: Final = 3.0
 """Seconds without growth after which nobody is writing a torn object any more.
@@ -80,6 +81,64 @@ def arrived(
         if found != data:
             data, still = found, 0.0
     return data
+
+
+@dataclass(slots=True)
+class _Torn:
+    """What was found of a torn object, and for how many seconds of pauses it has been the same."""
+
+    digest: str
+    still: float = 0.0
+
+
+def all_arrived(
+    keys: Iterable[str],
+    get: Callable[[str], bytes],
+    unfinished: Callable[[str, bytes], bool],
+    tell: Callable[[int, int], None] = lambda _done, _total: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[tuple[str, bytes | CkptError]]:
+    """`arrived`, of many objects that have no successor: all torn ones are waited for at the same time.
+
+    Args:
+        get: reads the object of a key.
+        unfinished: whether these bytes of it may be the beginning of what is being written.
+        tell: told, before each pause, for how many torn objects the wait is over, and how many there were.
+        sleep: called with seconds.
+
+    Yields:
+        Each key once, with its bytes, or with what `get` raised. Torn ones come last.
+    """
+    torn: dict[str, _Torn] = {}
+    for key in keys:
+        found = _asked(get, key)
+        if isinstance(found, CkptError) or not unfinished(key, found):
+            yield key, found
+        else:
+            torn[key] = _Torn(xxh3_128(found))
+    pause, waited, total = _FIRST, 0.0, len(torn)
+    while torn:
+        tell(total - len(torn), total)
+        sleep(pause)
+        waited += pause
+        for key, before in list(torn.items()):
+            found = _asked(get, key)
+            if not isinstance(found, CkptError) and unfinished(key, found):
+                digest = xxh3_128(found)
+                before.still = before.still + pause if digest == before.digest else 0.0
+                before.digest = digest
+                if before.still < STILL and waited < LONGEST:
+                    continue
+            del torn[key]
+            yield key, found
+        pause = min(2 * pause, _PAUSE)
+
+
+def _asked(get: Callable[[str], bytes], key: str) -> bytes | CkptError:
+    try:
+        return get(key)
+    except CkptError as error:
+        return error
 
 
 def _taken(backend: Backend, key: str) -> bool:

@@ -20,16 +20,16 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from ckptstore.backends.base import Backend
-from ckptstore.errors import ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
+from ckptstore.errors import CkptError, ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import PinRecord, pin_key
+from ckptstore.formats.records import PinRecord, pin_key, pin_of
 from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin, torn
 from ckptstore.host import background
 from ckptstore.host.background import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.processes import has_ended, identity
-from ckptstore.log.arriving import arrived
+from ckptstore.log.arriving import all_arrived
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
 
@@ -218,19 +218,23 @@ class PinWatch:
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def survey(self) -> Survey:
-        """List and read the pins. Call it after READ, never before. Raises `StorageError`."""
+        """List and read the pins. Call it after READ, never before. Raises `StorageError`.
+
+        What lies among the pins under a name that no pin can have is nobody's claim, and is passed over.
+        """
         segments: set[str] = set()
         dead, unreadable = [], []
         lapsed: frozenset[str] | None = frozenset()
         records: dict[str, PinRecord] = {}
         seen: dict[str, tuple[bytes, float]] = {}
-        for key in self._backend.list("pins/"):
-            try:
-                data = self._read(key)
-            except KeyNotFoundError:  # released since the listing
+        # Prevents: a collector that stops for ever, because an editor or a sync client left a file of its own here.
+        keys = [key for key in self._backend.list("pins/") if pin_of(key) is not None]
+        for key, found in all_arrived(keys, self._get, self._unfinished):
+            if isinstance(found, KeyNotFoundError):  # released since the listing
                 continue
-            except ForeignObjectError:
-                data = b""  # nobody knows what it claims, and nobody renews it
+            if isinstance(found, CkptError) and not isinstance(found, ForeignObjectError):
+                raise found
+            data = b"" if isinstance(found, CkptError) else found  # nobody knows what that claims, and nobody renews it
             now = self._clock()
             before = self._seen.get(key)
             seen[key] = before if before is not None and before[0] == data else (data, now)
@@ -252,10 +256,12 @@ class PinWatch:
         self._seen = seen
         return Survey(frozenset(segments), tuple(records), tuple(dead), tuple(unreadable), records, lapsed)
 
-    def _read(self, key: str) -> bytes:
-        """A pin's bytes, once they are not on their way any more. What was torn for good before is not waited for."""
-        known = self._seen.get(key, (None, 0.0))[0]
-        return arrived(lambda: self._backend.get(key, MANIFEST_LIMIT), lambda data: torn(data) and data != known)
+    def _get(self, key: str) -> bytes:
+        return self._backend.get(key, MANIFEST_LIMIT)
+
+    def _unfinished(self, key: str, data: bytes) -> bool:
+        """Whether a pin may be on its way. What was torn for good at the last survey is not waited for again."""
+        return torn(data) and data != self._seen.get(key, (None, 0.0))[0]
 
 
 def _claims(data: bytes, key: str, others: frozenset[str]) -> frozenset[str] | None:

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import (
+    CkptError,
     ForeignObjectError,
     FormatError,
     KeyExistsError,
@@ -26,8 +27,8 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CommitRecord, Request, SegmentEntry, request_of
 from ckptstore.formats.retention import check_commit
-from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request
-from ckptstore.log.arriving import text_bytes
+from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request, torn
+from ckptstore.log.arriving import all_arrived
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.reading import View, read
@@ -80,25 +81,30 @@ def handle(
         StorageError: ``req/`` could not be listed or read; nothing is lost, the next call sees the rest.
     """
     commits = 0
-    for key in term.journal.backend.list("req/"):
+    backend = term.journal.backend
+    waiting: dict[str, str] = {}
+    for key in backend.list("req/"):
         place = request_of(key)
         if place is None or place[0] > term.number:
             continue
         number, identity = place
         if number < term.number or identity in term.catalog.requests:
             # Another term's: void for ever. Handled in this tenure: ignored, however often it turns up again.
-            term.journal.backend.delete(key)
+            backend.delete(key)
             continue
-        try:
-            # Prevents: a request that is refused because half of it was there.
-            data = text_bytes(term.journal.backend, key, MANIFEST_LIMIT)
-        except (KeyNotFoundError, ForeignObjectError):  # the requester took it back; nobody's request
-            continue
+        waiting[key] = identity
+    # Prevents: a request that is refused because half of it was there.
+    arriving = all_arrived(waiting, lambda key: backend.get(key, MANIFEST_LIMIT), lambda _key, data: torn(data))
+    for key, found in arriving:
+        if isinstance(found, KeyNotFoundError | ForeignObjectError):
+            continue  # the requester took it back; nobody's request
+        if isinstance(found, CkptError):
+            raise found
         prepare()
-        with term.journal.backend.upkeep():
-            _answer(term, key, identity, data, objection)
+        with backend.upkeep():
+            _answer(term, key, waiting[key], found, objection)
         commits += 1
-        term.journal.backend.delete(key)
+        backend.delete(key)
     return commits
 
 

@@ -27,7 +27,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, StorageError, UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.markup import HtmlTable, counted
-from ckptstore.formats.records import object_of
+from ckptstore.formats.records import object_of, pin_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.checkpoints import damage_of
@@ -178,7 +178,8 @@ def _has_pins(backend: Backend) -> bool:
     folders = backend.folders("")
     if "seg" not in folders:
         raise _contradiction(backend, "segments")
-    return "pins" in folders and any(key.startswith("pins/") for key in backend.list(""))  # it may be an empty folder
+    # The folder may be empty, or hold what is no pin.
+    return "pins" in folders and any(pin_of(key) is not None for key in backend.list(""))
 
 
 def _contradiction(backend: Backend, what: str) -> StorageError:

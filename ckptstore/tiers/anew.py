@@ -30,6 +30,7 @@ from ckptstore.formats.records import (
     SegmentEntry,
     fold_of,
     folder_term,
+    in_format,
     object_of,
     slot_of,
 )
@@ -45,7 +46,8 @@ from ckptstore.tiers.presence import check_whole
 
 __all__ = ["clear"]
 
-_ROOMS: Final = ("log/", "seg/", "fold/", "pins/", "req/", "probe/")
+_PROBE: Final = "probe/"
+_ROOMS: Final = ("log/", "seg/", "fold/", "pins/", "req/", _PROBE)
 _FILES: Final = (FORMAT_KEY, COPYING_KEY)
 
 
@@ -74,9 +76,11 @@ def clear(pair: Pair) -> int:
         # Prevents: half of a store, which an interrupted call would leave, taken for a place of somebody else's.
         with suppress(KeyExistsError):
             remote.create(COPYING_KEY, Origin(local.format, "copy", "full: all of a tier").text())
-        for key in sorted(set(keys) - {COPYING_KEY}, key=lambda one: (one != FORMAT_KEY, one)):
+        # Prevents: a file of somebody else's deleted, which lies among the store's objects.
+        ours = {key for key in keys if in_format(key) or key.startswith(_PROBE)}
+        for key in sorted(ours - {COPYING_KEY}, key=lambda one: (one != FORMAT_KEY, one)):
             remote.delete(key)
-        return len(keys)
+        return len(ours)
 
 
 def _check_ours(there: Journal, keys: list[str]) -> None:

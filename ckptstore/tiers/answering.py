@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CommitRecord, Request
+from ckptstore.formats.records import CommitRecord, Request, request_of
 from ckptstore.log.journal import Journal
 from ckptstore.log.replica import Replica
 from ckptstore.log.requests import handle
@@ -39,7 +39,7 @@ class Answers:
         if not self.due:
             return False
         try:
-            found = bool(self._remote.backend.list("req/"))
+            found = any(request_of(key) is not None for key in self._remote.backend.list("req/"))
         except (KeyNotFoundError, StorageError):
             found = False
         if not found:

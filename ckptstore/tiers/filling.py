@@ -22,7 +22,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.markup import counted
-from ckptstore.formats.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, ref_of
+from ckptstore.formats.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, in_format, ref_of
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.log import refs
@@ -76,7 +76,7 @@ def restore_newest(pair: Pair) -> str | None:
                 raise  # something else is there, perhaps an unfinished copy: not for us to delete
             # Half of an earlier newest checkpoint, which is in the way of this one.
             for key in here.list(""):
-                if key != COPYING_KEY:
+                if key != COPYING_KEY and in_format(key):
                     here.delete(key)
             return _restored(pair, origin)
 

@@ -3,7 +3,8 @@
 ::
 
     {"format": 1, "step": ..., "model": ..., "optimizer": ..., "scheduler": ..., "scaler": ..., "loader": ...,
-     "extra": {...}, "random": {...}, "script": {"optimizer": ..., "scheduler": ...}, "environment": {...}}
+     "extra": {...}, "random": {...}, "script": {"model": ..., "optimizer": ..., "scheduler": ...},
+     "environment": {...}}
 
 Of several models, optimizers or schedulers there is a list (or a dict, as they were given). Names of parameters are
 those of the model itself: without what `torch.compile` and DistributedDataParallel put into them.
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from ckptstore.errors import UsageError
-from ckptstore.training import optimizer_fit, rng, schedules
+from ckptstore.training import module_fit, optimizer_fit, rng, schedules
 from ckptstore.training.environment import described
 from ckptstore.training.fitting import Member
 from ckptstore.training.given import Given, flat, placed, states
@@ -140,7 +141,7 @@ class Captured:
 
     def _script(self, *, standing: bool) -> dict[str, Any]:
         """What a resumed script is compared with."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"model": None if standing else states(self._model, module_fit.described)}
         if self._optimizer is not None:
             paths = {} if standing else self.given.paths()
             found["optimizer"] = (
@@ -150,7 +151,9 @@ class Captured:
             found["scheduler"] = states(self._scheduler, schedules.described)
         extra: dict[str, Any] = {}
         for name, one in self._given.items():
-            if isinstance(one, torch.optim.Optimizer):
+            if isinstance(one, torch.nn.Module):
+                extra[name] = None if standing and name in self._standing_extra else module_fit.described(one)
+            elif isinstance(one, torch.optim.Optimizer):
                 extra[name] = optimizer_fit.described(one, self.given.paths())
             elif schedules.is_schedule(one):
                 extra[name] = schedules.described(one)
@@ -173,7 +176,10 @@ class Captured:
 
     def environment(self, ranks: int) -> dict[str, str]:
         """What of the script decides its bits, on so many ranks."""
-        return described(self.optimizers, ranks, self.sharding)
+        given = self._optimizer
+        # Prevents: a run that is called another one, because the script lists its optimizers in another order.
+        optimizers = [given[key] for key in sorted(given)] if isinstance(given, dict) else self.optimizers
+        return described(optimizers, ranks, self.sharding)
 
     def watched(self) -> tuple[list[WatchedModule], list[WatchedOptimizer]] | None:
         """What `with_standing` puts into a state, watched; None: something of it cannot be."""
@@ -191,8 +197,10 @@ class Captured:
         That is modules, and all of an optimizer but the numbers of its groups.
         """
         tree["model"] = whole["model"]
+        tree["script"]["model"] = whole["script"]["model"]
         for name in self._standing_extra:
             tree["extra"][name] = whole["extra"][name]
+            tree["script"]["extra"][name] = whole["script"]["extra"][name]
         if self._optimizer is None:
             return
         tree["script"]["optimizer"] = whole["script"]["optimizer"]

@@ -31,6 +31,7 @@ def described(optimizers: Sequence[torch.optim.Optimizer], ranks: int, sharding:
     """Name -> value of what changes bits and this script has chosen.
 
     Args:
+        optimizers: those of a dict by their keys, ascending: how a script orders a dict decides no bit.
         sharding: how parameters are cut; empty: they are not.
     """
     found = {"ranks": str(ranks)}

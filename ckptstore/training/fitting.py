@@ -139,19 +139,32 @@ def _castable(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def _beyond(value: torch.Tensor, after: torch.dtype) -> int:
-    """How many values lie outside a dtype's range: integers that would wrap, finite numbers that would be none."""
+    """How many values lie outside a dtype's range: integers that would wrap, finite numbers that would be none.
+
+    The smallest and the largest finite number of a float dtype do not count: in masks they stand for the infinities,
+    and become what `torch.Tensor.to` makes of them.
+    """
     value = value.detach()
     value = value if value.layout == torch.strided else value.to_dense()
     if after.is_floating_point or after.is_complex:
         lost = _is_finite(value) != _is_finite(value.to(after))
         if after.itemsize == 1:  # of 8 bits, which torch fills with the largest number instead
             lost |= _is_finite(value) & (value.float().abs() > torch.finfo(after).max)
-        return int(lost.sum())
+        return int((lost & ~_is_mask(value, after)).sum())
     if value.dtype == torch.bool:
         return 0
     low, high = torch.iinfo(after).min, torch.iinfo(after).max
     numbers = value.cpu().numpy()  # torch compares no uint16, uint32 and uint64
     return int(((numbers < low) | (numbers > high)).sum())
+
+
+def _is_mask(value: torch.Tensor, after: torch.dtype) -> torch.Tensor:
+    """Where the smallest or the largest number stands, and the other dtype has something like it."""
+    if not value.is_floating_point():
+        return torch.zeros(value.shape, dtype=torch.bool, device=value.device)
+    limits = torch.finfo(value.dtype)
+    wide = value.float() if value.itemsize < 4 else value  # torch compares nothing in 8 bits
+    return ((wide == limits.min) | (wide == limits.max)) & ~value.to(after).float().isnan()
 
 
 def _is_finite(value: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,57 @@ from typing import Any, Final
 import torch
 
 from ckptstore.restore.targets import distinct_elements
-from ckptstore.training.fitting import Undo, described_form, form_of, uncastable
+from ckptstore.training.fitting import Undo, described_form, form_of, some, uncastable
 from ckptstore.training.naming import bare, bare_names, bare_state
 
-__all__ = ["ModuleFit"]
+__all__ = ["ModuleFit", "described", "otherwise_trained"]
 
 _LOADING: Final = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
 _HOOKS: Final = "_load_state_dict_pre_hooks"
+
+
+def described(module: torch.nn.Module) -> dict[str, Any]:
+    """What a checkpoint says of a module beside its state: which parameters are frozen, or which are not (the shorter
+    list)."""
+    kinds = _trained(module)
+    frozen, trained = ([name for name, one in kinds.items() if one is wanted] for wanted in (False, True))
+    return {"frozen": frozen} if len(frozen) <= len(trained) else {"trained": trained}
+
+
+def otherwise_trained(path: str, module: torch.nn.Module, about: Any, saved: Any) -> list[str]:
+    """What is frozen, or trained, and was not when the checkpoint was saved. The script's choice stays.
+
+    Args:
+        about: what `described` said of it; anything else: an old checkpoint, of which nobody knows.
+        saved: the checkpoint's state of it: other parameters are told of elsewhere.
+    """
+    if not isinstance(about, Mapping) or not isinstance(saved, Mapping):
+        return []
+    member, was = ("frozen", False) if "frozen" in about else ("trained", True)
+    listed = about.get(member)
+    if not isinstance(listed, list | tuple):
+        return []
+    names = set(bare_state(saved))
+    before = {name: was if name in set(listed) else not was for name in names}
+    now = {name: one for name, one in _trained(module).items() if name in names}
+    told = []
+    for wanted in (True, False):
+        mine, its = ("trained", "frozen") if wanted else ("frozen", "trained")
+        differ = [f"{path}.{name}" for name, one in now.items() if one is wanted is not before[name]]
+        if differ:
+            is_or_are = "parameter is" if len(differ) == 1 else "parameters are"
+            told.append(
+                f"{len(differ)} {is_or_are} {mine} in the script, and {its} in the checkpoint (requires_grad): "
+                f"{some(differ, 3)}"
+            )
+    return told
+
+
+def _trained(module: torch.nn.Module) -> dict[str, bool]:
+    """Name -> whether the parameter has a gradient."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = bare_names(parameters)
+    return {names[name]: one.requires_grad for name, one in parameters.items()}
 
 
 class ModuleFit:

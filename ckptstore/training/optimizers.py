@@ -212,7 +212,7 @@ def _remark(matched: int, left_out: Counter[str]) -> str | None:
     reasons = "; ".join(f"{reason} [{count}]" for reason, count in left_out.most_common())
     return (
         f"OptimizerStep: {matched} of {matched + left_out.total()} parameters matched, because {reasons}. What is not "
-        "matched is stored as a difference, which takes up to three times the bytes"
+        "matched is stored as a difference, which takes more bytes"
     )
 
 

@@ -17,7 +17,7 @@ from ckptstore.training import rng, schedules
 from ckptstore.training.fitting import Fit, Member, Undo, some
 from ckptstore.training.given import Given, placed
 from ckptstore.training.loader_plans import is_stateful
-from ckptstore.training.module_fit import ModuleFit
+from ckptstore.training.module_fit import ModuleFit, otherwise_trained
 from ckptstore.training.naming import bare_state
 from ckptstore.training.optimizer_fit import OptimizerFit
 
@@ -91,6 +91,7 @@ class Comparison:
         about = state.get("script")
         self._about: Mapping[str, Any] = about if isinstance(about, Mapping) else {}
         self._random = "random" in wanted
+        self._whole = whole
         compare = {
             "model": self._models,
             "optimizer": self._optimizers,
@@ -187,8 +188,13 @@ class Comparison:
                 yield f"{part}.{key}", one, state[key], _member(about, key)
 
     def _models(self, state: Any) -> None:
-        for path, module, its, _ in self._each("model", state):
-            self.fits.append(ModuleFit(path, module, its))
+        for path, module, its, about in self._each("model", state):
+            self._module(path, module, its, about)
+
+    def _module(self, path: str, module: torch.nn.Module, state: Any, about: Any) -> None:
+        self.fits.append(ModuleFit(path, module, state))
+        if self._whole:  # who asks for parts begins another run with them
+            self.warnings += otherwise_trained(path, module, about, state)
 
     def _optimizers(self, state: Any) -> None:
         weights = self._weights()
@@ -256,7 +262,7 @@ class Comparison:
                     f"the checkpoint holds no extra[{name!r}]: it was saved by a Checkpointer that was not given it"
                 )
             elif isinstance(value, torch.nn.Module):
-                self.fits.append(ModuleFit(path, value, state[name]))
+                self._module(path, value, state[name], _member(self._about.get("extra"), name))
             elif isinstance(value, torch.optim.Optimizer):
                 about = _member(self._about.get("extra"), name)
                 self.fits.append(

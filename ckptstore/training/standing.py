@@ -106,9 +106,10 @@ class WatchedModule:
         self._hooks = [each[name] for each in self._attributes for name in _HOOKS]
         self._left_out = [set(each[_OMITTED]) for each in self._attributes]
         self.tensors = [one for one in self._members.values if isinstance(one, torch.Tensor)]
+        self._trained = list(map(_trained, self.tensors))
 
     def unchanged(self) -> bool:
-        """Whether the same tensors, by identity, stand in its state under the same names."""
+        """Whether the same tensors, by identity, stand in its state under the same names, and the same are frozen."""
         return (
             all(map(is_, map(vars, self._modules), self._attributes))
             and self._methods_now() == self._methods
@@ -118,6 +119,8 @@ class WatchedModule:
             and not any(self._hooks)
             and list(map(itemgetter(_OMITTED), self._attributes)) == self._left_out
             and self._members.unchanged()
+            # Prevents: checkpoints that say what was frozen when the plan was made.
+            and list(map(_trained, self.tensors)) == self._trained
         )
 
     def _methods_now(self) -> list[Any]:
@@ -127,6 +130,7 @@ class WatchedModule:
         return list(chain.from_iterable(map(_containers_of, self._attributes)))
 
 
+_trained: Final = attrgetter("requires_grad")
 _containers_of: Final = itemgetter(*_MEMBERS, *_HOOKS)
 
 

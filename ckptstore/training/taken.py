@@ -219,7 +219,7 @@ class Collected:
 
 def _unexplained(why: str) -> Callable[[FlatState], Found]:
     """No updates, and why, as ``updates=`` takes it."""
-    text = f"a step diff is stored as a difference, which takes up to three times the bytes: {why}"
+    text = f"a step diff is stored as a difference, which takes more bytes: {why}"
     # The number of steps differs from time to time, the reason does not.
     return lambda _: Found((), text, (why.lstrip("0123456789"),))
 

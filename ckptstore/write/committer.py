@@ -36,6 +36,7 @@ from ckptstore.write.feeding import Feed
 from ckptstore.write.interval import Decision
 from ckptstore.write.job import Job
 from ckptstore.write.ledger import Labels, Saves
+from ckptstore.write.no_space import tell_what_holds_space
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies
@@ -263,9 +264,16 @@ class Committer(Commits):
         Args:
             told: as for `Job.fail`.
         """
-        if not told and job.scope is None and not job.done.done() and job.take():
+        if job.done.done() or not job.take():
+            return
+        if not told and job.scope is None:
             self.missing = True
+        self.complete(error)
         job.fail(error, told=told)
+
+    def complete(self, error: BaseException) -> None:
+        """Have the error of a full medium say what retired checkpoints take."""
+        tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
     def take_in(self, term: int, change: Change) -> Outcome:
         """Commit what was made beside the saves, for `term` -> what became of it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ckptstore._version import __version__
-from ckptstore.errors import CheckpointNotFoundError, FencedError, ReadOnlyError
+from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError
 from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.records import CheckpointId, CommitRecord, ref_of
 from ckptstore.frameworks import bridge
@@ -62,8 +63,9 @@ def open_writer(
     if environment is not None:
         about["environment"] = dict(environment)
     about["asked"] = parent is not None
-    with WarningsLast():
+    with _closed_if_raised() as begun, WarningsLast():
         term, info = _begin(journal, _parent_chooser(parent, after, anything=True), about, opener)
+        begun.append(term)
         _note_rules(term, options.keep)
         own = term.journal
         own.backend.keep_reserve()
@@ -95,9 +97,25 @@ def _began_again(
     journal: Journal, ref: str | int | CheckpointInfo | None, after: int, about: Mapping[str, Any], opener: Opener
 ) -> tuple[Term, CheckpointInfo | None]:
     """A term that goes back."""
-    term, info = _begin(journal, _parent_chooser(ref, after), about, opener)
-    _warn(term, asked=True)
+    with _closed_if_raised() as begun:
+        term, info = _begin(journal, _parent_chooser(ref, after), about, opener)
+        begun.append(term)
+        _warn(term, asked=True)
     return term, info
+
+
+@contextlib.contextmanager
+def _closed_if_raised() -> Iterator[list[Term]]:
+    """A list for a term: if a warning stops its opener, the log says that it saved nothing and may end."""
+    begun: list[Term] = []
+    try:
+        yield begun
+    except Warning:
+        # Prevents: a start that a warning stopped, taken by the next one for a term that was killed and lost steps.
+        with contextlib.suppress(CkptError):
+            for term in begun:
+                term.commit(CommitRecord(term.number, extra={CLOSED: True}))
+        raise
 
 
 def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
@@ -134,8 +152,9 @@ class TermOpener:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
         """
         about = {**self._about, "asked": parent is not None}
-        with WarningsLast():
+        with _closed_if_raised() as begun, WarningsLast():
             term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
+            begun.append(term)
             _note_rules(term, self._keep)
             self._keep = None  # who goes back later finds the rules that there are by then
             term.journal.backend.keep_reserve()
@@ -201,7 +220,9 @@ def _warn(term: Term, *, asked: bool) -> None:
         return
     between = _openings_between(term.catalog, term.parent, term.number)
     _warn_of_other_environment(term.catalog, term.parent, term.number, between)
-    if not between:
+    if between:  # the first of them was told of the parent's term
+        _warn_of_lost_term(term.catalog, between[-1], term.parent)
+    else:
         _warn_of_lost_steps(term.catalog, term.parent)
 
 
@@ -238,6 +259,19 @@ def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int
             + "; ".join(differences),
             DeterminismWarning,
         )
+
+
+def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId) -> None:
+    """Say that a term that was killed has left nothing, if steps may have waited for a batch in it."""
+    if "batch" not in before.writer or before.extra.get(CLOSED):
+        return
+    if catalog.checkpoints.highest(before.term) is not None:
+        return  # going back on purpose
+    warn(
+        f"term {before.term} ended without closing, before its first checkpoint was durable: no step that it computed "
+        f"({parent.step + 1} and following) is in the store; training continues from {parent.ref}",
+        LostStepsWarning,
+    )
 
 
 def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:

@@ -152,7 +152,10 @@ def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
         catalog: the log as the term knows it now.
         free: gives the bytes that the medium has left; None: it does not say.
     """
-    if not catalog.keep or _damaged(catalog) or len(catalog.held) <= len(catalog.checkpoints):
+    # Prevents: a full that frees nothing, because nothing is retired by rules that this version does not know.
+    if not catalog.keep or not known(catalog.keep) or _damaged(catalog):
+        return False
+    if len(catalog.held) <= len(catalog.checkpoints):
         return False
     newest, left = catalog.latest(), free()
     # Prevents: a save that fails as a full, where a step diff or a delta would fit. The chain goes only after the full.

@@ -9,7 +9,7 @@ import click
 from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.hints import note_damage
-from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.cli.output import emit, note, printable, progress, size, some
 from ckptstore.cli.ranges import counted
 from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError
@@ -101,13 +101,16 @@ def _print(done: Collected, dry_run: bool) -> None:
             "that out and deletes its pin"
         )
     if done.strangers:
-        say(f"not the store's, kept: {some(done.strangers)}")
+        say(f"not the store's, kept: {some([printable(key) for key in done.strangers])}")
         note("what no store writes is never deleted; remove it yourself, or move it out of the store")
     if done.unreadable_pins:
         damaged = click.style("damaged", fg="red", bold=True)
         say(f"{damaged}  {some(done.unreadable_pins)}")
         say(f"nobody knows what a damaged pin claims: {size(done.pinned_nbytes)} kept")
-        note("its reader renews it within 30 s; if there is none, --wait longer than --pin-ttl deletes it")
+        note(
+            "its reader writes it anew within 30 s; if it stays as it is, delete the file (or --wait longer than "
+            "--pin-ttl deletes it). No checkpoint needs it"
+        )
 
 
 def _who(holder: Holder) -> str:

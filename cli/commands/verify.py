@@ -9,10 +9,11 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.output import emit, note, progress, size, some
+from ckptstore.cli.output import emit, note, printable, progress, size, some
 from ckptstore.cli.ranges import checkpoints, counted, ranges
 from ckptstore.cli.wrapping import say
 from ckptstore.errors import CorruptionError, StorageError
+from ckptstore.formats.records import in_format
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.verify.verification import VerificationReport
@@ -88,7 +89,7 @@ def _print(report: VerificationReport, store: str) -> None:
     say(f"checked {size(report.nbytes)} in {counted(report.objects, 'object')}, {what}")
     for damage in report.damage:
         needed = f"  (needed by {ranges(damage.checkpoints)})" if damage.checkpoints else ""
-        say(f"{click.style('damaged', fg='red', bold=True)}  {damage.key}: {damage.what}{needed}", hanging=9)
+        say(f"{click.style('damaged', fg='red', bold=True)}  {printable(damage.key)}: {damage.what}{needed}", hanging=9)
     for unread in report.unread:
         say(f"{click.style('unread', fg='yellow', bold=True)}   {unread.key}: {unread.what}", hanging=9)
     if report.lost:
@@ -97,7 +98,10 @@ def _print(report: VerificationReport, store: str) -> None:
         say(f"{click.style('unknown', fg='yellow', bold=True)}  {checkpoints(report.unknown)}", hanging=9)
     if not report.ok:
         say(f"intact   {checkpoints(report.restorable) if report.restorable else 'no checkpoint'}", hanging=9)
-        if report.latest is not None:
+        passing = not report.unread and all(damage.passing for damage in report.damage)
+        if passing:
+            note("no checkpoint is touched, and nothing has to be repaired")
+        elif report.latest is not None:
             say(f"newest checkpoint that can be restored: {report.latest.ref}")
             if report.ref is None:
                 place = shlex.quote(store)
@@ -113,6 +117,12 @@ def _print(report: VerificationReport, store: str) -> None:
         )
         say(f"{counted(len(report.orphans), 'segment', 'belongs', 'belong')} to no checkpoint ({why})")
     if report.strangers:
-        say(f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {some(report.strangers)}")
+        names = some([printable(key) for key in report.strangers])
+        say(f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {names}")
+        if not all(map(in_format, report.strangers)):
+            note(
+                "the store is whole without them: no store writes such names, but an editor, a file manager or a sync "
+                "client does. ckpt neither reads nor deletes them: delete them, or move them out"
+            )
     if report.ok:
         click.echo(click.style("intact", fg="green", bold=True))

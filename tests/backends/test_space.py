@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,11 @@ from ckptstore.backends.spare_files import SpareFiles
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.host.caller_warnings import UnpinnedWarning
 from ckptstore.host.pages import BLOCK
+from ckptstore.log.pins import Pin
 from ckptstore.maintenance.gc import collect
 from ckptstore.store import Store, verify
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.retaining import short_of_space
 from tests.backends.backend_conformance import filled, read_segment, write_segment
 from tests.backends.recycled_data import recycling_store, retire, save, segment_path, spare, state
 from tools.crash.faults import Fault, FaultyPosix
@@ -202,6 +206,21 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "disk"
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of so many bytes."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    (tmp_path / "tiny").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(tmp_path / "tiny")]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system fails here")
+    try:
+        yield tmp_path / "tiny"
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path / "tiny")], check=True)
 
 
 def _blind(backend: LocalBackend) -> None:
@@ -464,12 +483,130 @@ def test_several_threads_that_find_no_space_collect_once() -> None:
     assert not room.make(), "there is nothing more"
 
 
-def test_a_medium_of_next_to_nothing_gives_no_reserve() -> None:
-    for free, there in ((15 * RESERVE_BYTES, False), (16 * RESERVE_BYTES, True)):
-        disk = Sized(free)
+class Allocating(Sized):
+    """Notes how much was allocated."""
+
+    allocated: tuple[int, ...] = ()
+
+    def fallocate(self, fd: int, size: int) -> None:
+        super().fallocate(fd, size)
+        self.allocated += (size,)
+
+
+def test_the_reserve_is_no_more_than_a_sixteenth_of_what_is_free() -> None:
+    kib = 1024
+    for free, wanted in ((511, None), (512, 32), (1000, 60), (3072, 192), (4095, 252), (4096, 256), (1 << 20, 256)):
+        disk = Allocating(free * kib)
         backend = LocalBackend("/store", disk)
         backend.create("FORMAT", b"{}")
         backend.keep_reserve()
-        assert any(path.endswith(RESERVE) for path, _ in disk.image().walk()) is there
+        assert any(path.endswith(RESERVE) for path, _ in disk.image().walk()) is (wanted is not None)
+        assert disk.allocated == (() if wanted is None else (wanted * kib,))
         backend.keep_reserve()  # once is enough
         assert backend.list("") == ["FORMAT"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [3 * MIB, MIB], indirect=True)
+@pytest.mark.parametrize("how", ["retire", "prune"])
+def test_a_small_medium_that_is_full_can_be_pruned(tiny: Path, how: str) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    for step in (1, 2, 3):
+        save(store, step, nbytes=100 << 10)
+    _filled_to_the_last_byte(tiny)
+    if how == "retire":
+        store.retire("1", "2", take_over=True)
+    else:
+        store.prune("last:1", take_over=True)
+    assert store.gc().nbytes >= 200 << 10
+    save(store, 4, nbytes=100 << 10)
+    _whole(store, 3, 4)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [400 << 10], indirect=True)
+def test_where_there_is_no_reserve_the_error_says_what_helps(tiny: Path) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    save(store, 1, nbytes=BLOCK)
+    save(store, 2, nbytes=BLOCK)
+    others = _filled_to_the_last_byte(tiny)
+    with pytest.raises(StorageError, match=r"no reserve left .* 512 KiB are free\): delete something"):
+        store.retire("1", take_over=True)
+    others.unlink()
+    store.retire("1", take_over=True)
+    assert store.gc().segments
+
+
+# What the error of a full medium says
+
+
+def _fails_for_want_of_space(store: Store, nbytes: int, *, asynchronous: bool, first: int, **options: Any) -> str:
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, **options) as writer:
+        for step in range(first, first + 99):
+            weight = np.random.default_rng(step).integers(0, 256, nbytes, np.uint8)
+            try:
+                if asynchronous:
+                    writer.save_async({"weight": weight}, step).result()
+                else:
+                    writer.save({"weight": weight}, step)
+            except StorageError as error:
+                return str(error)
+    raise AssertionError("it never was full")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("ranks", [True, False])
+def test_a_store_without_rules_says_how_to_have_some(tiny: Path, asynchronous: bool, ranks: bool) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    options = {"group": Group(0, 1, LocalMailbox())} if ranks else {}
+    text = _fails_for_want_of_space(store, MIB, asynchronous=asynchronous, first=1, **options)
+    assert f"every checkpoint is kept: `ckpt prune {tiny}/store --keep last:3 --gc` keeps three" in text
+    assert text.count("in this store") == 1
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
+def test_what_readers_have_pinned_is_said_with_its_size_and_what_frees_it(tiny: Path) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    for step in (1, 2, 3):
+        save(store, step, nbytes=MIB)
+    store.keep("last:9", take_over=True)
+    with Pin(store.backend, [entry.id for entry in store.view().catalog.segments.values()]):
+        retire(store, 1)
+        text = _fails_for_want_of_space(store, 3 * MIB, asynchronous=True, first=4)
+        assert re.search(r"retired checkpoints that are not deleted yet take 1\S* MiB: `ckpt gc", text), text
+        assert "no reader has pinned it" in text
+    assert store.gc().nbytes >= MIB
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
+def test_what_others_build_on_is_said_with_its_size(tiny: Path) -> None:
+    store = Store(LocalBackend(tiny / "store", recycle="never"))
+    with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, deltas=DeltaOptions(interval=9)) as writer:
+        weight = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
+        for step in (1, 2):
+            weight[step] += 1
+            writer.save({"weight": weight}, step)
+    store.retire("1", take_over=True)
+    store.keep("last:9", take_over=True)
+    text = _fails_for_want_of_space(store, 3 * MIB, asynchronous=True, first=4)
+    assert re.search(r"1\S* MiB of retired checkpoints stay, because others build on them", text), text
+
+
+def test_space_is_not_short_where_the_rules_are_not_known() -> None:
+    """A full in place of a step diff frees nothing there: nothing is retired."""
+    held = {(1, step): _entry(step) for step in range(1, 6)}
+    kept = {(1, 6): _entry(6)}
+    for rules, short in ((("last:1",), True), (("last:1", "phase:9"), False), ((), False)):
+        catalog: Any = SimpleNamespace(
+            keep=rules, damage=(), lost=0, term=1, held=held, checkpoints=kept, latest=lambda: _entry(6)
+        )
+        assert short_of_space(catalog, lambda: 2000) is short
+        assert not short_of_space(catalog, lambda: 999), "no full fits"
+
+
+def _entry(step: int) -> Any:
+    return SimpleNamespace(nbytes=1000, step=step)

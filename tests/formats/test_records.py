@@ -27,7 +27,9 @@ from ckptstore.formats.records import (
     SegmentEntry,
     fold_key,
     fold_of,
+    in_format,
     manifest_key,
+    pin_of,
     request_of,
     segment_key,
     slot_key,
@@ -332,9 +334,14 @@ class TestKeys:
             *("log/1", "log/" + "x" * 20, "log/" + "0" * 20 + ".tmp", "0" * 20, "a"),
             *("fold/" + "0" * 20, "0" * 20 + "-" + "a" * 16),
             *("req/" + "0" * 10 + "-a", "0" * 10 + "-" + "a" * 32),
+            *("fold/" + "0" * 20 + "-" + "a" * 15 + "~", "req/" + "0" * 10 + "-" + "a" * 31 + "~", "FORMAT~"),
+            *("pins/" + "a" * 32 + "~", "pins/" + "A" * 32, "pins/a/" + "a" * 32, "pins/" + "a" * 31, "COPYING/x"),
+            *("seg/0000000001/notes.safetensors", "seg/1/" + "a" * 32 + ".json", "probe/x", ""),
         ],
     )
     def test_strangers_are_not_ours(self, key: str) -> None:
+        assert not in_format(key)
+        assert pin_of(key) is None
         assert slot_of(key) is None
         assert fold_of(key) is None
         assert request_of(key) is None

@@ -283,7 +283,7 @@ class TestWatch:
 
     def test_a_pin_released_while_the_pins_are_read_claims_nothing(self) -> None:
         world = World()
-        world.replace(pin_key("x"), b"")
+        world.replace(pin_key("0" * 32), b"")
 
         class Slow(FaultyBackend):
             def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:

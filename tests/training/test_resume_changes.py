@@ -476,6 +476,9 @@ def test_another_dtype_is_cast_with_a_warning_and_trains_on(tmp_path: Path, make
     fresh.step()
 
 
+MASK = torch.finfo(torch.float32).min
+
+
 def test_a_dtype_that_cuts_numbers_off_is_refused(tmp_path: Path) -> None:
     for dtype in (torch.complex64, torch.float32):
         model = Two()
@@ -500,6 +503,15 @@ def test_a_dtype_that_cuts_numbers_off_is_refused(tmp_path: Path) -> None:
         ("float32", [1e6, -1e6, float("inf")], "float16", 2),
         ("float32", [65_504.0, float("nan"), float("-inf")], "float16", 0),
         ("float64", [1e300, 0.1, 2.0], "float32", 1),
+        ("float32", [MASK, -MASK, 1.0], "bfloat16", 0),
+        ("float32", [MASK, -MASK, 1e6], "float16", 1),
+        ("float32", [MASK, 0.999 * MASK, 1.0], "float16", 1),
+        ("float16", [-65_504.0, 65_504.0, 1.0], "bfloat16", 0),
+        ("bfloat16", [torch.finfo(torch.bfloat16).min, 0.0, 1e9], "float16", 1),
+        ("float64", [torch.finfo(torch.float64).min, 0.0, 1.0], "float32", 0),
+        ("float64", [MASK, 0.0, 1.0], "bfloat16", 1),
+        ("float32", [MASK, -MASK, 1.0], "float8_e5m2", 0),
+        ("float32", [MASK, -MASK, 1.0], "float8_e4m3fnuz", 2),
         ("float32", [1e6, 0.1, 2.0], "float8_e4m3fn", 1),
         ("complex128", [1e300j, 0.1, 2.0], "complex64", 1),
         ("bool", [True, False, True], "int8", 0),
@@ -525,7 +537,8 @@ def test_a_dtype_that_is_too_small_for_a_number_is_refused(
     else:
         with pytest.warns(DeterminismWarning, match="tensors of the script have another dtype than the checkpoint's"):
             assert resumed(tmp_path / "s", model, optimizer) == 3
-        assert torch.equal(model.kept.nan_to_num(7.0), saved.kept.to(model.kept.dtype).nan_to_num(7.0))
+        found, wanted = (one.double().nan_to_num(7.0) for one in (model.kept, saved.kept.to(model.kept.dtype)))
+        assert torch.equal(found, wanted)
 
 
 def test_moments_that_would_become_infinite_are_refused(tmp_path: Path) -> None:
@@ -1131,3 +1144,112 @@ def test_what_a_module_s_own_way_of_loading_lacks_is_said_beside_repeated_elemen
         resumed(tmp_path / "s", other, optimizer, {"parts": "model"})
     assert "are as they were before" in caught.value.__notes__[0]
     assert all(torch.equal(one, before[name]) for name, one in other.state_dict().items())
+
+
+# Layers frozen and unfrozen
+
+
+def half_frozen(frozen: bool, **also: Any) -> Any:
+    torch.manual_seed(0)
+    model = Two(**also)
+    model.a.requires_grad_(not frozen)
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_frozen_and_was_not_is_told(tmp_path: Path, strategy: str, frozen: bool, compiled: bool) -> None:
+    trained(tmp_path, half_frozen(not frozen), strategy=strategy)
+    model = half_frozen(frozen)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if compiled:
+        model.b = torch.compile(model.b, backend="eager")
+        model.a = torch.compile(model.a, backend="eager")
+    mine, its = ("frozen", "trained") if frozen else ("trained", "frozen")
+    text = (
+        rf"2 parameters are {mine} in the script, and {its} in the checkpoint \(requires_grad\): "
+        r"model\.a\.weight, model\.a\.bias"
+    )
+    with (
+        Checkpointer(tmp_path, model=model, optimizer=optimizer, strategy=strategy) as checkpointer,
+        pytest.warns(DeterminismWarning, match=text),
+    ):
+        assert checkpointer.resume() == 3
+    assert model.a.weight.requires_grad is not frozen, "the script's choice stays"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_frozen_as_before_is_not_told(tmp_path: Path, frozen: bool) -> None:
+    trained(tmp_path, half_frozen(frozen))
+    model = half_frozen(frozen)
+    assert resumed(tmp_path, model, torch.optim.AdamW(model.parameters())) == 3
+
+
+def test_parts_say_nothing_of_it_and_neither_does_an_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, half_frozen(True))
+    model = half_frozen(False)
+    assert resumed(tmp_path, model, torch.optim.AdamW(model.parameters()), {"parts": ["model"]}) == 3
+    state = ckptstore.open(tmp_path).load(3, framework="torch")
+    del state["script"]["model"]
+    with ckptstore.open(tmp_path).writer() as writer:
+        writer.save(state, 4)
+    assert resumed(tmp_path, model, torch.optim.AdamW(model.parameters())) == 3
+
+
+def test_modules_of_extra_are_compared_too(tmp_path: Path) -> None:
+    model = half_frozen(False)
+    trained(tmp_path, model, extra={"ema": half_frozen(True)})
+    with pytest.warns(DeterminismWarning, match=r"2 parameters are trained .*: extra\['ema'\]\.a\.weight"):
+        resumed(tmp_path, model, torch.optim.AdamW(model.parameters()), extra={"ema": half_frozen(False)})
+
+
+def test_a_layer_that_is_frozen_while_the_run_goes_on_is_known_as_it_was_saved(tmp_path: Path) -> None:
+    """A plan of a state that stands must not keep what was frozen when it was made. SGD keeps nothing that tells."""
+    model = half_frozen(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, strategy="full") as checkpointer:
+        for step in range(6):
+            if step == 4:
+                model.a.requires_grad_(True)
+                model.b.requires_grad_(False)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, float(step + 1))
+            optimizer.step()
+            checkpointer.step()
+    store = ckptstore.open(tmp_path / "run")
+    said = [store.load(step)["script"]["model"] for step in (4, 5, 6)]
+    assert said == [{"frozen": ["a.weight", "a.bias"]}, *[{"frozen": ["b.weight", "b.bias"]}] * 2]
+    head = Two(c=nn.Linear(1, 1), d=nn.Linear(1, 1))
+    head.requires_grad_(False)
+    head.d.bias.requires_grad_(True)
+    trained(tmp_path / "head", head, lambda _: torch.optim.SGD([head.d.bias], lr=0.1))
+    assert ckptstore.open(tmp_path / "head").load(3)["script"]["model"] == {"trained": ["d.bias"]}
+
+
+def _one_step(checkpointer: Checkpointer) -> None:
+    checkpointer.resume()
+    for optimizer in checkpointer._captured.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    checkpointer.step()
+
+
+@pytest.mark.parametrize("order", [("gen", "disc"), ("disc", "gen")])
+def test_the_order_of_a_dict_of_optimizers_says_nothing(tmp_path: Path, order: tuple[str, str]) -> None:
+    def given(names: tuple[str, ...]) -> dict[str, Any]:
+        model = Two()
+        made = {"gen": torch.optim.AdamW(model.a.parameters()), "disc": torch.optim.SGD(model.b.parameters(), lr=0.1)}
+        return {"model": model, "optimizer": {name: made[name] for name in names}}
+
+    with Checkpointer(tmp_path, **given(order), strategy="full") as checkpointer:
+        _one_step(checkpointer)
+    said = ckptstore.open(tmp_path).load(1)["environment"]
+    assert (said["optimizer 0"].split(",")[0], said["optimizer 1"].split(",")[0]) == ("SGD", "AdamW")
+    with Checkpointer(tmp_path, **given(order[::-1]), strategy="full") as checkpointer:
+        assert checkpointer.resume() == 1

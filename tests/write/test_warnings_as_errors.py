@@ -91,6 +91,43 @@ def test_steps_that_are_lost(store: ckptstore.Store, killed: Callable[[int], Non
     assert saved(store, 6) == "5@4"
 
 
+def test_a_term_that_was_killed_before_its_first_checkpoint(
+    store: ckptstore.Store, killed: Callable[[int], None]
+) -> None:
+    killed(3)
+    with pytest.raises(ckptstore.LostStepsWarning, match="term 1 ended without closing"):
+        store.writer()
+    batch = ckptstore.DiffOptions(batch=50, seconds=None)
+    dead = store.writer(diffs=batch, poll_seconds=None)  # told already
+    for _ in range(2):  # the second time other steps are lost
+        number = dead.term
+        with pytest.raises(
+            ckptstore.LostStepsWarning,
+            match=rf"term {number} ended .* before its first checkpoint .* \(4 and following\) .* continues from 3@1",
+        ):
+            store.writer(diffs=batch)
+        dead = store.writer(diffs=batch, poll_seconds=None)  # which the start that was stopped is not
+    with pytest.raises(ckptstore.FencedError):
+        saved_by(dead, store)
+
+
+def saved_by(dead: Any, store: ckptstore.Store) -> None:
+    with pytest.warns(ckptstore.LostStepsWarning):
+        store.writer(poll_seconds=None).close()
+    with dead:
+        dead.save({"w": np.zeros(30, "<f4")}, 9)
+
+
+def test_going_back_says_nothing_of_a_term_that_saved(store: ckptstore.Store) -> None:
+    saved(store, 1, 2)
+    with store.writer(diffs=ckptstore.DiffOptions(batch=50, seconds=None), poll_seconds=None, parent="1") as writer:
+        writer.save({"w": np.full(30, 7, "<f4")}, 5)
+        with store.writer(parent="1@1", poll_seconds=None) as other:
+            other.save({"w": np.full(30, 8, "<f4")}, 6)
+        with contextlib.suppress(ckptstore.FencedError):
+            writer.poll()
+
+
 def test_a_change_of_somebody_else_tells_nobody(store: ckptstore.Store, killed: Callable[[int], None]) -> None:
     killed(3)
     store.tag("kept", "3@1", take_over=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.system_errors import is_bad_medium
 from ckptstore.errors import CkptError, StorageError
-from ckptstore.formats.records import Encoding
+from ckptstore.formats.records import Encoding, pin_of, request_of
 from ckptstore.host.progress import Tally
 from ckptstore.restore.plan import Edge, edge_of
 
@@ -32,6 +32,11 @@ class Damage:
     key: str
     what: str
     checkpoints: tuple[str, ...] = ()
+
+    @property
+    def passing(self) -> bool:
+        """Whether it is a pin or a request: no checkpoint needs it, and deleting the file mends the store."""
+        return pin_of(self.key) is not None or request_of(self.key) is not None
 
 
 @dataclass(frozen=True, slots=True)

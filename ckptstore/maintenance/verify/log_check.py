@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptionError, ForeignObjectError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import fold_of, object_of, slot_key
+from ckptstore.formats.records import fold_of, folder_term, object_of, slot_key
 from ckptstore.log.arriving import exists
 from ckptstore.log.folding import KEEP
 from ckptstore.log.journal import Journal
@@ -65,15 +65,21 @@ def check_log(
             found.add(slot_key(opened.seq), CorruptionError(what))
     unknown: dict[int, list[str]] = {}
     for key in sorted(listed):
-        place = object_of(key)
-        if place is not None and place[0] not in catalog.terms:
-            unknown.setdefault(place[0], []).append(key)
+        term = _term_of(key, catalog.term)
+        if term is not None and term not in catalog.terms:
+            unknown.setdefault(term, []).append(key)
     for term, keys in unknown.items():
         if all_foreign(journal.backend, journal.run, keys):
             found.strangers.update(keys)
             continue
         what = f"of term {term}, which the log does not have: its end was lost, or an older copy put back"
-        found.add(keys[-1], CorruptionError(what))
+        named = [key for key in keys if object_of(key) is not None]
+        if not named:
+            what += (
+                f". Readers refuse `latest` while seg/{term:010d}/ holds anything, although nothing in it has a "
+                "segment's name: if you know who put it there, delete that folder, and the store is whole"
+            )
+        found.add((named or keys)[-1], CorruptionError(what))
 
 
 def check_folds_listed(backend: Backend, listed: Iterable[str]) -> list[str]:
@@ -91,6 +97,16 @@ def check_folds_listed(backend: Backend, listed: Iterable[str]) -> list[str]:
         if keys or not had:
             return keys
     raise contradiction(backend, "one listing", "folds", "another", UNSAID)
+
+
+def _term_of(key: str, newest: int) -> int | None:
+    """The term in whose folder a key lies, by READ's rule: above the newest term whatever its name is."""
+    place = object_of(key)
+    if place is not None:
+        return place[0]
+    above = key.split("/")
+    # Prevents: a store called intact whose `latest` is an error to every reader.
+    return term if above[0] == "seg" and above[2:] and (term := folder_term(above[1])) > newest else None
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

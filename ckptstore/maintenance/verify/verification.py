@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePath
-from typing import Final
+from functools import partial
 
 from ckptstore.errors import (
     CkptError,
     CorruptionError,
     CorruptLogError,
     FormatError,
+    IncompatibleFormatError,
     KeyNotFoundError,
     StorageError,
 )
 from ckptstore.formats import texts
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.folds import FOLD_LIMIT, decode_fold, intact
 from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.markup import HtmlTable
 from ckptstore.formats.records import (
@@ -32,14 +32,18 @@ from ckptstore.formats.records import (
     FormatFile,
     Node,
     fold_of,
+    in_format,
+    object_of,
+    pin_of,
+    request_of,
     slot_key,
     slot_of,
 )
 from ckptstore.host.checks import MOST_THREADS, whole
-from ckptstore.host.progress import Progress, Tally
+from ckptstore.host.progress import Progress, Tally, phase
 from ckptstore.host.threads import default_threads
 from ckptstore.log import refs
-from ckptstore.log.arriving import exists, fold_bytes, slot_bytes, text_bytes
+from ckptstore.log.arriving import all_arrived, exists, slot_bytes
 from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.listings import every_object
@@ -52,14 +56,6 @@ from ckptstore.maintenance.verify.one_checkpoint import restricted
 from ckptstore.restore.plan import Plan, plan_all
 
 __all__ = ["Damage", "Unread", "VerificationReport", "verify"]
-
-_LIMITS: Final = {
-    "log": texts.SLOT_LIMIT,
-    "fold": FOLD_LIMIT,
-    "pins": texts.MANIFEST_LIMIT,
-    "req": texts.MANIFEST_LIMIT,
-}
-"""Folder -> bytes that an object in it may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,9 @@ class VerificationReport(HtmlTable):
         unknown: REFs of those of which it cannot be said, because of what was not read.
         latest: the checkpoint to continue from: the newest restorable one, or None.
         orphans: segments that nothing refers to (crashed saves, gc's prey); not damage, and not checked.
-        strangers: objects that are not part of a store, or of another run: left by a writer whose store was deleted.
+        strangers: what lies here and is no object of the store: under a name that the format does not have (put there
+            by an editor, a sync client, somebody), or of another run (left by a writer whose store was deleted). No
+            damage: nothing reads it, and nothing deletes it.
         objects: how many objects were checked.
         nbytes: how many bytes were checked.
         deep: whether everything was decoded.
@@ -148,7 +146,7 @@ def _verified(
     found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
     journal = Journal(journal.backend, format_file)
-    everything = catalog = _history(journal, keys, found, judged)
+    everything = catalog = _history(journal, keys, found, judged, progress)
     if ref is not None:
         target = refs.resolve(everything, ref)
         ref, catalog = target.ref, restricted(everything, target.node)
@@ -184,46 +182,55 @@ def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
     return format_file
 
 
-def _history(journal: Journal, keys: list[str], found: Findings, judged: dict[int, str]) -> Catalog:
+def _history(
+    journal: Journal, keys: list[str], found: Findings, judged: dict[int, str], progress: Progress | None
+) -> Catalog:
     """Every slot, fold, pin and request, whether the newest view needs it or not; `judged`: see `_verified`."""
     backend = journal.backend
     slots: dict[int, SlotHashes] = {}
 
-    def slot(key: str, data: bytes) -> object:
+    def slot(key: str, data: bytes) -> None:
         seq = slot_of(key)
-        if seq is None:
-            raise FormatError(f"{key}: not the name of a log slot")
+        assert seq is not None
         judged[seq] = xxh3_128(data)
         record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
         slots[seq] = SlotHashes(judged.pop(seq), record.previous)
-        return record
 
-    def fold(key: str, data: bytes) -> object:
-        place = fold_of(key)
-        if place is None:
-            raise FormatError(f"{key}: not the name of a fold")
-        return decode_fold(data, seq=place[0], run=journal.run, digest16=place[1], what=key)
+    def other(key: str, data: bytes) -> None:
+        if (place := fold_of(key)) is not None:
+            decode_fold(data, seq=place[0], run=journal.run, digest16=place[1], what=key)
+        elif pin_of(key) is not None:
+            texts.decode_pin(data, what=key)
+        else:
+            texts.decode_request(data, run=journal.run, what=key)
 
-    checks: dict[str, Callable[[str, bytes], object]] = {
-        "log": slot,
-        "fold": fold,
-        "pins": lambda key, data: texts.decode_pin(data, what=key),
-        "req": lambda key, data: texts.decode_request(data, run=journal.run, what=key),
-    }
-    for key in keys:
-        check = checks.get(key.partition("/")[0])
-        if check is None:
-            continue
+    def check(key: str, get: Callable[[], bytes], judge: Callable[[str, bytes], None]) -> None:
         try:
-            data = _bytes(journal, key)
-            check(key, data)
+            data = get()
+            judge(key, data)
             found.done(len(data), 1)
         except KeyNotFoundError as error:
             if exists(backend, key):
                 found.add(key, CorruptionError(f"its manifest is missing: {error}"))
             # else removed since the listing: a pin that ended, a slot that was folded
-        except (CorruptionError, FormatError, StorageError) as error:
+        except (CorruptionError, FormatError) as error:
+            found.add(key, _with_remedy(key, error))
+        except StorageError as error:
             found.add(key, error)
+
+    for key in keys:
+        if (seq := slot_of(key)) is not None:
+            check(key, partial(slot_bytes, backend, journal.run, seq), slot)
+    small = [key for key in keys if fold_of(key) or pin_of(key) or request_of(key)]
+    # Writers and readers may be at work beside this: what is torn may be on its way.
+    arriving = all_arrived(
+        small,
+        lambda key: backend.get(key, FOLD_LIMIT if fold_of(key) else texts.MANIFEST_LIMIT),
+        lambda key, data: not intact(data, place[1]) if (place := fold_of(key)) else texts.torn(data),
+        lambda done, total: phase(progress, "waiting for files that may be half written", done, total, "files"),
+    )
+    for key, got in arriving:
+        check(key, partial(_given, got), other)
     try:
         view = read(journal, look_above=True, tell=False)
     except CorruptLogError:
@@ -236,14 +243,29 @@ def _history(journal: Journal, keys: list[str], found: Findings, judged: dict[in
     return catalog
 
 
-def _bytes(journal: Journal, key: str) -> bytes:
-    """A small object, once nobody is writing it any more: writers and readers may be at work beside this."""
-    backend, kind = journal.backend, key.partition("/")[0]
-    if (seq := slot_of(key)) is not None:
-        return slot_bytes(backend, journal.run, seq)
-    if fold_of(key) is not None:
-        return fold_bytes(backend, journal.run, key)
-    return text_bytes(backend, key, _LIMITS[kind])
+def _with_remedy(key: str, error: CkptError) -> CkptError:
+    """What is wrong with a small object; of one that no checkpoint needs, what it holds back, and what mends it."""
+    if isinstance(error, IncompatibleFormatError):  # a newer version's, and whole
+        return error
+    if pin_of(key) is not None:
+        held = (
+            "no checkpoint needs it. While it is there gc deletes nothing, because nobody knows what it claims. Its "
+            "reader writes it anew within 30 s: if it stays as it is, delete this file"
+        )
+    elif request_of(key) is not None:
+        held = (
+            "no checkpoint needs it, and it holds nothing back. A writer refuses and deletes it; if nobody writes, "
+            "delete this file, and repeat the command that made it"
+        )
+    else:
+        return error
+    return CorruptionError(f"{str(error).removeprefix(f'{key}: ')}; {held}")
+
+
+def _given(found: bytes | CkptError) -> bytes:
+    if isinstance(found, CkptError):
+        raise found
+    return found
 
 
 def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionError], found: Findings) -> None:
@@ -283,8 +305,7 @@ def _report(
             affected.setdefault(catalog.segments[segment].key, []).append(entry.ref)
     live = {entry.key for entry in catalog.segments.values()}
     manifests = {f"seg/{term:010d}/{identity}.json" for identity, (term, _) in catalog.manifests.items()}
-    others = [key for key in keys if key.startswith("seg/") and key not in live | manifests | found.strangers]
-    known = ("seg/", "log/", "fold/", "pins/", "req/", "probe/")
+    others = [key for key in keys if object_of(key) is not None and key not in live | manifests | found.strangers]
     return VerificationReport(
         damage=tuple(Damage(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.damage)),
         unread=tuple(Unread(key, what, tuple(affected.get(key, ()))) for key, what in sorted(found.unread.items())),
@@ -292,9 +313,9 @@ def _report(
         lost=tuple(lost),
         unknown=tuple(unknown),
         latest=None if latest is None else describe_checkpoint(catalog, latest),
-        orphans=tuple(key for key in others if PurePath(key).suffix in (".safetensors", ".json")),
+        orphans=tuple(others),
         strangers=tuple(
-            key for key in keys if key in found.strangers or (key != FORMAT_KEY and not key.startswith(known))
+            key for key in keys if key in found.strangers or not (in_format(key) or key.startswith("probe/"))
         ),
         objects=found.objects,
         nbytes=found.nbytes,

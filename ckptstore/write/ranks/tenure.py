@@ -8,6 +8,7 @@ from ckptstore.errors import CkptError, CommitUnknownError, MailboxError, RankMi
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.log.checkpoints import CheckpointInfo
 from ckptstore.write.ledger import Saves
+from ckptstore.write.no_space import tell_what_holds_space
 from ckptstore.write.ranks.agreeing import Agreement
 from ckptstore.write.ranks.committing import RankCommitter
 from ckptstore.write.ranks.division import Family
@@ -118,6 +119,8 @@ class Tenure:
         """Whoever waits for a step hears that it failed; if nobody does, the next call raises it."""
         if one.done.done():
             return
+        if (committer := self.committer) is not None:
+            tell_what_holds_space(error, lambda: committer.log.catalog, committer.log.journal.backend)
         if one.asynchronous and not one.told:
             self.saves.fail(one.step, error, one.done)
         else:

@@ -431,7 +431,7 @@ class Diffs:
 def _warn_unexplained(step: int, missed: int) -> None:
     """Say why a step is stored as a difference."""
     warn(
-        f"step {step} is stored as a difference, which takes up to three times the bytes: step {missed} before it "
+        f"step {step} is stored as a difference, which takes more bytes: step {missed} before it "
         "could not be stored, and one step can be explained",
         UnexplainedStepWarning,
     )

@@ -7,7 +7,8 @@ beside them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,7 +28,7 @@ class Excess:
     """Parameters, compressed together, that take more than an explained step does.
 
     Attributes:
-        leader: the first of their tensors.
+        leader: the first of their tensors. Another of them may be the one that takes so much.
         parameters: how many.
         bits: stored for each of their numbers; None: more than the tensors themselves take, so they are stored as
             differences.
@@ -67,8 +68,6 @@ class Unexplained:
         if not excess or skipped in self._said:
             return
         self._said.add(skipped)
-        largest = max(excess, key=lambda one: one.bits or 0.0)
-        bits = "" if largest.bits is None else f" ({largest.bits:.0f} bits a number, where 32 are enough)"
         if skipped:
             gone = f"step {base + 1}" if step == base + 2 else f"steps {base + 1} to {step - 1}"
             why = (
@@ -83,13 +82,18 @@ class Unexplained:
                 "takes as little, and less time"
             )
         warn(
-            f"step {step} takes up to three times the bytes of an explained step for {_parameters(excess)}{bits}: "
-            f"{why}. No bit is lost",
+            f"step {step} takes more bytes than an explained step for {_parameters(excess)}: {why}. No bit is lost",
             UnexplainedStepWarning,
         )
 
 
-def _parameters(excess: Iterable[Excess]) -> str:
-    found = list(excess)
-    count = sum(one.parameters for one in found)
-    return f"{found[0].leader!r}" + (f" and {counted(count - 1, 'more parameter')}" if count > 1 else "")
+def _parameters(excess: Sequence[Excess]) -> str:
+    """Which they are, as far as it is known, and what they take: the one that takes most, and how many more."""
+    largest = max(excess, key=lambda one: math.inf if one.bits is None else one.bits)
+    taken = "more bits than its tensors have" if largest.bits is None else f"{largest.bits:.0f} bits a number"
+    name = f"{largest.leader!r}"
+    if largest.parameters > 1:
+        # Small parameters have one payload together. Which of them was changed it does not say.
+        name = f"one or more of {largest.parameters} small parameters that are compressed together, {name} the first"
+    more = counted(len(excess) - 1, "more payload") if excess[1:] else ""
+    return f"{name} ({taken}, where 32 are enough)" + (f" and {more}" if more else "")
