@@ -320,7 +320,7 @@ class TestWholeDemo:
     def test_each_step_of_each_term_takes_what_an_explained_one_does(
         self, finished: tuple[OutputFolder, Any, str]
     ) -> None:
-        """Also right after a kill, when plans and forms of states are made anew: bits a parameter, small headers too."""
+        """Also right after a kill, when plans and forms of states are made anew. In bits a parameter."""
         import ckptstore
 
         terms: dict[int, list[ckptstore.CheckpointInfo]] = {}
