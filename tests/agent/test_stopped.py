@@ -358,7 +358,7 @@ _BEFORE = f"""
 import random, json, signal, selectors
 for name in {_USERS}:
     with open(name + ".py", "w") as file:
-        file.write("raise RuntimeError('this is the user\\'s')\\n")
+        file.write("raise RuntimeError('a file of the user')\\n")
 """
 """A trainer that has its modules already when files of these names come into its folder, which is on its path."""
 
