@@ -7,6 +7,7 @@ from typing import Final
 
 __all__ = ["state_of", "stopped"]
 
+_GROUPS: Final = Path("/sys/fs/cgroup")
 _STATES: Final = {
     "D": "it waits for a device",
     "R": "it is running",
@@ -43,7 +44,7 @@ def _letter(pid: int) -> str:
 
 
 def _frozen(pid: int) -> str | None:
-    """The control group of a process, if it is frozen (versions 1 and 2)."""
+    """The control group of a process, if it is frozen (version 1, version 2, or both side by side)."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -51,13 +52,16 @@ def _frozen(pid: int) -> str | None:
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        try:
-            if number == "0" and "frozen 1" in Path(f"/sys/fs/cgroup{path}/cgroup.events").read_text("utf-8"):
-                return path
-            if "freezer" in controllers.split(",") and (
-                Path(f"/sys/fs/cgroup/freezer{path}/freezer.state").read_text("utf-8").strip() == "FROZEN"
-            ):
-                return path
-        except (OSError, UnicodeDecodeError):
-            continue
+        if number == "0" and any(_says(root, path, "cgroup.events", "frozen 1") for root in ("", "unified")):
+            return path
+        if "freezer" in controllers.split(",") and _says("freezer", path, "freezer.state", "FROZEN"):
+            return path
     return None
+
+
+def _says(root: str, group: str, name: str, line: str) -> bool:
+    """Whether a file of a control group has a line."""
+    try:
+        return line in (_GROUPS / root / group.lstrip("/") / name).read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -37,6 +37,8 @@ _SHARE_IDLE: Final = 200
 """The same while there are no rules: then a round only looks whether some have come."""
 _PAUSE_IDLE: Final = 1.0
 """Seconds, at least, between such rounds."""
+_PAUSE_IDLE_MOST: Final = 20.0
+"""Seconds, at most: one slow round, as the first often is, does not delay for long what comes later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class Retention:
                 self._free = free
                 pause = _SHARE * (ended - began)
                 if self._idle:
-                    pause = max(_PAUSE_IDLE, _SHARE_IDLE * (ended - began))
+                    pause = min(max(_PAUSE_IDLE, _SHARE_IDLE * (ended - began)), _PAUSE_IDLE_MOST)
                 self._not_before = ended + pause
                 self._round = None
 

@@ -89,6 +89,73 @@ def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path) -> None
     assert ckptstore.verify(tmp_path / "s", deep=True).ok
 
 
+class Freezer:
+    """A control group of this test. What is in it can be frozen, as `docker pause` and batch systems do it."""
+
+    def __init__(self, parent: Path, name: str, frozen: str, thawed: str) -> None:
+        self.parent = parent
+        self.group = parent / f"ckptstore-test-{os.getpid()}"
+        self.switch = self.group / name
+        self.frozen = frozen
+        self.thawed = thawed
+        self.pids: list[int] = []
+
+    def freeze(self, pid: int) -> None:
+        (self.group / "cgroup.procs").write_text(str(pid))
+        self.pids.append(pid)
+        self.switch.write_text(self.frozen)
+        until(lambda: stopped(pid) is not None)
+
+    def thaw(self) -> None:
+        self.switch.write_text(self.thawed)
+
+    def end(self) -> None:
+        self.thaw()
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # it has ended
+                (self.parent / "cgroup.procs").write_text(str(pid))
+        until(lambda: not (self.group / "cgroup.procs").read_text())
+        self.group.rmdir()
+
+
+@pytest.fixture(params=["cgroup", "cgroup2"])
+def freezer(request: pytest.FixtureRequest) -> Iterator[Freezer]:
+    """Of version 1 or 2, if this machine has it and lets us."""
+    for line in Path("/proc/self/mounts").read_text("utf-8").splitlines():
+        _, place, kind, options = line.split()[:4]
+        if kind != request.param or (kind == "cgroup" and "freezer" not in options.split(",")):
+            continue
+        first = Freezer(Path(place), "freezer.state", "FROZEN", "THAWED")
+        one = first if kind == "cgroup" else Freezer(Path(place), "cgroup.freeze", "1", "0")
+        try:
+            one.group.mkdir()
+        except OSError as error:
+            pytest.skip(f"no control group can be made in {place}: {error}")
+        yield one
+        one.end()
+        return
+    pytest.skip(f"no freezer of {request.param} is mounted here")
+
+
+@pytest.mark.usefixtures("hurried")
+def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Freezer) -> None:
+    with ckptstore.agent.writer(tmp_path / "s", max_in_flight=1) as writer:
+        writer.save(begun(), 0)
+        freezer.freeze(writer.agent_pid)
+        began = time.monotonic()
+        with pytest.warns(SilentAgentWarning) as told, pytest.raises(AgentSilentError) as raised:
+            writer.save(truth(1), 1)
+        assert 1.5 < time.monotonic() - began < 20
+        for text in (str(told[0].message), str(raised.value)):
+            assert f"process {writer.agent_pid}" in text
+            assert f"its control group /{freezer.group.name} is frozen: thaw that" in text
+        freezer.thaw()
+        until(lambda: answers(writer))
+        writer.save(truth(2), 2)
+    assert ckptstore.open(tmp_path / "s").latest_step() == 2
+    assert ckptstore.verify(tmp_path / "s", deep=True).ok
+
+
 @pytest.mark.usefixtures("hurried")
 def test_one_that_goes_on_in_time_is_only_spoken_of(tmp_path: Path) -> None:
     with ckptstore.agent.writer(tmp_path / "s") as writer:
@@ -286,6 +353,15 @@ def test_a_blocked_sigterm_is_not_inherited(tmp_path: Path) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_USERS = ("random", "json", "signal", "ckptstore_not", "selectors")
+_BEFORE = f"""
+import random, json, signal, selectors
+for name in {_USERS}:
+    with open(name + ".py", "w") as file:
+        file.write("raise RuntimeError('a file of the user')\\n")
+"""
+"""A trainer that has its modules already when files of these names come into its folder, which is on its path."""
+
 _PLAIN = """
 import sys
 import numpy as np
@@ -296,13 +372,17 @@ with ckptstore.agent.writer(sys.argv[1]) as writer:
 """
 
 
-def test_a_file_of_the_user_s_kills_no_agent(tmp_path: Path) -> None:
-    for name in ("random", "json", "signal", "ckptstore_not", "selectors"):
-        (tmp_path / f"{name}.py").write_text("raise RuntimeError('this is the user\\'s')\n")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _PLAIN, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("how", ["-P", "-c", "script", "-m"])
+def test_a_file_of_the_user_s_kills_no_agent(tmp_path: Path, how: str) -> None:
+    """Named as modules of Python that only the agent still has to import: the trainer found its own before."""
+    script = f"{_BEFORE}{_PLAIN}"
+    (tmp_path / "trainer.py").write_text(script)
+    words = {"-P": ["-P", "-c", script], "-c": ["-c", script], "script": ["trainer.py"], "-m": ["-m", "trainer"]}[how]
+    command = [sys.executable, *words, tmp_path / "s"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    for name in _USERS:
+        assert (tmp_path / f"{name}.py").exists()
     assert ckptstore.open(tmp_path / "s").latest_step() == 1
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from ckptstore.analysis import Analysis, Options, analyze, write_report
-from ckptstore.analysis.titles import codecs_title, shipping_title, why_not_soonest
+from ckptstore.analysis.advice import IntervalCost
+from ckptstore.analysis.titles import codecs_title, intervals_title, shipping_title, why_not_soonest
 from ckptstore.analysis.wording import percent, ratio
 from ckptstore.errors import MissingDependencyError, StorageError
 from ckptstore.formats.sizes import size
@@ -121,6 +122,23 @@ def test_a_title_says_the_numbers_of_its_picture(found: Analysis) -> None:
     """The picture is of one gap; the recommendation may have been measured at another."""
     wrong = [replace(one, estimate=replace(one.estimate, fraction=1e-9)) for one in found.advice.groups]
     assert codecs_title(replace(found, advice=replace(found.advice, groups=tuple(wrong)))) == codecs_title(found)
+
+
+@pytest.mark.parametrize(
+    ("best", "means", "title"),
+    [
+        (3, {0: 100.0, 2: 60.0, 3: 50.0}, "T = 3 stores least: 50 B per checkpoint"),
+        (3, {0: 100.0, 2: 49.96, 3: 50.0}, "T = 3 stores as little as T = 2 within 0.1 %: 50 B per checkpoint"),
+        (0, {0: 100.0, 2: 120.0}, "No interval pays: fulls alone store least"),
+        (0, {0: 100.0, 2: 99.95}, "No interval pays: none stores 0.1 % less than fulls alone"),
+    ],
+)
+def test_a_title_says_that_an_interval_stores_least_only_where_the_table_does(
+    found: Analysis, best: int, means: dict[int, float], title: str
+) -> None:
+    costs = {interval: IntervalCost(interval, 1, mean, mean, 1.0) for interval, mean in means.items()}
+    advice = replace(found.advice, best=costs[best], alternatives=tuple(costs.values()))
+    assert intervals_title(replace(found, advice=advice)).startswith(title)
 
 
 def test_wording(found: Analysis) -> None:

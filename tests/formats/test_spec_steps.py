@@ -233,3 +233,22 @@ def test_rules_are_those_of_the_page() -> None:
         assert told == set(rule.params)
         if rule.params["rule"] != "skip/1":
             assert page.Rule(rule.params).slots == list(rule.slots)
+
+
+def test_rules_in_the_docs_are_those_of_the_page() -> None:
+    """docs/optimizer.md says the members of each rule, and what the first momentum is predicted as."""
+    docs = (Path(__file__).parents[2] / "docs" / "optimizer.md").read_text(encoding="utf-8")
+    said = {
+        rule: {"rule", *re.findall(r'"(\w+)"', members)}
+        for rule, members in re.findall(r'^\{"rule": "(\w+/\d+)",([^}]*)\}', docs, re.MULTILINE)
+    }
+    expected: dict[str, set[str]] = {}
+    for rule in rules():
+        expected.setdefault(rule.params["rule"], set()).update(rule.params)
+    assert said == expected
+    for sentence in (
+        r"`\[b \* 0\]`(, which is| \(which is) -0 or NaN for some b",
+        r"`momentum_buffer`: `\[b \* \{?momentum\}?\]`",
+    ):
+        assert len(re.findall(sentence, docs)) == len(re.findall(sentence, SPEC)) == 1
+    assert set(re.findall(r"[Rr]ules? `(\w+/\d+)`", docs)) <= set(optim.RULES)

@@ -204,6 +204,26 @@ def test_loops_as_plain_python_are_no_kernels(pristine: Stores, tmp_path: Path) 
     assert len(list(ckptstore.open(tmp_path / "repaired").checkpoints())) == len(pristine["adam"][1])
 
 
+_DIFFS = """
+import sys, ckptstore
+from tests.write.test_diffs import Trainer
+trainer = Trainer(0, {"wide": (600, 700)})
+with ckptstore.open(sys.argv[1]).writer(diffs=ckptstore.DiffOptions()) as writer:
+    for step in range(1, 4):
+        trainer.train()
+        print(writer.save(trainer.state(), step, updates=trainer.updates()).kind)
+"""
+
+
+def test_step_diffs_are_written_without_the_compiler(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    environment.pop("CKPTSTORE_KERNELS", None)
+    command = [sys.executable, "-W", "error", "-c", _DIFFS, tmp_path / "run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["full", "gradient", "gradient"]), done.stderr
+    assert ckptstore.verify(tmp_path / "run", deep=True).ok
+
+
 @pytest.mark.parametrize("name", ["combine", "moments"])
 def test_damage_stays_damage(pristine: Stores, tmp_path: Path, name: str) -> None:
     """Also beside a wrong kernel: what numpy finds, too, is said, and nothing else."""

@@ -317,6 +317,26 @@ class TestWholeDemo:
         assert summary["store"]["checkpoints"] == RUN.steps
         assert summary["store"]["terms"] == RUN.kills + 1
 
+    def test_each_step_of_each_term_takes_what_an_explained_one_does(
+        self, finished: tuple[OutputFolder, Any, str]
+    ) -> None:
+        """Also right after a kill, when plans and forms of states are made anew. In bits a parameter."""
+        import ckptstore
+
+        terms: dict[int, list[ckptstore.CheckpointInfo]] = {}
+        for info in ckptstore.open(finished[0].store).checkpoints():
+            terms.setdefault(info.term, []).append(info)
+        assert len(terms) == RUN.kills + 1
+        assert max(map(len, terms.values())) > 4
+        diffs = {}
+        for first, *others in terms.values():
+            assert first.kind == "full"
+            diffs |= {info.ref: info.stored * 8 / RUN.parameters for info in others}
+            assert {info.kind for info in others} <= {"gradient"}
+        usual = sorted(diffs.values())[len(diffs) // 2]
+        assert usual < 42, diffs  # a difference takes 55 and more
+        assert max(diffs.values()) < 1.15 * usual, diffs
+
     def test_the_supervisor_never_imports_torch(self, finished: tuple[OutputFolder, Any, str]) -> None:
         import subprocess
 

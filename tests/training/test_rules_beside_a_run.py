@@ -1,4 +1,4 @@
-"""Rules that come while a run saves, and go again: what they retire is deleted, whoever writes."""
+"""Rules of a run, set before it or while it saves: what they retire is deleted, whoever writes and however."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
-from ckptstore import Store  # noqa: E402
-from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore import DeltaOptions, Store  # noqa: E402
+from ckptstore.training import Checkpointer, retention  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox  # noqa: E402
+from tests.forms import short_or  # noqa: E402
 
 
 def segments(store: Store) -> int:
@@ -22,12 +23,13 @@ def segments(store: Store) -> int:
 
 
 class Job:
-    def __init__(self, store: Store, **options: Any) -> None:
+    def __init__(self, store: Store, *, strategy: Any = "full", **options: Any) -> None:
         self.model = torch.nn.Linear(20, 20)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.store = store
+        self.saved = 0
         self.checkpointer = Checkpointer(
-            store.url, model=self.model, optimizer=self.optimizer, strategy="full", **options
+            store.url, model=self.model, optimizer=self.optimizer, strategy=strategy, **options
         )
 
     def run(self, steps: int) -> None:
@@ -35,11 +37,16 @@ class Job:
             self.model(torch.randn(4, 20)).square().mean().backward()
             self.optimizer.step()
             self.checkpointer.step()
+            self.saved += 1
+
+    def deleted(self) -> int:
+        """How many segments at least. On a busy machine many come between one round of the collector and the next."""
+        return self.saved - segments(self.store)
 
     def run_until(self, true: Callable[[], bool]) -> None:
         end = time.monotonic() + 120
         while not true():
-            assert time.monotonic() < end, f"{segments(self.store)} segments"
+            assert time.monotonic() < end, f"{segments(self.store)} segments of {self.saved}"
             self.run(1)
             time.sleep(0.05)
 
@@ -51,19 +58,87 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("strategy", ["full", "delta", "gradient"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rules_that_come_free_what_they_retire(tmp_path: Path, kind: str) -> None:
+def test_rules_that_come_free_what_they_retire(tmp_path: Path, kind: str, strategy: str) -> None:
+    """What newer checkpoints are restored with stays until they are retired, too: at most one chain."""
     store = ckptstore.open(tmp_path / "run")
-    job = Job(store, **KINDS[kind]())
+    how: dict[str, Any] = {"deltas": DeltaOptions(interval=8)} if strategy == "delta" else {"full_every": 8}
+    job = Job(store, strategy=strategy, **how, **KINDS[kind]())
     with job.checkpointer:
         job.checkpointer.resume()
-        job.run(30)
+        job.run(40)
         job.checkpointer.wait()
-        assert len(store.checkpoints()) == 30
+        assert {info.kind for info in store.checkpoints()} == {"full", strategy}
+        assert len(store.checkpoints()) == 40
         store.keep("last:5")
-        job.run_until(lambda: segments(store) < 20)
+        job.run_until(lambda: job.deleted() > 20)
     assert len(store.checkpoints()) == 5
-    assert segments(store) < 20
+    assert segments(store) <= (5 + 8) * (2 if kind == "ranks" else 1)  # of ranks: one with the tree, and one of each
+    assert store.verify(deep=True).ok
+
+
+class Slow:
+    """The time of the thread that deletes: each look at it is so many seconds later."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.step = 0.0
+
+    def monotonic(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def test_one_slow_look_does_not_keep_rules_from_having_an_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that finds no rules looks again soon, however long the look took."""
+    clock = Slow()
+    monkeypatch.setattr(retention, "time", clock)
+    store = ckptstore.open(tmp_path / "run")
+    job = Job(store)
+    with job.checkpointer:
+        job.checkpointer.resume()
+        clock.step = 10.0  # the first look takes ten seconds, and more
+        job.run(1)
+        job.checkpointer.wait()
+        end = time.monotonic() + 60
+        while clock.now < 20 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        clock.step = 0.0
+        job.run(29)
+        store.keep("last:5")
+        clock.now += 30.0
+        job.run_until(lambda: job.deleted() > 20)
+
+
+@pytest.mark.filterwarnings("ignore::ckptstore.training.SlowSavesWarning")  # of so small a model saving is all the work
+def test_rules_of_the_recommended_kind_cost_fulls_and_one_chain(tmp_path: Path) -> None:
+    """Step diffs, the newest and every fiftieth kept: each of these is a full, and nothing else stays stored for it."""
+    steps, every, last = short_or(400, 1000), 50, 10
+    store = ckptstore.open(tmp_path / "run")
+    stored: dict[int, int] = {}
+
+    def told(metrics: ckptstore.SaveMetrics) -> None:
+        stored[metrics.step] = metrics.stored
+
+    rules = [f"last:{last}", f"every:{every}"]
+    job = Job(store, strategy="gradient", full_every=every, keep=rules, on_metrics=told)
+    with job.checkpointer:
+        job.checkpointer.resume()
+        job.run(steps)
+    kept = [info.step for info in store.checkpoints()]
+    assert kept == sorted({*range(every, steps + 1, every), *range(steps - last + 1, steps + 1)})
+    there = {key: store.backend.size(key) for key in store.backend.list("seg/") if key.endswith(".safetensors")}
+    full, diff = stored[1], max(stored[step] for step in range(steps - last, steps))
+    assert diff < 0.7 * full
+    assert sum(there.values()) <= 1.05 * (steps / every * full + every * diff), there
+    held = {step for _, step in store.view().catalog.held}
+    assert min(held) > steps - every, held
+    assert len(there) <= steps / every + every
+    assert store.verify(deep=True).ok
 
 
 def test_rules_that_are_gone_again_before_anybody_looked(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import ckptstore.agent
 import ckptstore.training
 from ckptstore.host.caller_warnings import warn
 from ckptstore.training import Checkpointer, UnsavedStepWarning
+from tests import warmth
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -120,3 +122,42 @@ def test_a_metric_that_ranks_nothing(tmp_path: Path) -> None:
         with pytest.raises(UnsavedStepWarning, match="keep_best"):
             checkpointer.step(metrics={"loss": float("nan")})
     assert ckptstore.open(tmp_path / "run").latest_step() == 1
+
+
+_REQUEUED = """
+import os, sys
+import torch
+from ckptstore.training import Checkpointer
+from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+
+group = {"group": Group(0, 1, LocalMailbox())} if sys.argv[1] == "ranks" else {}
+model = torch.nn.Linear(40, 40)
+optimizer = torch.optim.AdamW(model.parameters())
+with Checkpointer(sys.argv[2], model=model, optimizer=optimizer, strategy="gradient", batch=8, **group) as checkpointer:
+    start = checkpointer.resume()
+    print(start, flush=True)
+    for step in range(13):
+        model(torch.ones(2, 40)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpointer.step()
+    checkpointer.wait()
+    optimizer.step()
+    checkpointer.step()
+    os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", "ranks"])
+def test_a_job_that_is_killed_and_requeued_again_and_again_gets_further(tmp_path: Path, kind: str) -> None:
+    """It loses a step each time. The next start says so, as an error, and the one after it does not."""
+    reached = []
+    for _ in range(3):
+        done = warmth.run([sys.executable, "-W", "error", "-c", _REQUEUED, kind, str(tmp_path / "run")])
+        if done.stdout:
+            assert done.returncode == 9, done.stderr
+            reached.append(int(done.stdout))
+        else:
+            assert "LostStepsWarning: term 1 ended without closing" in done.stderr
+    assert len(reached) == 2
+    assert reached[1] >= 13

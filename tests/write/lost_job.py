@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ckptstore
 from ckptstore.backends.local import LocalBackend
@@ -51,15 +52,19 @@ def saved(note: Callable[[int], None], store: Path, **how: Any) -> None:
             note(step)
 
 
-def trained(note: Callable[[int], None], store: Path, **how: Any) -> None:
-    """A script with a `Checkpointer`."""
+def trained(note: Callable[[int], None], store: Path, sharded: bool = False, **how: Any) -> None:
+    """A script with a `Checkpointer`. It resumes. The model is replicated (DDP), or in shards (FSDP2)."""
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(30, 30))
+    model: nn.Module = nn.Linear(30, 30)
+    if sharded:
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(
         store, model=model, optimizer=optimizer, max_in_flight=IN_FLIGHT, rank_timeout=60.0, **how
     ) as checkpointer:
-        for step in range(1, 10**6):
+        for step in range(checkpointer.resume() + 1, 10**6):
             model(torch.ones(2, 30)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -74,6 +79,8 @@ JOBS: Final[dict[str, Callable[[Callable[[int], None], Path], None]]] = {
     "diffs": lambda note, store: saved(note, store, diffs=_DIFFS),
     "checkpointer": lambda note, store: trained(note, store, strategy="full", save_every=1),
     "batches": lambda note, store: trained(note, store, strategy="gradient", save_every=1, batch=BATCH),
+    "sharded": lambda note, store: trained(note, store, True, strategy="full", save_every=1),
+    "sharded-batches": lambda note, store: trained(note, store, True, strategy="gradient", save_every=1, batch=BATCH),
 }
 
 

@@ -154,13 +154,32 @@ def test_a_step_that_fails_leaves_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("job", ["fulls", "bounded", "diffs", "checkpointer", "batches"])
 def test_a_kill_costs_no_more_than_is_promised(tmp_path: Path, job: str) -> None:
     """Real gloo ranks, on a slow medium, killed all at once while they save as fast as they can."""
+    killed(tmp_path, job)
+    assert lost(tmp_path) <= IN_FLIGHT + (BATCH if job in ("diffs", "batches") else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sharded", "sharded-batches"])
+def test_nor_of_a_model_in_shards(tmp_path: Path, job: str) -> None:
+    """FSDP2, killed, resumed and killed again, after any number of steps."""
+    chance = random.Random(job)
+    for _ in range(short_or(2, 12)):
+        killed(tmp_path, job, chance.randrange(3, 40))
+        assert lost(tmp_path) <= IN_FLIGHT + (BATCH if job == "sharded-batches" else 0)
+
+
+def killed(folder: Path, job: str, steps: int = 40) -> None:
+    """Two ranks of a job, from where the store is until each has given so many steps more."""
     pytest.importorskip("torch.distributed")
+    until = steps + (ckptstore.open(folder / "store").latest_step() or 0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    for rank in range(2):
+        (folder / f"given-{rank}").write_text("")
     ranks = [
         warmth.start(
-            [sys.executable, "-m", "tests.write.lost_job", str(port), str(rank), "2", str(tmp_path), job],
+            [sys.executable, "-m", "tests.write.lost_job", str(port), str(rank), "2", str(folder), job],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -169,7 +188,7 @@ def test_a_kill_costs_no_more_than_is_promised(tmp_path: Path, job: str) -> None
     ]
     try:
         end = time.monotonic() + 120
-        while min(given(tmp_path, rank) for rank in range(2)) < 40:
+        while min(given(folder, rank) for rank in range(2)) < until:
             assert time.monotonic() < end, "no rank gives steps"
             assert all(rank.poll() is None for rank in ranks), "\n".join(one.communicate()[0] for one in ranks)
             time.sleep(0.01)
@@ -179,9 +198,11 @@ def test_a_kill_costs_no_more_than_is_promised(tmp_path: Path, job: str) -> None
         for one in ranks:
             one.kill()
             one.communicate()
-    batch = BATCH if job in ("diffs", "batches") else 0
-    lost = max(given(tmp_path, rank) for rank in range(2)) - (ckptstore.open(tmp_path / "store").latest_step() or 0)
-    assert lost <= IN_FLIGHT + batch
+
+
+def lost(folder: Path) -> int:
+    """How many steps were given, and are not in the store."""
+    return max(given(folder, rank) for rank in range(2)) - (ckptstore.open(folder / "store").latest_step() or 0)
 
 
 def given(folder: Path, rank: int) -> int:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 import ckptstore
 from ckptstore import DiffOptions, HiddenTensorsWarning, RankOptions, UnsupportedStateError, Update
+from ckptstore.cli.main import cli
 from ckptstore.errors import CkptError
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
@@ -49,7 +55,7 @@ def plain(state: Any) -> Any:
         return {key: plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return type(state)(plain(element) for element in state)
-    return state.tolist() if isinstance(state, np.ndarray) else state
+    return state.tolist() if hasattr(state, "dtype") else state
 
 
 CASES: dict[str, tuple[list[Any], Any]] = {
@@ -104,17 +110,47 @@ def test_every_way_to_a_state_without_a_rank_has_all_of_it(tmp_path: Path, name:
     assert {found.name for found in store.compare(1, 1)} == names
 
 
+def numbers(state: Any) -> Iterator[int]:
+    """The number that each tensor of a state is full of: no two tensors have the same."""
+    for member in state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ():
+        yield from numbers(member)
+    if hasattr(state, "dtype"):
+        (value,) = set(state.tolist())
+        yield int(value)
+
+
+def ckpt(*words: object) -> str:
+    """What the command prints."""
+    found = CliRunner().invoke(cli, [str(word) for word in words], prog_name="ckpt")
+    assert found.exit_code == 0, found.output
+    return found.stdout
+
+
+def exported(store: ckptstore.Store, folder: Path) -> dict[str, Any]:
+    """What each way out of the store, in Python and by the command, has of checkpoint 1: way -> state."""
+    store.export(1, folder / "python.safetensors")
+    ckpt("restore", store.url, 1, "--out", folder / "command.safetensors")
+    states = {one: load_file(folder / one) for one in ("python.safetensors", "command.safetensors")}
+    try:
+        import torch
+    except ImportError:
+        return states
+    store.export(1, folder / "python.pt")
+    ckpt("restore", store.url, 1, "--out", folder / "command.pt")
+    return states | {one: torch.load(folder / one, weights_only=True) for one in ("python.pt", "command.pt")}
+
+
 @settings(max_examples=short_or(12, 60), deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 3))
 def test_any_parts_of_a_state_in_any_order(seed: int, size: int) -> None:
-    """Random states, real writers: what a rank has is what a process that is no rank loads."""
+    """Random states, real writers: what a rank has is what a process that is no rank loads, exports and is shown."""
     chance = random.Random(seed)
-    numbers = iter(range(1, 1000))
+    unused = iter(range(1, 1000))
 
     def made(depth: int) -> Any:
         kind = chance.choice(["tensor", "tensor", "value", *(["dict", "integers", "list", "tuple"] if depth else [])])
         if kind == "tensor":
-            return full(next(numbers))
+            return full(next(unused))
         if kind == "value":
             return chance.choice([None, 1, "text", 2.5])
         if kind in ("list", "tuple"):
@@ -140,11 +176,20 @@ def test_any_parts_of_a_state_in_any_order(seed: int, size: int) -> None:
 
     whole = {"always": full(0), **{key: made(3) for key in "xyz"}}
     states = [{"always": full(0)} | part(whole) for _ in range(size)]
-    store = saved(states)
-    assert plain(store.load(1)) == plain(together(states))
+    store, union = saved(states), together(states)
+    assert plain(store.load(1)) == plain(union)
     for rank, state in enumerate(states):
         assert plain(store.load(1, rank=rank)) == plain(state)
     assert store.verify().ok
+    expected = sorted(numbers(union))
+    read = [np.frombuffer(store.read_tensor(1, name).tobytes(), "<f4") for name in store.tensors(1)]
+    assert sorted(numbers(read)) == expected
+    shown = {one["name"] for one in json.loads(ckpt("inspect", store.url, 1, "--json"))["tensors"]}
+    assert shown == {one.name for one in store.inspect(1).tensors} == set(store.tensors(1))
+    with tempfile.TemporaryDirectory() as folder:
+        for way, state in exported(store, Path(folder)).items():
+            assert sorted(numbers(state)) == expected, way
+            assert set(state) == shown if way.endswith("safetensors") else plain(state) == plain(union), way
 
 
 def test_what_is_no_tensor_is_compared_whatever_the_order_of_keys() -> None:
