@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
+import os
+import resource
+import signal
 import threading
 import time
 import weakref
@@ -218,6 +222,35 @@ def test_memory_is_registered_once_and_let_go_before_it_is_unmapped(monkeypatch:
         del memory
         gc.collect()
         assert calls == [("cudaHostRegister", address), ("cudaHostUnregister", address)]
+
+
+def test_a_fork_has_no_registered_memory_and_lets_go_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would copy all of it for the fork, and a fork cannot call the driver."""
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        calls: list[int] = []
+        monkeypatch.setattr(runtime, "cudaHostUnregister", calls.append)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        memory = aligned(1 << 20)
+        memory[:] = 1
+        assert torch_offload.register(memory, GPU)
+        for reads in (False, True):
+            if (child := os.fork()) == 0:
+                try:
+                    faulthandler.disable()
+                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                    if reads:
+                        bool(memory[0])
+                    del memory
+                    gc.collect()
+                    os._exit(len(calls))
+                finally:
+                    os._exit(9)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == (-signal.SIGSEGV if reads else 0)
+        del memory
+        gc.collect()
+        assert len(calls) == 1
 
 
 def test_memory_that_cannot_be_registered_costs_time_alone(
