@@ -82,6 +82,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/agent/link.py": _some("agent/test_stopped", "protocol", "agent/test_saving", "agent/test_rank_agents"),
     "ckptstore/agent/opening.py": _some("handover", "agent/test_stopped", "agent/test_rank_agents"),
     **{f"ckptstore/agent/{name}.py": _some("protocol", "handover", "saving") for name in ("process", "session")},
+    **{
+        f"ckptstore/agent/{name}.py": _some("agent/test_rank_agents", "handover")
+        for name in ("mailboxes", "parting", "ranks", "together")
+    },
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
     "ckptstore/exchange/weight_files.py": _some("weight_files", "importing"),
@@ -143,7 +147,15 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
     "ckptstore/write/ranks/*": _some(
-        "rank_union", "rank_in_flight", "ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"
+        "rank_letters",
+        "rank_fences",
+        "ranks",
+        "rank_union",
+        "rank_in_flight",
+        "rank_rollback",
+        "rank_diffs",
+        "rank_retention",
+        "rank_processes",
     ),
     "ckptstore/write/layered.py": _some("direct", "agent/test_saving"),
     "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
