@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 GPU = torch.device("cuda", 0)
 SEEDS = range(short_or(3, 200))
+HOST = torch.zeros(3)
 WAYS: dict[str, dict[str, Any]] = {"full": {}, "delta": {"deltas": DeltaOptions(interval=3)}}
 
 
@@ -265,6 +266,83 @@ def test_memory_that_cannot_be_registered_costs_time_alone(
         assert not device.hazards
     assert not wrong(tmp_path / "run", wanted)
     assert "could not be registered with the device (CUDA error 2)" in caplog.text
+
+
+def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        asked: list[int] = []
+
+        def refuse(address: int, *_: int) -> int:
+            asked.append(address)
+            return 2
+
+        monkeypatch.setattr(runtime, "cudaHostRegister", refuse)
+        monkeypatch.setattr(runtime, "cudaHostUnregister", lambda _: pytest.fail("it was not registered"))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        memory = aligned(4096)
+        for _ in range(2):
+            assert not torch_offload.register(memory, GPU)
+            assert not torch_offload.registered(memory)
+        assert len(asked) == 1
+        del memory
+        gc.collect()
+
+
+def queued_copy() -> tuple[Any, CopyQueue]:
+    """A copy of a tensor of ones that is only queued, and what it is copied to."""
+    memory = aligned(1200)
+    assert torch_offload.register(memory, GPU)
+    queue = torch_offload.copy_queue({"w": TorchSource(torch.ones(300, device="cuda")), "host": TorchSource(HOST)})
+    assert queue is not None
+    with queue.queueing():
+        queue.sources["w"].read(0, memory)
+    return memory, queue
+
+
+def test_a_copy_cannot_be_cancelled_and_is_waited_for_here_once_the_threads_are_gone() -> None:
+    def closed(_: Callable[[], None]) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    with simulated(0):
+        memory, queue = queued_copy()
+        assert [queue.queues(name) for name in queue.sources] == [True, False]
+        work: list[Callable[[], None]] = []
+        later = queue.copied(work.append)
+        assert not later.cancel()
+        assert not later.done()
+        now = queue.copied(closed)
+        assert now.result(0) is None
+        assert bool((memory.view(np.float32) == 1).all())
+        work[0]()
+        assert later.result(0) is None
+        assert queue.waiting == {later, now}
+        del memory
+
+
+def test_who_waits_for_a_copy_hears_that_the_device_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    with simulated(0):
+        memory, queue = queued_copy()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda.Event, "synchronize", fails)
+            with pytest.raises(RuntimeError, match="illegal"):
+                queue.copied(lambda work: work()).result(0)
+            with pytest.raises(RuntimeError, match="illegal"):
+                queue.wait()
+        queue.wait()
+        del memory
+
+
+def test_without_a_device_nothing_is_registered_or_queued() -> None:
+    assert not torch.cuda.is_initialized()
+    assert not torch_offload.register(aligned(4096), GPU)
+    assert torch_offload.copy_queue({"host": TorchSource(HOST)}) is None
+    with simulated(0):
+        assert torch_offload.copy_queue({"host": TorchSource(HOST)}) is None
+        assert torch_offload.device_of({"host": TorchSource(HOST)}) is None
 
 
 def test_other_memory_is_not_registered() -> None:
