@@ -289,6 +289,42 @@ def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.Monk
         gc.collect()
 
 
+def test_what_the_driver_refused_fails_no_later_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a thread's last error, and torch raises it with the next kernel."""
+    errors: list[str] = []
+
+    def refuse(*_: int) -> int:
+        errors.append("invalid argument")
+        return 1
+
+    zeros = torch.zeros
+
+    def kernel(*arguments: Any, **more: Any) -> Any:
+        if errors:
+            raise RuntimeError(f"CUDA error: {errors.pop()}")
+        return zeros(*arguments, **more)
+
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        monkeypatch.setattr(runtime, "cudaHostRegister", refuse)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch, "zeros", kernel)
+        assert not torch_offload.register(aligned(4096), GPU)
+        assert bool((torch.zeros(3, device=GPU) == 0).all())
+
+
+def test_a_queued_tensor_is_described_as_it_is() -> None:
+    with simulated(0):
+        source = TorchSource(torch.ones(3, 5, device="cuda", dtype=torch.bfloat16))
+        queue = torch_offload.copy_queue({"w": source})
+        assert queue is not None
+        queued = queue.sources["w"]
+        for name in ("dtype", "shape", "nbytes", "origin", "identity"):
+            assert getattr(queued, name) == getattr(source, name), name
+        assert queued.nbytes == 30
+        assert queued.view() is None, "it is not in host memory"
+
+
 def queued_copy() -> tuple[Any, CopyQueue]:
     """A copy of a tensor of ones that is only queued, and what it is copied to."""
     memory = aligned(1200)
