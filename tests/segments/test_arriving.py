@@ -242,6 +242,21 @@ def test_what_is_not_wanted_is_not_copied(memory: Arenas, raises: bool) -> None:
     assert memory.used == 0
 
 
+def test_memory_of_an_unwanted_unit_is_in_use_while_it_is_copied_to(memory: Arenas) -> None:
+    arrivals = Arrivals()
+    arrivals.discard()
+    running: Future[None] = Future()
+    running.set_running_or_notify_cancel()
+    thread = threading.Thread(target=arrivals.bring, args=([(PAGE, lambda _: running)], memory, ignored))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert memory.used == PAGE
+    running.set_result(None)
+    thread.join(30)
+    assert memory.used == 0
+
+
 def test_a_tensor_that_arrives_is_described_and_cannot_be_read() -> None:
     source = NumpySource(np.zeros((2, 3), np.float32))
     found, other = Described(source), Described(source)
