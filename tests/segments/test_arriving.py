@@ -242,6 +242,24 @@ def test_what_is_not_wanted_is_not_copied(memory: Arenas, raises: bool) -> None:
     assert memory.used == 0
 
 
+def test_a_copy_that_was_given_up_before_it_began_is_no_error(memory: Arenas) -> None:
+    """Whoever gave it up says why; the caller's thread has nothing to add."""
+    arrivals, going, pool = Arrivals(), threading.Event(), ThreadPoolExecutor(1)
+    pool.submit(going.wait, 30)
+
+    def copies() -> Iterator[tuple[int, Callable[[Any], Future[None]]]]:
+        yield PAGE, lambda _: pool.submit(lambda: None)
+        thread = threading.Thread(target=arrivals.discard)
+        thread.start()
+        thread.join(0.05)
+        going.set()
+        thread.join(30)
+
+    arrivals.bring(copies(), memory, ignored)
+    pool.shutdown()
+    assert memory.used == 0
+
+
 def test_memory_of_an_unwanted_unit_is_in_use_while_it_is_copied_to(memory: Arenas) -> None:
     arrivals = Arrivals()
     arrivals.discard()
