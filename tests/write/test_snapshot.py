@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host import buffers
 from ckptstore.host.buffers import Bytes
+from ckptstore.segments.regions import LaidOutState
 from ckptstore.write import snapshot as module
 from ckptstore.write.ledger import Failures
 from ckptstore.write.places import Places
@@ -73,7 +74,9 @@ def begins(one: Snapshot) -> int:
 
 
 def test_a_copy_is_described_as_what_it_is_of(threads: ThreadPoolExecutor) -> None:
-    state = flat(part=np.arange(12, dtype=np.float32).reshape(3, 4), scalar=np.float64(2.5), none=np.zeros((0, 3), "i4"))
+    state = flat(
+        part=np.arange(12, dtype=np.float32).reshape(3, 4), scalar=np.float64(2.5), none=np.zeros((0, 3), "i4")
+    )
     taken, waited = pool_of()[0].take(state, threads)
     assert waited < 5
     assert taken.flat.tree == state.tree
@@ -124,6 +127,33 @@ def test_what_another_takes_over_to_land_is_landed_once(threads: ThreadPoolExecu
     assert landed == [1]
     one.landing()()
     assert landed == [1]
+
+
+def test_memory_is_given_back_once_devices_have_copied_to_it() -> None:
+    happened: list[str] = []
+
+    def one(wait: Callable[[], None]) -> Snapshot:
+        del happened[:]
+        found = Snapshot(LaidOutState({}, {}, ()), lambda: None, lambda: happened.append("free"))
+        found.arrives(wait)
+        return found
+
+    def fails() -> None:
+        happened.append("failed")
+        raise RuntimeError("an illegal memory access")
+
+    waited = one(lambda: happened.append("arrived"))
+    waited.arrive()
+    waited.arrive()
+    waited.free()
+    assert happened == ["arrived", "free"]
+    one(lambda: happened.append("arrived")).free()
+    assert happened == ["arrived", "free"]
+    failed = one(fails)
+    with pytest.raises(RuntimeError, match="illegal"):
+        failed.arrive()
+    one(fails).free()
+    assert happened == ["failed", "free"]
 
 
 @pytest.mark.parametrize("kept", [0, 1])
