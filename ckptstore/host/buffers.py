@@ -9,7 +9,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -80,7 +80,8 @@ def aligned(nbytes: int) -> Bytes:
     except (OSError, OverflowError) as error:
         raise MemoryError(f"{nbytes} bytes of memory are not to be had: {error}") from error
     if nbytes >= 4 << 20:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel that was built without huge pages refuses; the memory is as good
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.asarray(Region(mapping))[:nbytes]
 
 

@@ -141,10 +141,6 @@ class Arrivals:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def wanted(self) -> bool:
-        """Whether anybody still wants units."""
-        return not self._discarded
-
     def take(self) -> Lease:
         """The next unit, copied. Waits for it.
 

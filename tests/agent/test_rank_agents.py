@@ -513,3 +513,18 @@ def test_ranks_on_several_machines_are_refused(tmp_path: Path, runtime: Path) ->
     assert isinstance(told[1], FailedRankError)
     assert "on several" in str(told[1])
     assert agents(runtime) == []
+
+
+def test_ranks_of_groups_of_two_sizes_are_refused(tmp_path: Path, runtime: Path) -> None:
+    """Each would wait for others than those that are there."""
+    box = LocalMailbox()
+
+    def work(group: Group) -> None:
+        opened(tmp_path / "store", Group(group.rank, 2 + group.rank, box)).close()
+
+    told = as_ranks(2, work, box)
+    assert isinstance(told[0], RankMismatchError), told[0]
+    assert str(told[0]) == "rank 1 is of a group of 3, rank 0 of one of 2"
+    assert isinstance(told[1], FailedRankError), told[1]
+    assert str(told[0]) in str(told[1])
+    assert agents(runtime) == []

@@ -100,10 +100,11 @@ def test_numbers_have_a_least_one() -> None:
     assert of(n=5).number("n", least=5) == 5
     assert of(n=2**53).number("n") == 2**53
     assert of(n=1).term("n") == of(term=1).term() == 1
+    assert of(term=MAX_TERM).term() == MAX_TERM
     for bad in (4, 2**53 + 1, 5.0, True, None, "5"):
         with pytest.raises(FormatError, match=r"an integer in 5\.\.2\^53"):
             of(n=bad).number("n", least=5)
-    for bad in (0, 2**53 + 1):
+    for bad in (0, MAX_TERM + 1, 2**53 + 1):
         with pytest.raises(FormatError, match="term"):
             of(term=bad).term()
     with pytest.raises(FormatError):

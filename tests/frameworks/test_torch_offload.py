@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
+import os
+import resource
+import signal
 import threading
 import time
 import weakref
@@ -31,6 +35,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 GPU = torch.device("cuda", 0)
 SEEDS = range(short_or(3, 200))
+HOST = torch.zeros(3)
 WAYS: dict[str, dict[str, Any]] = {"full": {}, "delta": {"deltas": DeltaOptions(interval=3)}}
 
 
@@ -220,6 +225,35 @@ def test_memory_is_registered_once_and_let_go_before_it_is_unmapped(monkeypatch:
         assert calls == [("cudaHostRegister", address), ("cudaHostUnregister", address)]
 
 
+def test_a_fork_has_no_registered_memory_and_lets_go_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would copy all of it for the fork, and a fork cannot call the driver."""
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        calls: list[int] = []
+        monkeypatch.setattr(runtime, "cudaHostUnregister", calls.append)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        memory = aligned(1 << 20)
+        memory[:] = 1
+        assert torch_offload.register(memory, GPU)
+        for reads in (False, True):
+            if (child := os.fork()) == 0:
+                try:
+                    faulthandler.disable()
+                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                    if reads:
+                        bool(memory[0])
+                    del memory
+                    gc.collect()
+                    os._exit(len(calls))
+                finally:
+                    os._exit(9)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == (-signal.SIGSEGV if reads else 0)
+        del memory
+        gc.collect()
+        assert len(calls) == 1
+
+
 def test_memory_that_cannot_be_registered_costs_time_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +266,119 @@ def test_memory_that_cannot_be_registered_costs_time_alone(
         assert not device.hazards
     assert not wrong(tmp_path / "run", wanted)
     assert "could not be registered with the device (CUDA error 2)" in caplog.text
+
+
+def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        asked: list[int] = []
+
+        def refuse(address: int, *_: int) -> int:
+            asked.append(address)
+            return 2
+
+        monkeypatch.setattr(runtime, "cudaHostRegister", refuse)
+        monkeypatch.setattr(runtime, "cudaHostUnregister", lambda _: pytest.fail("it was not registered"))
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        memory = aligned(4096)
+        for _ in range(2):
+            assert not torch_offload.register(memory, GPU)
+            assert not torch_offload.registered(memory)
+        assert len(asked) == 1
+        del memory
+        gc.collect()
+
+
+def test_what_the_driver_refused_fails_no_later_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a thread's last error, and torch raises it with the next kernel."""
+    errors: list[str] = []
+
+    def refuse(*_: int) -> int:
+        errors.append("invalid argument")
+        return 1
+
+    zeros = torch.zeros
+
+    def kernel(*arguments: Any, **more: Any) -> Any:
+        if errors:
+            raise RuntimeError(f"CUDA error: {errors.pop()}")
+        return zeros(*arguments, **more)
+
+    with simulated(0):
+        runtime = torch.cuda.cudart()
+        monkeypatch.setattr(runtime, "cudaHostRegister", refuse)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch, "zeros", kernel)
+        assert not torch_offload.register(aligned(4096), GPU)
+        assert bool((torch.zeros(3, device=GPU) == 0).all())
+
+
+def test_a_queued_tensor_is_described_as_it_is() -> None:
+    with simulated(0):
+        source = TorchSource(torch.ones(3, 5, device="cuda", dtype=torch.bfloat16))
+        queue = torch_offload.copy_queue({"w": source})
+        assert queue is not None
+        queued = queue.sources["w"]
+        for name in ("dtype", "shape", "nbytes", "origin", "identity"):
+            assert getattr(queued, name) == getattr(source, name), name
+        assert queued.nbytes == 30
+        assert queued.view() is None, "it is not in host memory"
+
+
+def queued_copy() -> tuple[Any, CopyQueue]:
+    """A copy of a tensor of ones that is only queued, and what it is copied to."""
+    memory = aligned(1200)
+    assert torch_offload.register(memory, GPU)
+    queue = torch_offload.copy_queue({"w": TorchSource(torch.ones(300, device="cuda")), "host": TorchSource(HOST)})
+    assert queue is not None
+    with queue.queueing():
+        queue.sources["w"].read(0, memory)
+    return memory, queue
+
+
+def test_a_copy_cannot_be_cancelled_and_is_waited_for_here_once_the_threads_are_gone() -> None:
+    def closed(_: Callable[[], None]) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    with simulated(0):
+        memory, queue = queued_copy()
+        assert [queue.queues(name) for name in queue.sources] == [True, False]
+        work: list[Callable[[], None]] = []
+        later = queue.copied(work.append)
+        assert not later.cancel()
+        assert not later.done()
+        now = queue.copied(closed)
+        assert now.result(0) is None
+        assert bool((memory.view(np.float32) == 1).all())
+        work[0]()
+        assert later.result(0) is None
+        assert queue.waiting == {later, now}
+        del memory
+
+
+def test_who_waits_for_a_copy_hears_that_the_device_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    with simulated(0):
+        memory, queue = queued_copy()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda.Event, "synchronize", fails)
+            with pytest.raises(RuntimeError, match="illegal"):
+                queue.copied(lambda work: work()).result(0)
+            with pytest.raises(RuntimeError, match="illegal"):
+                queue.wait()
+        queue.wait()
+        del memory
+
+
+def test_without_a_device_nothing_is_registered_or_queued() -> None:
+    assert not torch.cuda.is_initialized()
+    assert not torch_offload.register(aligned(4096), GPU)
+    assert torch_offload.copy_queue({"host": TorchSource(HOST)}) is None
+    with simulated(0):
+        assert torch_offload.copy_queue({"host": TorchSource(HOST)}) is None
+        assert torch_offload.device_of({"host": TorchSource(HOST)}) is None
 
 
 def test_other_memory_is_not_registered() -> None:

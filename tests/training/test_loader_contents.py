@@ -265,6 +265,38 @@ def test_many_samples_are_looked_at_in_blocks() -> None:
     assert whole != composition(Subset(base, other))
 
 
+def test_digests_are_those_that_checkpoints_have() -> None:
+    """Another version of the program must not call the same samples other ones."""
+    million = 1 << 20
+    known = {
+        "89107c502fa6b5c796b0b4cff7326fa4": Numbers(0, million + 5),
+        "0f1e0d4594d088a9ae4da98a21e4e65e": Numbers(0, 2 * million + 5),
+        "133a27e9c8d68cef2c6d638ff3f2c5bc": taken([5, 6, -1]),
+    }
+    for digest, dataset in known.items():
+        found = composition(dataset)
+        assert found is not None
+        assert found == {"samples": len(dataset), "digest": digest, "inside": []}  # type: ignore[arg-type]
+    sampler = Batches(LIST, kept="x" * 60, longer="x" * 61, words=["a", "b"], scales=[0.5])
+    assert made_with(DataLoader(Numbers(0, 12), batch_sampler=sampler)) == {
+        "batch_sampler.batches": ["72901ce8018ce108bbf1d8f682c4189b"],
+        "batch_sampler.done": 0,
+        "batch_sampler.kept": "x" * 60,
+        "batch_sampler.longer": ["ee2422f04a0e63412fc541d7bd3a4540"],
+        "batch_sampler.scales": ["4db2ae0a682e4ec55f215778b5c88d19"],
+        "batch_sampler.words": ["8584880b46eb445782455db333ed731d"],
+    }
+
+
+@pytest.mark.parametrize("kind", [lambda inner: Subset(inner, range(3)), lambda inner: ConcatDataset([inner])])
+def test_datasets_are_looked_at_to_a_depth_of_eight(kind: Callable[[Any], Any]) -> None:
+    dataset: Any = Numbers(0, 3)
+    for _ in range(8):
+        dataset = kind(dataset)
+    assert composition(dataset) == composition(Numbers(0, 3))
+    assert composition(kind(dataset)) is None
+
+
 # -- samplers of the script's own
 
 

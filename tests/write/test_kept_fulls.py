@@ -13,7 +13,9 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
 from ckptstore.backends.local import LocalBackend
+from ckptstore.formats.catalog import Catalog
 from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.retaining import short_of_space
 from tests.write.rank_threads import as_ranks
 from tests.write.test_diffs import Trainer
 
@@ -118,6 +120,32 @@ def test_a_chain_ends_only_where_a_full_fits(tmp_path: Path, monkeypatch: pytest
             kinds.append(info.kind)
     assert kinds[0] == "full"
     assert ("full" in kinds[1:]) == (free > 1)
+
+
+def test_when_space_is_short(tmp_path: Path) -> None:
+    """A full fits, three do not, and more checkpoints are retired than kept, by rules that are obeyed."""
+
+    def catalog(steps: int) -> Catalog:
+        store, model = ckptstore.open(tmp_path / str(steps)), Trainer(0, SIZES)
+        with store.writer(keep=["last:1"], **WRITERS["diffs"]) as writer:
+            for step in range(1, steps + 1):
+                model.train()
+                writer.save(model.state(), step, updates=model.updates())
+        found = store.view().catalog
+        assert (len(found.held), len(found.checkpoints)) == (steps - 1, 1)
+        return found
+
+    found = catalog(3)
+    newest = found.latest()
+    assert newest is not None
+    full = newest.nbytes
+    wanted = {None: False, full - 1: False, full: True, 3 * full - 1: True, 3 * full: False}
+    assert {free: short_of_space(found, lambda free=free: free) for free in wanted} == wanted  # type: ignore[misc]
+    for change in ({"keep": ()}, {"damage": (1,)}, {"lost": found.term + 1}):
+        assert not short_of_space(replace(found, **change), lambda: full), change
+    assert short_of_space(replace(found, lost=found.term), lambda: full)
+    for steps in (1, 2):  # the chain is no longer than what is kept
+        assert not short_of_space(catalog(steps), lambda: full), steps
 
 
 def test_by_an_agent(tmp_path: Path) -> None:

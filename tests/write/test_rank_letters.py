@@ -208,6 +208,38 @@ def test_a_part_that_is_not_what_was_agreed_is_not_committed(
     assert_same(store.load(2, rank=1), state(1, 2))
 
 
+class Short(LocalMailbox):
+    """What rank 1 hands in of a batch lacks the last step when it arrives."""
+
+    def set(self, key: str, value: bytes) -> None:
+        if key.endswith("/3.0/share/1"):
+            other = LocalMailbox()
+            other.set(key, value)
+            parts = Part.unpacked_all(fetch(other, key) or b"", key)
+            assert len(parts) == 2
+            post(other, key, Part.packed_all(parts[:-1]))
+            value = other.get(key) or b""
+        super().set(key, value)
+
+
+def test_a_rank_that_has_fewer_steps_of_a_batch_is_named_and_nothing_of_it_is_committed(tmp_path: Path) -> None:
+    def work(group: Group) -> list[str]:
+        model = trainer()
+        with ckptstore.open(tmp_path).writer(
+            group=group, ranks=OPTIONS, diffs=BATCH, max_in_flight=3, poll_seconds=None
+        ) as writer:
+            pending: list[Any] = []
+            for step in (1, 2, 3):
+                model.train()
+                pending.append(writer.save_async(model.state(), step, updates=model.updates()))
+            return [str(one.exception()) for one in pending]
+
+    for told in as_ranks(2, work, Short()):
+        assert told[0] == "None"
+        assert all("rank 1 has 1 steps for a batch, rank 0 2" in one for one in told[1:]), told
+    assert [one.step for one in ckptstore.open(tmp_path).checkpoints()] == [1]
+
+
 def test_a_step_that_one_rank_could_not_write_may_be_given_again(tmp_path: Path) -> None:
     """Its letters are not taken for those of the first attempt, and nobody builds on what only some have."""
     ranks = RankOptions(timeout=120, per_rank="rng")

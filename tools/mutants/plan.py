@@ -82,6 +82,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/agent/link.py": _some("agent/test_stopped", "protocol", "agent/test_saving", "agent/test_rank_agents"),
     "ckptstore/agent/opening.py": _some("handover", "agent/test_stopped", "agent/test_rank_agents"),
     **{f"ckptstore/agent/{name}.py": _some("protocol", "handover", "saving") for name in ("process", "session")},
+    **{
+        f"ckptstore/agent/{name}.py": _some("agent/test_rank_agents", "handover")
+        for name in ("mailboxes", "parting", "ranks", "together")
+    },
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
     "ckptstore/exchange/weight_files.py": _some("weight_files", "importing"),
@@ -89,6 +93,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
     "ckptstore/exchange/exporting.py": _some("exporting"),
     "ckptstore/exchange/atomic_files.py": _some("exporting", "outside_attack"),
+    "ckptstore/host/buffers.py": _some("torch_offload", "arenas", "segments/test_plain", "pace", "host/test_memory"),
     "ckptstore/host/exiting.py": _some("host/test_exiting"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
     "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
@@ -104,6 +109,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("batches", "loader_facts", "loader_plans", "rest_of_epoch", "rng")
     },
     "ckptstore/training/loader_contents.py": _some("loader_contents", "changed_loaders"),
+    **{
+        f"ckptstore/training/{name}.py": _some("resume_changes", "checkpointer", "resume_properties")
+        for name in ("fitting", "matching", "module_fit", "optimizer_fit", "resume_checks", "schedules")
+    },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some("merging", "merging_diffs", "hostile_segments", "compacting", "rebuilding"),
     "ckptstore/maintenance/verify/*": (
@@ -138,11 +147,24 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
     "ckptstore/write/ranks/*": _some(
-        "rank_union", "rank_in_flight", "ranks", "rank_rollback", "rank_diffs", "rank_retention", "rank_processes"
+        "rank_letters",
+        "rank_fences",
+        "ranks",
+        "rank_union",
+        "rank_in_flight",
+        "rank_rollback",
+        "rank_diffs",
+        "rank_retention",
+        "rank_processes",
     ),
     "ckptstore/write/layered.py": _some("direct", "agent/test_saving"),
     "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
-    "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered"),
+    "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered", "torch_offload"),
+    **{
+        f"ckptstore/write/{name}.py": _some("torch_offload", "layered", "writer", "reentrance", "diffs", "deltas*")
+        for name in ("coded", "snapshot")
+    },
+    "ckptstore/write/retaining.py": _some("kept_fulls", "pruning", "rank_retention"),
     "ckptstore/write/commits.py": _some("replaced", "writer"),
     **{f"ckptstore/write/{name}.py": _some("failed_in_flight") for name in ("lost", "places")},
     "ckptstore/write/steps/unexplained.py": _some("unexplained_steps"),
@@ -176,6 +198,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         *_READINGS,
         *_some("damage", "fallback"),
     ),
+    "ckptstore/segments/arriving.py": _some("torch_offload", "concurrent", "failed_in_flight", "write/test_memory"),
     "ckptstore/segments/plain.py": _some("space"),
     "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
     "ckptstore/tiers/presence.py": _some("remote_lost"),
