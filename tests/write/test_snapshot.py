@@ -15,8 +15,6 @@ from ckptstore.host import buffers
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.regions import LaidOutState
 from ckptstore.write import snapshot as module
-from ckptstore.write.ledger import Failures
-from ckptstore.write.places import Places
 from ckptstore.write.snapshot import HostTensor, Snapshot, SnapshotPool
 
 PAGE = 4096
@@ -60,7 +58,7 @@ def flat(nbytes: int = 3 * PAGE, fill: int = 1, **more: Any) -> FlatState:
 
 def pool_of(limit: int = 2, *, kept: int = 0) -> tuple[SnapshotPool, Background]:
     background = Background()
-    return SnapshotPool(Places(limit, Failures()), background, kept=kept), background
+    return SnapshotPool(limit, background, kept=kept), background
 
 
 def data(one: Snapshot, name: str = "w") -> Bytes:
@@ -77,8 +75,7 @@ def test_a_copy_is_described_as_what_it_is_of(threads: ThreadPoolExecutor) -> No
     state = flat(
         part=np.arange(12, dtype=np.float32).reshape(3, 4), scalar=np.float64(2.5), none=np.zeros((0, 3), "i4")
     )
-    taken, waited = pool_of()[0].take(state, threads)
-    assert waited < 5
+    taken = pool_of()[0].placed(state, threads)
     assert taken.flat.tree == state.tree
     assert list(taken.flat.tensors) == list(state.tensors)
     for name, source in state.tensors.items():
@@ -100,32 +97,27 @@ def test_a_copy_is_described_as_what_it_is_of(threads: ThreadPoolExecutor) -> No
 
 def test_memory_is_used_again_once_it_is_free(threads: ThreadPoolExecutor, asked: list[int]) -> None:
     pool, _ = pool_of(1)
-    first, _ = pool.take(flat(fill=1), threads)
+    first = pool.placed(flat(fill=1), threads)
     place = begins(first)
     first.land()
     first.land()
-    second, _ = pool.take(flat(fill=2), threads)
+    second = pool.placed(flat(fill=2), threads)
     assert begins(second) != place, "the first is still looked at"
     assert bytes(data(first)) == b"\1" * 3 * PAGE
     first.free()
     first.free()
     second.land()
-    third, _ = pool.take(flat(fill=3), threads)
+    third = pool.placed(flat(fill=3), threads)
     assert begins(third) == place
-    third.landing()()
     third.land()
     assert len(asked) == 2
 
 
-def test_what_another_takes_over_to_land_is_landed_once(threads: ThreadPoolExecutor) -> None:
+def test_what_has_landed_is_landed_once() -> None:
     landed: list[int] = []
-    one = pool_of()[0].placed(flat(), threads, lambda: landed.append(1))
-    land = one.landing()
+    one = Snapshot(LaidOutState({}, {}, ()), lambda: landed.append(1), lambda: None)
     one.land()
-    assert landed == []
-    land()
-    assert landed == [1]
-    one.landing()()
+    one.land()
     assert landed == [1]
 
 
@@ -170,7 +162,7 @@ def test_memory_is_asked_for_as_soon_as_it_is_foreseen(
     pool.prepare(flat())
     assert background.jobs == 1 + kept, "once"
     del asked[:]
-    pool.take(flat(), threads)
+    pool.placed(flat(), threads)
     assert len(asked) == 1, "one for each place, and those that stay"
     assert background.jobs == 2 + kept
     pool.kept(flat())
@@ -187,16 +179,16 @@ def test_memory_of_another_size_is_let_go_of_after_a_while(threads: ThreadPoolEx
     pool, _ = pool_of(1)
     small, large = flat(MIB), flat(8 * MIB)
     for state in (small, large, small, large, small):
-        one, _ = pool.take(state, threads)
+        one = pool.placed(state, threads)
         one.land()
         one.free()
     assert sorted(asked) == [MIB, 8 * MIB]
     for times, found in ((3, 1), (4, 1), (5, 2)):  # the first three follow one that passed it
         for _ in range(times):
-            one, _ = pool.take(small, threads)
+            one = pool.placed(small, threads)
             one.land()
             one.free()
-        one, _ = pool.take(large, threads)
+        one = pool.placed(large, threads)
         one.land()
         one.free()
         assert sorted(asked) == [MIB, *[8 * MIB] * found], times
@@ -210,7 +202,7 @@ def test_memory_is_used_for_what_takes_about_half_of_it(
     threads: ThreadPoolExecutor, asked: list[int], now: int, again: bool
 ) -> None:
     pool, _ = pool_of(1)
-    one, _ = pool.take(flat(6 * MIB), threads)
+    one = pool.placed(flat(6 * MIB), threads)
     one.land()
     one.free()
     del asked[:]
@@ -220,7 +212,7 @@ def test_memory_is_used_for_what_takes_about_half_of_it(
 
 def test_a_closed_pool_keeps_nothing(threads: ThreadPoolExecutor, asked: list[int]) -> None:
     pool, _ = pool_of(1)
-    one, _ = pool.take(flat(), threads)
+    one = pool.placed(flat(), threads)
     one.land()
     one.free()
     pool.close()
@@ -228,7 +220,7 @@ def test_a_closed_pool_keeps_nothing(threads: ThreadPoolExecutor, asked: list[in
     assert len(asked) == 2
 
 
-def test_a_copy_that_fails_gives_its_place_and_its_memory_back(
+def test_a_copy_that_fails_gives_its_memory_back(
     threads: ThreadPoolExecutor, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, _ = pool_of(1)
@@ -239,17 +231,14 @@ def test_a_copy_that_fails_gives_its_place_and_its_memory_back(
     with monkeypatch.context() as patch:
         patch.setattr(module, "run_all", fails)
         with pytest.raises(OSError, match="no"):
-            pool.take(flat(), threads)
+            pool.placed(flat(), threads)
     with monkeypatch.context() as patch:
         patch.setattr(module, "aligned", fails)
         with pytest.raises(OSError, match="no"):
-            pool.reserve(flat(9 * MIB))
-    taken, _ = pool.take(flat(), threads)  # waits for ever if a place is gone
-    taken.land()
-    pool.reserve(flat()).land()
-    leave = pool.hold()
-    leave()
-    pool.hold()
+            pool.empty(flat(9 * MIB))
+    assert len(asked) == 1
+    pool.placed(flat(), threads)
+    assert len(asked) == 1, "the memory of the copy that failed"
 
 
 def test_a_state_takes_the_place_of_one_that_is_almost_alike(threads: ThreadPoolExecutor) -> None:

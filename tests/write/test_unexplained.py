@@ -44,7 +44,8 @@ def test_each_of_two_reasons_is_told_once() -> None:
 
 def test_what_is_named() -> None:
     assert "for 'w' (40 bits a number, where 32 are enough): " in told(Unexplained(), 2, 1, Excess("w", 1, 40.0))
-    assert "for 'w': " in told(Unexplained(), 2, 1, Excess("w", 1, None))
+    more = "for 'w' (more bits than its tensors have, where 32 are enough): "
+    assert more in told(Unexplained(), 2, 1, Excess("w", 1, None))
     assert "for 'w' and 1 more parameter: " in told(Unexplained(), 2, 1, Excess("w", 2, None))
     assert "for 'w' and 2 more parameters: " in told(Unexplained(), 2, 1, Excess("w", 3, None))
     several = told(Unexplained(), 2, 1, Excess("w", 3, 40.0), Excess("x", 2, 50.0), Excess("y", 1, None))
