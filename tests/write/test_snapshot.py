@@ -174,6 +174,16 @@ def test_memory_is_asked_for_as_soon_as_it_is_foreseen(
     assert len(asked) == 2
 
 
+def test_memory_that_was_given_back_is_not_asked_for_as_if_it_were_in_use(
+    threads: ThreadPoolExecutor, asked: list[int]
+) -> None:
+    pool, _ = pool_of(1, kept=1)
+    pool.copy(flat(), threads).free()
+    assert len(asked) == 1
+    pool.prepare(flat())
+    assert len(asked) == 2, "one that is there, and one more"
+
+
 def test_memory_of_another_size_is_let_go_of_after_a_while(threads: ThreadPoolExecutor, asked: list[int]) -> None:
     """States and gradients take turns; what has changed its size for good is not kept."""
     pool, _ = pool_of(1)
@@ -218,6 +228,19 @@ def test_a_closed_pool_keeps_nothing(threads: ThreadPoolExecutor, asked: list[in
     pool.close()
     pool.copy(flat(), threads)
     assert len(asked) == 2
+
+
+def test_a_closed_pool_touches_nothing_any_more() -> None:
+    jobs: list[Any] = []
+    pool = SnapshotPool(1, jobs.append)
+    pool.prepare(flat())
+    pool.close()
+    jobs[0]()
+    assert jobs[0].__self__.touched == 0
+    jobs.clear()
+    pool.prepare(flat())
+    jobs[0]()
+    assert jobs[0].__self__.touched == 3 * PAGE
 
 
 def test_a_copy_that_fails_gives_its_memory_back(

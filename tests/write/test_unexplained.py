@@ -46,8 +46,8 @@ def test_what_is_named() -> None:
     assert "for 'w' (40 bits a number, where 32 are enough): " in told(Unexplained(), 2, 1, Excess("w", 1, 40.0))
     more = "for 'w' (more bits than its tensors have, where 32 are enough): "
     assert more in told(Unexplained(), 2, 1, Excess("w", 1, None))
-    assert "for 'w' and 1 more parameter: " in told(Unexplained(), 2, 1, Excess("w", 2, None))
-    assert "for 'w' and 2 more parameters: " in told(Unexplained(), 2, 1, Excess("w", 3, None))
-    several = told(Unexplained(), 2, 1, Excess("w", 3, 40.0), Excess("x", 2, 50.0), Excess("y", 1, None))
-    assert "for 'w' and 5 more parameters (50 bits a number" in several
+    together = "for one or more of 2 small parameters that are compressed together, 'w' the first (more bits than"
+    assert together in told(Unexplained(), 2, 1, Excess("w", 2, None))
+    several = told(Unexplained(), 2, 1, Excess("w", 3, 40.0), Excess("x", 1, 50.0), Excess("y", 1, 45.0))
+    assert "for 'x' (50 bits a number, where 32 are enough) and 2 more payloads: " in several
     assert "steps 2 to 4 before it are not in the store" in told(Unexplained(), 5, 1, Excess("w", 1, 40.0))
