@@ -165,6 +165,21 @@ def test_anew_replaces_a_segment_that_was_cut_off(folders: Place) -> None:
     assert folders.theirs().verify().ok
 
 
+def test_anew_leaves_what_somebody_else_left_among_the_objects(folders: Place) -> None:
+    fill(folders.open(), 1, 3)
+    left = [Path(folders.remote, folder, "Copy of x") for folder in ("log", "pins", "seg/0000000001")]
+    for file in left:
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"somebody's")
+    removed(folders.theirs().backend, "fold/")
+    Path(folders.remote, "FORMAT").unlink()
+    assert folders.open().sync(anew=True).checkpoints == 3
+    assert [file.read_bytes() for file in left] == [b"somebody's"] * 3
+    report = folders.theirs().verify()
+    assert report.ok
+    assert len(report.strangers) == 3
+
+
 def test_anew_gives_up_nothing_that_is_only_there(folders: Place) -> None:
     store = folders.open()
     with store.writer(poll_seconds=None) as writer:
