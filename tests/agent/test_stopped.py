@@ -92,10 +92,12 @@ def test_a_stopped_agent_is_named_and_waited_for_so_long(tmp_path: Path) -> None
 class Freezer:
     """A control group of this test. What is in it can be frozen, as `docker pause` and batch systems do it."""
 
-    def __init__(self, parent: Path, name: str, frozen: str, thawed: str) -> None:
+    def __init__(self, parent: Path, version: int) -> None:
+        name, frozen, thawed = ("freezer.state", "FROZEN", "THAWED") if version == 1 else ("cgroup.freeze", "1", "0")
         self.parent = parent
         self.group = parent / f"ckptstore-test-{os.getpid()}"
         self.switch = self.group / name
+        self.state, self.says = (self.switch, frozen) if version == 1 else (self.group / "cgroup.events", "frozen 1")
         self.frozen = frozen
         self.thawed = thawed
         self.pids: list[int] = []
@@ -104,7 +106,7 @@ class Freezer:
         (self.group / "cgroup.procs").write_text(str(pid))
         self.pids.append(pid)
         self.switch.write_text(self.frozen)
-        until(lambda: stopped(pid) is not None)
+        until(lambda: self.says in self.state.read_text().splitlines())
 
     def thaw(self) -> None:
         self.switch.write_text(self.thawed)
@@ -125,8 +127,7 @@ def freezer(request: pytest.FixtureRequest) -> Iterator[Freezer]:
         _, place, kind, options = line.split()[:4]
         if kind != request.param or (kind == "cgroup" and "freezer" not in options.split(",")):
             continue
-        first = Freezer(Path(place), "freezer.state", "FROZEN", "THAWED")
-        one = first if kind == "cgroup" else Freezer(Path(place), "cgroup.freeze", "1", "0")
+        one = Freezer(Path(place), 1 if kind == "cgroup" else 2)
         try:
             one.group.mkdir()
         except OSError as error:
@@ -142,6 +143,8 @@ def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Fre
     with ckptstore.agent.writer(tmp_path / "s", max_in_flight=1) as writer:
         writer.save(begun(), 0)
         freezer.freeze(writer.agent_pid)
+        rescue = threading.Timer(20, freezer.thaw)  # a wait without an end would be this test's, too
+        rescue.start()
         began = time.monotonic()
         with pytest.warns(SilentAgentWarning) as told, pytest.raises(AgentSilentError) as raised:
             writer.save(truth(1), 1)
@@ -149,6 +152,7 @@ def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Fre
         for text in (str(told[0].message), str(raised.value)):
             assert f"process {writer.agent_pid}" in text
             assert f"its control group /{freezer.group.name} is frozen: thaw that" in text
+        rescue.cancel()
         freezer.thaw()
         until(lambda: answers(writer))
         writer.save(truth(2), 2)

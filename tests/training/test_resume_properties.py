@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import assume, given, settings  # noqa: E402
+from hypothesis import assume, example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 import ckptstore  # noqa: E402
@@ -186,6 +186,16 @@ def alike(found: Any, saved: Any) -> bool:
     return found.shape == saved.shape and torch.equal(found, saved.to(found.dtype))
 
 
+def with_each_change(test: Any) -> Any:
+    """Each change by itself is an example, whatever else is drawn."""
+    form = Form(tuple((name, 3) for name in NAMES[:3]), heads=frozenset("a"))
+    for made in CHANGES.values():
+        for number in (1, 2):
+            test = example((form, made(form, number)))(test)
+    return test
+
+
+@with_each_change
 @given(forms())
 @settings(max_examples=short_or(24, 200), deadline=None)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
