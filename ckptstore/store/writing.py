@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ckptstore.write.ranks.options import RankOptions
     from ckptstore.write.ranks.writer import RankWriter
     from ckptstore.write.steps.batcher import DiffOptions
+    from ckptstore.write.writer import Writer
 
 __all__ = ["Writing"]
 
@@ -49,7 +50,7 @@ class Writing(Handle):
         on_metrics: OnMetrics | None = ...,
         keep: Sequence[str] | None = ...,
         compact: CompactOptions | None = ...,
-    ) -> LocalWriter: ...
+    ) -> Writer: ...
 
     @overload
     def writer(
@@ -84,7 +85,7 @@ class Writing(Handle):
         on_metrics: OnMetrics | None = None,
         keep: Sequence[str] | None = None,
         compact: CompactOptions | None = None,
-    ) -> LocalWriter | RankWriter:
+    ) -> Writer:
         """Open the store for writing: begins a new term, which fences every earlier writer.
 
         Args:

@@ -111,7 +111,7 @@ gate = threading.Event()
 
 def full(*_):
     gate.wait(60)  # the second save shall not hear of the first
-    raise ckptstore.StorageError(28, "no space left on the test")
+    raise ckptstore.StorageError(5, "the test's disk is broken")
 
 store.backend.open_sink = full
 for step in (1, 2):
@@ -124,7 +124,7 @@ fill(path + "/last", range(1, 4), deltas="auto")
     where = tmp_path / "bad"
     # Both fail at once, in lanes of their own.
     assert sorted(done.stderr.splitlines()) == [
-        f"ckptstore: {where}: step {step} was not saved: [Errno 28] no space left on the test" for step in (1, 2)
+        f"ckptstore: {where}: step {step} was not saved: [Errno 5] the test's disk is broken" for step in (1, 2)
     ]
     check(tmp_path / "first", [1, 2, 3])
     check(tmp_path / "last", [1, 2, 3])

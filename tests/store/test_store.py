@@ -560,7 +560,7 @@ class TestFailures:
         def failing(self: MemoryBackend, key: str, size_hint: int) -> Any:
             assert gate.wait(120)
             if (step := next(count)) in steps:
-                raise ckptstore.StorageError(28, f"no space for the {step}. segment")
+                raise ckptstore.StorageError(5, f"no disk for the {step}. segment")
             return original(self, key, size_hint)
 
         monkeypatch.setattr(MemoryBackend, "open_sink", failing)
@@ -571,13 +571,13 @@ class TestFailures:
         with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(max_in_flight=4) as writer:
             pending = [writer.save_async({"w": torch.zeros(4)}, step=step) for step in (1, 2, 3)]
             gate.set()
-            with pytest.raises(ckptstore.StorageError, match="no space for the") as asked:
+            with pytest.raises(ckptstore.StorageError, match="no disk for the") as asked:
                 pending[1].result()
-            with pytest.raises(ckptstore.StorageError, match="no space for the") as caught:
+            with pytest.raises(ckptstore.StorageError, match="no disk for the") as caught:
                 writer.wait()  # seeing one of them hides no other
             own, note = caught.value.__notes__
             assert re.match(r"step [13] was not saved$", own)
-            assert re.match(r"step [13] was not saved, either: \[Errno 28\] no space for the \d\. segment$", note)
+            assert re.match(r"step [13] was not saved, either: \[Errno 5\] no disk for the \d\. segment$", note)
             # They are written at the same time, so which of them is the first segment is nobody's promise.
             told = [str(asked.value), str(caught.value), note]
             assert sorted(text[-10:] for text in told) == ["1. segment", "2. segment", "3. segment"]

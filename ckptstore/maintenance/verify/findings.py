@@ -84,7 +84,7 @@ class Findings:
         unread_segments: those of them that may be all right.
         bad_chunks: id of a segment -> where its damaged chunks begin.
         flaws: what is wrong with encodings.
-        strangers: objects below ``seg/`` that are of another run.
+        strangers: objects that are not of this store: names that the format does not have, segments of another run.
         objects, nbytes: what was checked.
     """
 
