@@ -44,12 +44,6 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
         "of a text in which no surrogate is found, none is replaced either",
     ),
     Equivalent(
-        "ckptstore/write/steps/unexplained.py",
-        "Unexplained.look",
-        "0.0 => 1.0",
-        "only bits of more than 36 are an excess: either is below all that are known",
-    ),
-    Equivalent(
         "ckptstore/backends/sharing.py",
         "Sharing.__init__",
         "0 => 1",
