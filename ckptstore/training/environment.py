@@ -17,8 +17,8 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn
 __all__ = ["compared", "described", "hyperparameters", "unheeded"]
 
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
-_NOT_COMPARED = frozenset({"params", "param_names", "initial_lr", *_FLAGS})
-"""Members of a group that `Matched`, `implementation` and the learning rate speak of."""
+_NOT_COMPARED = frozenset({"params", "param_names", "initial_lr"})
+"""Members of a group that `Matched` and the learning rate speak of."""
 _CYCLED = ("betas", "momentum")
 """What `CyclicLR` and `OneCycleLR` move beside the learning rate. They leave ``base_momentum`` in such a group."""
 _MOVED = object()
@@ -70,7 +70,8 @@ def compared(before: object, now: Mapping[str, str], ref: str) -> list[str]:
 def hyperparameters(optimizers: Sequence[torch.optim.Optimizer], *, scheduled: bool) -> list[list[dict[str, Any]]]:
     """Of each optimizer, for each group of parameters, what its script chose, by name: for `unheeded`.
 
-    That is every member of a group but its parameters and the flags that `described` names.
+    That is every member of a group but its parameters. Also ``fused`` and such: torch takes them from the checkpoint, too,
+    and the run would be slower, or have other bits.
 
     Args:
         scheduled: there is a schedule. What it may have moved is marked; the learning rate is the one that it begins
