@@ -70,7 +70,7 @@ def compared(before: object, now: Mapping[str, str], ref: str) -> list[str]:
 def hyperparameters(optimizers: Sequence[torch.optim.Optimizer], *, scheduled: bool) -> list[list[dict[str, Any]]]:
     """Of each optimizer, for each group of parameters, what its script chose, by name: for `unheeded`.
 
-    That is every member of a group but its parameters. Also ``fused`` and such: torch takes them from the checkpoint, too,
+    That is every member of a group but its parameters. Also ``fused`` and such: torch takes those from the checkpoint,
     and the run would be slower, or have other bits.
 
     Args:
