@@ -109,7 +109,8 @@ def test_what_is_given_and_lost_untold_is_bounded_and_named(
         named = steps_in(told)
         assert len(named) == len(set(named)), told
         # Two plain fulls of one process are written beside each other: either may fail first. All else is in turn.
-        assert set(named) & ({2, 3} if how == "fulls" and kind != "rank" and in_flight > 1 else {2}), told
+        beside = how in ("fulls", "bounded") and kind != "rank" and in_flight > 1
+        assert set(named) & ({2, 3} if beside else {2}), told
         assert set(named) <= set(lost)
         medium.heal()
         slow.clear()
