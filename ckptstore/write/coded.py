@@ -112,15 +112,10 @@ class Coded(SavePath):
             if kept:
                 self._snapshots.kept(copies.state.flat)
 
-        try:
+        with copies.given(job):
             self.submit(lambda: self._work(committer, job, store, lambda: copies.let_go(kept=kept)))
             if self._with_diffs:
                 job.take()  # Prevents: a step of a sum, or one that the next is compressed against, that is cancelled.
-        except BaseException as error:
-            # Prevents: a snapshot that Ctrl-C leaves in flight for ever, for which the next save_async would wait.
-            if job.give_up(error) and not job.started:
-                copies.let_go()
-            raise
 
     def _work(
         self,

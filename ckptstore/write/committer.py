@@ -268,8 +268,10 @@ class Committer(Commits):
             return
         if not told and job.scope is None:
             self.missing = True
-        self.complete(error)
-        job.fail(error, told=told)
+        try:
+            self.complete(error)
+        finally:
+            job.fail(error, told=told)
 
     def complete(self, error: BaseException) -> None:
         """Have the error of a full medium say what retired checkpoints take."""

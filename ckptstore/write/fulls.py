@@ -131,12 +131,8 @@ class Fulls(SavePath):
 
     def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
         """See `SavePath.adopt`."""
-        try:
+        with copies.given(job):
             self._write(committer, job, copies.state.flat, arrive=copies.arrive, let_go=copies.let_go)
-        except BaseException as error:
-            if job.give_up(error) and not job.started:
-                copies.let_go()
-            raise
 
     def _write(
         self,
@@ -279,7 +275,7 @@ class Full:
         self.device = bridge.device_of(flat.tensors)
         digests = bridge.device_digests(flat.tensors) if self._queue is None else self._queue.digests()
         self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
-        job.stop = self._stop
+        job.stops_with(self._stop)
 
     def copy(self, flat: FlatState) -> None:
         """Copy every unit of `flat`, waiting for memory where there is none, and have them written."""

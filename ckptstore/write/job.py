@@ -33,7 +33,6 @@ class Job:
         done: answers with the committed checkpoint.
         scope: of the call that waits until it is durable (`Writer.save`); None: no call does.
         interrupted: that call has stopped waiting, so its caller may change the state.
-        stop: called when it has been given up, by whoever did that.
     """
 
     measured: Measured
@@ -48,14 +47,18 @@ class Job:
         self.scope = scope
         self.done: Future[CheckpointInfo] = Future()
         self.interrupted = False
-        self.stop: Callable[[], None] = lambda: None
         self._saves = saves
+        self._stop: Callable[[], None] | None = None
         self._place: Place | None = None
         self._taken = False  # by its commit or its failure
         self._given_up = False
         self._started = False
         self._over = threading.Event()
         self._lock = threading.Lock()
+
+    def stops_with(self, stop: Callable[[], None]) -> None:
+        """Call `stop` when it is given up: to give back what nobody else will, if it was not started."""
+        self._stop = stop
 
     def begin(self, measured: Measured) -> None:
         """The state is given, or copied as a whole: from now on it is a save on its way."""
@@ -93,7 +96,11 @@ class Job:
             self._given_up = True
         self._saves.release(self.step, None)
         self.done.set_exception(error)
-        self.stop()
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+        if not self._started:
+            self.leave()
         return True
 
     def cancel(self) -> bool:
@@ -122,6 +129,7 @@ class Job:
 
     def finish(self) -> None:
         """Nobody reads its state any more, and another save may have its place in flight."""
+        self._stop = None  # Prevents: memory of a copy that lives as long as the `PendingSave`.
         self._over.set()
         self.leave()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,6 +44,24 @@ class Copies:
         self.state.arrive()
         if self.gradients is not None:
             self.gradients.arrive()
+
+    @contextmanager
+    def given(self, job: Job) -> Iterator[None]:
+        """Within this it is handed on for `job`, which gives it back if it is given up before another thread starts it.
+
+        Prevents: memory of a save that was cancelled, or handed on in vain, which nobody gives back.
+        """
+
+        def stopped() -> None:
+            if not job.started:
+                self.let_go()
+
+        job.stops_with(stopped)
+        try:
+            yield
+        except BaseException as error:
+            job.give_up(error)
+            raise
 
     def let_go(self, *, kept: bool = False) -> None:
         """It is no longer in flight. Give its memory back: all of it, or if the state is `kept`, the gradients'."""

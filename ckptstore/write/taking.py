@@ -127,7 +127,6 @@ class Taking(Lifetime):
         def give_up() -> None:
             job.give_up(CancelledError(f"the layer-wise save of step {job.step} was abandoned"))
             snapshot.free()
-            job.leave()
 
         def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
             self._begun = None
@@ -229,8 +228,6 @@ class Taking(Lifetime):
             yield
         except BaseException as error:
             job.give_up(error)
-            if not job.started:
-                job.leave()
             if isinstance(error, RuntimeError):
                 self._check_open()  # closed by another thread, and its threads with it
             raise

@@ -25,6 +25,7 @@ from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.store.states import every_dtype, same
 from tests.write import inside
+from tests.write.held import hold
 
 
 def trajectory(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -523,3 +524,17 @@ def test_reading_chunk_by_chunk_takes_a_chunk_and_a_payload(
     assert b"".join(part.tobytes() for _, part in store.chunks(2, "w")) == weight.tobytes()
     chunk = min(weight.nbytes, 16 << 20)
     assert chunk <= sum(taken) <= min(3 * chunk, 2 * (16 << 20)) + (32 << 10), taken
+
+
+def test_saves_that_are_cancelled_before_their_turn_give_their_places_and_memory_back(tmp_path: Path) -> None:
+    """Else the next `save_async` waits for ever."""
+    store = ckptstore.open(tmp_path / "store", create=True)
+    with store.writer(deltas=DeltaOptions(), max_in_flight=3, poll_seconds=None) as writer:
+        writer.save({"x": np.zeros(10)}, 1)
+        gate = hold(store, writer)
+        waiting = [writer.save_async({"x": np.full(10, step)}, step) for step in (2, 3, 4)]
+        assert [one.cancel() for one in waiting] == [True] * 3
+        again = [writer.save_async({"x": np.full(10, step)}, step) for step in (5, 6, 7)]  # before any turn comes
+        gate.set()
+        assert [one.result(60).step for one in again] == [5, 6, 7]
+    assert [info.step for info in store.checkpoints()] == [1, 5, 6, 7]
