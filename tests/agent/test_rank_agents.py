@@ -37,7 +37,7 @@ from ckptstore.errors import (
     WriterClosedError,
 )
 from ckptstore.frameworks import bridge
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
 from ckptstore.write.ranks.options import RankOptions

@@ -24,10 +24,10 @@ TOYS = '''
 
 from __future__ import annotations
 
-from ckptstore.formats.codecs.coding import Fields
-from ckptstore.formats.codecs.deltas import Xor
-from ckptstore.formats.codecs.kinds import Bound, Method, word_size
-from ckptstore.formats.codecs.plain import WORD_SIZES, Planes
+from ckptstore.formats.codecs.block_loops import Fields
+from ckptstore.formats.codecs.xor_sub import Xor
+from ckptstore.formats.codecs.codec import Bound, Method, word_size
+from ckptstore.formats.codecs.raw_planes import WORD_SIZES, Planes
 
 
 class Twin(Planes):
@@ -67,9 +67,9 @@ import numpy as np
 import ckptstore
 from ckptstore import DeltaOptions
 from ckptstore.analysis import analyzing
-from ckptstore.analysis.advice import SHIPPED, STORED
+from ckptstore.analysis.recommendations import SHIPPED, STORED
 from ckptstore.analysis.methods import BOUNDS, COMPARED, DELTAS, METHODS
-from ckptstore.analysis.plots import COLOURS
+from ckptstore.analysis.report_plots import COLOURS
 from ckptstore.cli.main import cli
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import toys

@@ -14,10 +14,10 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.backends import directio
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.merge import merge
-from ckptstore.restore.opened import opened
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
@@ -39,7 +39,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 state = {"w": rng.integers(0, 255, 5000 + step, dtype=np.uint8), "b": rng.standard_normal(7), "s": step}
                 STATES[writer.save(state, step=step).ref] = state
             writer.tag("best", steps[0])
-        folding.fold(store.journal, store.view())
+        fold_writer.fold(store.journal, store.view())
     with Pin(store.backend, ["0" * 32]):
         shutil.copytree(root, root.with_name("copy"))
     return root.with_name("copy")

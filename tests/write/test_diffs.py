@@ -24,8 +24,8 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding
 from ckptstore.formats.sources import NumpySource
 from ckptstore.log.change import Change
-from ckptstore.log.checkpoints import describe_checkpoint
-from ckptstore.reports.explaining import explain
+from ckptstore.log.checkpoint_info import describe_checkpoint
+from ckptstore.reports.restore_explanation import explain
 from ckptstore.store import verify
 from ckptstore.tuning import Configuration, Controller, Job, best
 from tests.store.states import same
