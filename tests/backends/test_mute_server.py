@@ -158,8 +158,8 @@ LEAVING = """
 import sys
 import numpy as np
 import ckptstore
-from ckptstore.host import exiting
-exiting.SILENT_SECONDS = 0.5
+from ckptstore.host import interpreter_exit
+interpreter_exit.SILENT_SECONDS = 0.5
 with ckptstore.open(sys.argv[1]).writer(poll_seconds=None) as writer:
     print("saved 2", flush=True)
     sys.stdin.readline()
