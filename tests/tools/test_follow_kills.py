@@ -1,4 +1,4 @@
-"""Followers that are killed: a short form of ``python -m tools.follow_kills``, and that its oracle sees wrong bits."""
+"""Followers that are killed: a short form of ``python -m tools.kills.follow_kills``, and that its oracle sees wrong bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are killed: a short form of ``python -m tools.rank_kills``, and that its oracle sees a broken promise."""
+"""Ranks that are killed: a short form of ``python -m tools.kills.rank_kills``, and that its oracle sees a broken promise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ckptstore
 from tests.forms import short_or
 from tools import rank_kills
 from tools.crash.scenario import Violation
-from tools.rank_kills import Doom, Life
+from tools.kills.rank_kills import Doom, Life
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="the harness forks its ranks")
 
