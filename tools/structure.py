@@ -320,7 +320,7 @@ def modules_page(tree: Tree) -> str:
 
 _HEAD = """# Modules
 
-What each module does, by room. [Architecture](architecture.md) has the order of the rooms and a tensor's way through them.
+What each module does. [Architecture](architecture.md) has the order of the rooms and a tensor's way through them.
 `python -m tools.structure --modules docs/modules.md` writes this page from the first lines of the modules' docstrings.
 """
 

@@ -1,4 +1,4 @@
-"""The kill test of scripts that use a Checkpointer, in short (in full: ``python -m tools.kills.shim_kills --every-form``)."""
+"""Scripts with a Checkpointer that are killed: ``python -m tools.kills.shim_kills --every-form`` in short."""
 
 from __future__ import annotations
 
