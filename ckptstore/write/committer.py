@@ -119,7 +119,7 @@ class Committer(Commits):
                 self._deltas.torn()
             raise
         job.done.set_result(info)
-        return kept
+        return kept and stage.snapshot is not None  # what was fed is the deltas' own memory
 
     def _store_copied(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
         """Store a step of training's own tensors from a copy: the next step is compressed against it."""
