@@ -87,7 +87,7 @@ def apply(links: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
     """
     _target(len(out), out)
     if any(codec.base_ratio > 1 for codec, _ in links):
-        raise ValueError("a copy derived from another tensor (codec derive) cannot be part of a chain")
+        raise ValueError("a copy derived from another tensor (codec derive) cannot be applied in a chain")
     cursors = [(codec, _cursor(codec, payload, len(out))) for codec, payload in links]
     for start in range(0, len(out), BLOCK):
         block = out[start : start + BLOCK]
