@@ -1,4 +1,4 @@
-"""Files of other tools: `.safetensors`, `.pt` and trainers' folders in, `.safetensors` and `.pt` out.
+"""Import `.safetensors` files, `.pt` files and trainers' folders; export `.safetensors` and `.pt` files.
 
-Imports `write` and what is below it.
+This room imports `write` and the rooms below it.
 """

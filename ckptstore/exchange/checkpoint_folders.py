@@ -1,16 +1,16 @@
-"""A folder that a trainer wrote, opened as one state: all that is in it is taken, left out on request, or refused.
+"""Open a trainer's folder as one state. Each of its files is taken, left out on request, or refused.
 
-What Hugging Face's Trainer and Accelerate write becomes a dict:
+The files of Hugging Face's Trainer and Accelerate become a dict:
 
 ====================  ============================================================================================
 ``model``             the weights: the index of shards, or the file (``model.safetensors``, ``pytorch_model.bin``)
-``optimizer`` ...     every other torch or safetensors file, under its name without suffix: ``scheduler``, ``scaler``
-``rng``               rank -> random states, of ``rng_state.pth`` (rank 0), ``rng_state_3.pth``, ``random_states_3.pkl``
+``optimizer`` ...     every other torch or safetensors file, by its name without suffix: ``scheduler``, ``scaler``
+``rng``               rank -> random states: ``rng_state.pth`` (rank 0), ``rng_state_3.pth``, ``random_states_3.pkl``
 ``trainer_state``     ``trainer_state.json``, parsed
 ``files``             name -> bytes (uint8 array) of every other file: configuration, tokenizer
 ====================  ============================================================================================
 
-A folder with weights and no other part is its weights alone; then the files of the last row are left where they are.
+If a folder has weights and no other part, the state is the weights alone, without the files of the last row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["FolderContents", "is_beside", "open_checkpoint", "survey"]
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHTS: Final = ("model", "pytorch_model", "adapter_model", "pytorch_model_fsdp")
-"""Names that say that a file holds the model's weights, by preference."""
+"""File names, without suffix, of a model's weights, by preference."""
 _BESIDE: Final = re.compile(
     r"(optimizer|scheduler|scaler|sampler|training_args|dl_state_dict|custom_checkpoint)(_\d+)?"
 )
@@ -50,18 +50,18 @@ _DEEPSPEED_FILES: Final = ("*_model_states.pt", "*_optim_states.pt")
 
 @dataclass(slots=True)
 class FolderContents:
-    """What is in a folder.
+    """The contents of a folder.
 
     Attributes:
         path: the folder.
         weights: the file or index with the model's weights.
-        shards: files that the index names.
+        shards: the files that the index names.
         parts: key in the state -> file.
-        rng: rank -> file.
-        trainer_state: that file, or None.
-        others: files that are no part of a state.
+        rng: rank -> file of random states.
+        trainer_state: the file ``trainer_state.json``, or None.
+        others: files that have no part of the state.
         refused: name -> why it cannot be taken.
-        left_out: names that were not to be taken.
+        left_out: names that were left out on request.
     """
 
     path: Path
@@ -76,25 +76,25 @@ class FolderContents:
 
     @property
     def whole(self) -> bool:
-        """Whether there is more of a training state than its weights."""
+        """Whether the folder has more of a training state than the weights."""
         return bool(self.parts or self.rng or self.trainer_state)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What is taken."""
+        """The files that are taken."""
         state = [] if self.trainer_state is None else [self.trainer_state]
         return (self.weights, *self.shards, *self.parts.values(), *self.rng.values(), *state, *self.others)
 
 
 def survey(folder: Path, leave_out: Sequence[str] = ()) -> FolderContents:
-    """Look at every name in a folder; of an index, at what it names.
+    """List and classify the contents of a folder, including the shards that an index names.
 
     Args:
         folder: the folder.
-        leave_out: globs of names that are not to be taken.
+        leave_out: globs of names to leave out.
 
     Raises:
-        UsageError: it holds no weights, or nobody can tell which; or it is something else.
+        UsageError: it has no weights, or several candidates without an index; or it is not such a folder.
         FormatError: its index is damaged.
         StorageError: it cannot be read.
     """
@@ -121,23 +121,23 @@ def survey(folder: Path, leave_out: Sequence[str] = ()) -> FolderContents:
 
 
 def _sort(found: FolderContents, file: Path) -> None:
-    """Give one file its place."""
+    """Classify one file."""
     stem = file.stem
     if file.name == _TRAINER_STATE:
         found.trainer_state = file
     elif match := _RNG.fullmatch(file.name):
         rank = int(match["rank"] or match["process"] or 0)
         if rank in found.rng:
-            found.refused[file.name] = f"{found.rng[rank].name} holds the random states of rank {rank}, too"
+            found.refused[file.name] = f"{found.rng[rank].name} has the random states of rank {rank}, too"
         else:
             found.rng[rank] = file
     elif file.name.endswith(".index.json") or (_is_part(file) and (stem in _WEIGHTS or _SHARD.search(stem))):
-        found.refused[file.name] = f"these are weights, and so is {found.weights.name}"
+        found.refused[file.name] = f"it has weights, like {found.weights.name}"
     elif not _is_part(file):
         found.others.append(file)
     elif stem in found.parts or stem in _RESERVED:
         other = found.parts[stem].name if stem in found.parts else "something else"
-        found.refused[file.name] = f"{other} becomes {stem!r}, too"
+        found.refused[file.name] = f"{other} has the same key {stem!r} in the state"
     else:
         found.parts[stem] = file
 
@@ -147,12 +147,12 @@ def _is_part(file: Path) -> bool:
 
 
 def is_beside(file: Path) -> bool:
-    """Whether a trainer gives this name to something that stands beside the model's weights."""
+    """Whether this is a trainer's name for a file that accompanies the model's weights."""
     return bool(_BESIDE.fullmatch(file.stem) or _RNG.fullmatch(file.name))
 
 
 def _weights(folder: Path, files: Sequence[Path], folders: Sequence[Path]) -> Path:
-    """The file with the model's weights, or its index."""
+    """Find the file with the model's weights, or its index. Raises `UsageError` if there is none, or several."""
     indexes = [file for file in files if file.name.endswith((".safetensors.index.json", ".bin.index.json"))]
     models = [file for file in files if _is_part(file) and not is_beside(file)]
     for candidates in (indexes, models):
@@ -164,18 +164,18 @@ def _weights(folder: Path, files: Sequence[Path], folders: Sequence[Path]) -> Pa
         if candidates:
             some = ", ".join(file.name for file in candidates[:3])
             raise UsageError(
-                f"{folder} holds {len(candidates)} checkpoint files and no index ({some}): name the one to import"
+                f"{folder} has {len(candidates)} checkpoint files and no index ({some}): name the one to import"
             )
     where = "; ".join(f"{inner.name}: {why}" for inner in folders if (why := _why_not(inner)) != _FOLDER)
-    what = f"{folder} holds no .safetensors, .bin or .pt file with a model's weights"
+    what = f"{folder} has no .safetensors, .bin or .pt file with a model's weights"
     raise UsageError(f"{what}; {where}" if where else what)
 
 
 def _why_not(entry: Path) -> str:
     if not entry.is_dir():
-        return "it is no regular file"
+        return "it is not a regular file"
     if (entry / ".metadata").exists():
-        return f"torch.distributed.checkpoint wrote it; make a file of it: {_dcp_command(entry)}"
+        return f"torch.distributed.checkpoint wrote it; convert it to a file: {_dcp_command(entry)}"
     if _MEGATRON.fullmatch(entry.name) or (_MEGATRON_STEP.fullmatch(entry.name) and _has_ranks(entry)):
         return f"Megatron-LM wrote it, a part for each rank; {_MEGATRON_TOOL}"
     if _DEEPSPEED.fullmatch(entry.name):
@@ -184,14 +184,14 @@ def _why_not(entry: Path) -> str:
 
 
 def _refuse_foreign(folder: Path, names: set[str]) -> None:
-    """Raise `UsageError` for a folder that is no checkpoint of files, with the command that makes one."""
+    """Raise `UsageError` for a folder of another format. The message has the command that converts it."""
     if "FORMAT" in names:
         raise UsageError(f"{folder} is a checkpoint store; import the files that `ckpt restore` writes from it")
     if ".metadata" in names:
-        what = f"{folder} was written by torch.distributed.checkpoint; import the file made of it by"
+        what = f"{folder} was written by torch.distributed.checkpoint; import the file made by this command"
         raise UsageError(f"{what}: {_dcp_command(folder)}")
     if any(fnmatchcase(name, glob) for name in names for glob in _DEEPSPEED_FILES):
-        what = f"{folder} was written by DeepSpeed, a part for each rank; import the weights made of it by"
+        what = f"{folder} was written by DeepSpeed, a part for each rank; import the weights made by this command"
         raise UsageError(f"{what}: {_deepspeed_command(folder.parent)}")
     step = next((name for name in sorted(names) if _MEGATRON_STEP.fullmatch(name) and _has_ranks(folder / name)), "")
     if step or any(_MEGATRON.fullmatch(name) and (folder / name).is_dir() for name in names):
@@ -207,12 +207,12 @@ def _has_ranks(folder: Path) -> bool:
 
 
 def refuse_part(path: Path) -> None:
-    """Raise `UsageError` for a file that holds what one of several ranks had: a part of a model."""
+    """Raise `UsageError` for a file that is one rank's part of a model of several ranks."""
     beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
     for glob in (one for one in _DEEPSPEED_FILES if fnmatchcase(path.name, one)):
         ranks = [name for name in beside if fnmatchcase(name, glob)]
         if len(ranks) > 1:
-            what = f"{path} is one of {len(ranks)} parts that DeepSpeed wrote; import the weights made of all by"
+            what = f"{path} is one of {len(ranks)} parts that DeepSpeed wrote; import the weights made by this command"
             raise UsageError(f"{what}: {_deepspeed_command(path.parent.parent)}")
     if _MEGATRON.fullmatch(path.parent.name):
         ranks = [one.name for one in path.parent.parent.iterdir() if _MEGATRON.fullmatch(one.name)]
@@ -221,8 +221,8 @@ def refuse_part(path: Path) -> None:
 
 
 _MEGATRON_TOOL: Final = (
-    "make one of them with its tools/checkpoint/convert.py (--target-tensor-parallel-size 1 "
-    "--target-pipeline-parallel-size 1), and import the weights that are then in mp_rank_00"
+    "merge the parts with its tools/checkpoint/convert.py (--target-tensor-parallel-size 1 "
+    "--target-pipeline-parallel-size 1), and import the weights, which are then in mp_rank_00"
 )
 
 
@@ -238,16 +238,16 @@ def _deepspeed_command(folder: Path) -> str:
 
 
 def open_checkpoint(path: Path, leave_out: Sequence[str] = ()) -> OpenedFile:
-    """Open a checkpoint file, or all of a folder as one state.
+    """Open a checkpoint file, or a whole folder as one state.
 
     Args:
-        path: see `weightfiles.open_file`; or a folder.
-        leave_out: of a folder, globs of names that are not to be taken.
+        path: a file for `weight_files.open_file`, or a folder.
+        leave_out: globs of names in a folder to leave out.
 
     Raises:
-        UnsupportedStateError: something in the folder cannot be taken and is not left out on request; names all of it.
-        UsageError: see `survey`; or `path` does not exist.
-        FormatError, MissingDependencyError, StorageError: see `open_file`.
+        UnsupportedStateError: files in the folder cannot be taken and are not left out. The message names all of them.
+        UsageError: as `survey`; or `path` does not exist.
+        FormatError, MissingDependencyError, StorageError: as `open_file`.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist")
@@ -285,7 +285,7 @@ def _refusal(folder: Path, refused: Mapping[str, str]) -> UnsupportedStateError:
 
 
 def _state(found: FolderContents, opened: ExitStack) -> dict[str, Any]:
-    """The dict that the folder is. What needs pickled code is added to `found.refused`."""
+    """The state of the folder. Files that need pickled code are added to `found.refused`."""
     state: dict[str, Any] = {"model": _part(found, found.weights, opened)}
     state |= {key: _part(found, file, opened) for key, file in found.parts.items()}
     if found.rng:
@@ -306,7 +306,7 @@ def _part(found: FolderContents, file: Path, opened: ExitStack) -> Any:
 
 
 def _json(file: Path) -> Any:
-    """JSON as Python writes it, NaN and Infinity included: a loss may be either."""
+    """Parse JSON as Python writes it, including NaN and Infinity, which a loss may be."""
     if file.stat().st_size > _JSON_LIMIT:
         raise FormatError(f"{file}: too long for the state of a trainer")
     try:

@@ -1,7 +1,7 @@
-"""A checkpoint as ordinary files: ``.safetensors`` (one, or shards with an index as Hugging Face has) or ``.pt``.
+"""Export a checkpoint to ``.safetensors`` files (one, or shards with an index as in Hugging Face) or to a ``.pt`` file.
 
-The files appear under their names complete and durable, or not at all. Memory in use is a few chunks; of a tensor in
-shards, a chunk of each shard at the present place.
+The files appear under their names complete and durable, or not at all. Memory use is a few chunks. For a tensor stored
+in shards, it is one chunk of each shard at the current position.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Chunks = Callable[[str], Iterator[memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """A selection whose tensors are written without what their names begin with, as `load_state_dict` takes them.
+    """A selection of tensors by prefix. They are written without the prefix, as `load_state_dict` needs them.
 
     Attributes:
-        prefix: the beginning (``model.``); tensors without it are left out.
-        select: globs that a tensor's whole name matches besides; None: any.
+        prefix: the prefix (``model.``). Tensors without it are left out.
+        select: globs. The whole name of a tensor must match one of them, too. None: no further condition.
     """
 
     prefix: str
@@ -58,20 +58,20 @@ class Below:
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         ref: the checkpoint.
         format: ``safetensors`` or ``pt``.
-        paths: the files that hold tensors, in order.
+        paths: the files with tensors, in order.
         index: the ``.index.json`` of a sharded export, or None.
         nbytes: bytes of tensors.
         tensors: number of distinct tensors.
-        converted: what could not be written as it was, because a ``.pt`` that needs no trust has no form for it: numpy
-            arrays became tensors, numpy scalars Python numbers, frozensets sets.
-        lossy: the checkpoint is not what training had, bit for bit (it was stored so on request).
-        tied: of a safetensors file, which has each tensor once: (name of another of its places that was asked for, the
-            name under which the file has it). A reader that takes the tree of the state has them all.
+        converted: places of values that were converted, because a ``.pt`` file without pickled code cannot have them:
+            numpy arrays became tensors, numpy scalars became Python numbers, frozensets became sets.
+        lossy: whether the checkpoint differs from the trained state (it was stored lossily on request).
+        tied: a safetensors file has each tensor once. For every further selected place of a tensor: (name of that
+            place, name in the file). A reader that uses the state's tree finds all of them.
     """
 
     ref: str
@@ -97,28 +97,30 @@ def export(
 ) -> ExportResult:
     """Write a checkpoint to `out`, verifying every byte that is read.
 
-    A safetensors file carries the rest of the state in its metadata (`STATE_MEMBER`). A ``.pt`` file loads with
-    ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it.
+    A safetensors file has the rest of the state in its metadata (`STATE_MEMBER`). ``torch.load(weights_only=True)``
+    loads a ``.pt`` file as the nested state that was saved. Writing it does not need torch.
 
     Args:
-        journal: the store's.
+        journal: the journal of the store.
         ref: the checkpoint.
-        out: the file; with shards, the name they and the index are derived from.
+        out: the file. With shards, the names of the shards and of the index are derived from it.
         format: the file format.
-        select: only tensors at places that match one of these patterns (globs, as in `Store.load`). A tensor's name in
-            the file is that of the first such place, without the ``_orig_mod`` of compiled modules. `Below`: the file
-            is a flat dict of tensors, without the rest of the state; a ``.pt`` file of a part that holds more than
-            tensors has that part as it was saved.
-        overwrite: replace files that exist.
-        max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
-        progress: told how many bytes of tensors are written.
+        select: only tensors at places that match one of these globs (as in `Store.load`). A tensor's name in the file
+            is the name of its first matching place, without the ``_orig_mod`` of compiled modules. With `Below`, the
+            file is a flat dict of tensors, without the rest of the state. Exception: if the part below the prefix has
+            more than tensors, a ``.pt`` file has that part as it was saved.
+        overwrite: replace existing files.
+        max_shard_bytes: start another safetensors file before one exceeds this size. A larger tensor gets its own file.
+        progress: called with the number of tensor bytes written.
 
     Raises:
-        UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, or shards of a
-            ``.pt`` file are asked for; without what `Below` drops a tensor had no name that a file can have.
-        StorageError: the output cannot be written. Nothing is left behind then.
-        UnsupportedStateError: a state that has no place in such a file.
-        CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
+        UsageError: `out` exists, is inside a store, or is not a regular file; its folder does not exist; shards of a
+            ``.pt`` file were requested; or a tensor's name without the prefix of `Below` is not valid in a file.
+        StorageError: the output cannot be written. No file is left behind.
+        UnsupportedStateError: such a file cannot have the state.
+        CheckpointNotFoundError: there is no such checkpoint.
+        TensorNotFoundError: no tensor matches the selection.
+        CorruptionError: the checkpoint is damaged.
     """
     out = Path(out)
     if format == "pt" and max_shard_bytes is not None:
@@ -140,7 +142,7 @@ def export_held(
     format: Literal["safetensors", "pt"] | None = None,
     select: str | Sequence[str] | None = None,
 ) -> ExportResult:
-    """Likewise, of a checkpoint that is held in memory; what is at `out` is replaced. Raises as `export`."""
+    """Export a checkpoint that is in memory. An existing file at `out` is replaced. Raises as `export`."""
     out = Path(out)
     refuse_store(out)
     refuse_missing_folder(out)
@@ -149,7 +151,7 @@ def export_held(
 
 
 def is_export(path: Path) -> bool:
-    """Whether a file says of itself that it was exported from a store."""
+    """Whether a file is marked as exported from a store."""
     try:
         if is_archive(path):
             return True
@@ -190,12 +192,12 @@ def _written(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What goes into the files.
+    """The content of the files.
 
     Attributes:
         ref: the checkpoint.
-        tree: the typed JSON tree of what was selected, with the names that tensors have in the files.
-        entries: the tensors, by these names.
+        tree: the typed JSON tree of the selection, with the tensors' names in the files.
+        entries: the tensors, by name in the files.
         chunks: yields a tensor's bytes.
     """
 
@@ -211,12 +213,12 @@ class _Content:
 
 
 def _counted(found: Restorable, names: Mapping[str, str], progress: Progress | None) -> Chunks:
-    """The bytes of a tensor, chunk by chunk; tells `progress`. Called from several threads.
+    """Make the function that yields a tensor's bytes, chunk by chunk, and reports progress. Thread-safe.
 
     Args:
         found: the checkpoint.
         names: name in the checkpoint -> name in the file.
-        progress: who is told.
+        progress: receives the reports.
     """
     stream = streams(found)
     stored = {name: tensor for tensor, name in names.items()}
@@ -231,7 +233,7 @@ def _counted(found: Restorable, names: Mapping[str, str], progress: Progress | N
 
 
 _Chosen = tuple[dict[str, str], Any, tuple[tuple[str, str], ...]]
-"""tensor -> its name in the file; the tree with these names; `ExportResult.tied`."""
+"""Tensor -> its name in the file; the tree with these names; `ExportResult.tied`."""
 
 
 def _picked(found: Restorable, select: str | Sequence[str] | None) -> _Chosen:
@@ -247,16 +249,17 @@ def _picked(found: Restorable, select: str | Sequence[str] | None) -> _Chosen:
 
 
 def _bare(names: Mapping[str, str]) -> dict[str, str]:
-    """The names without what `torch.compile` put into them; as they are, if two would be one without it."""
+    """Remove the parts that `torch.compile` adds to names. If two names would become equal, all stay unchanged."""
     found = {tensor: bare_name(name) for tensor, name in names.items()}
-    # Prevents: one of two tensors lost, in a file that has one name for both.
+    # Prevents: a lost tensor, because two tensors have the same name in the file.
     return found if len(set(found.values())) == len(set(names.values())) else dict(names)
 
 
 def _part(found: Restorable, below: Below) -> Any:
-    """What is below a prefix as it was saved, if it holds more than tensors; None: it does not, or is selected from.
+    """The part of the tree below a prefix, if it has more than tensors and no further selection applies; or None.
 
-    An optimizer's state is nested, has numbers and groups: of its tensors alone no ``load_state_dict`` makes anything.
+    An optimizer's state, for example, is nested and has numbers and groups. ``load_state_dict`` cannot use its tensors
+    alone.
     """
     prefix = below.prefix
     if below.select is not None or not isinstance(prefix, str) or not prefix.endswith("."):
@@ -268,7 +271,7 @@ def _part(found: Restorable, below: Below) -> Any:
 def _flat(found: Restorable, below: Below) -> _Chosen:
     prefix = below.prefix
     if not isinstance(prefix, str) or not prefix:
-        raise UsageError(f"strip={prefix!r:.80}: it takes what names begin with, as 'model.'")
+        raise UsageError(f"strip={prefix!r:.80}: pass a prefix of tensor names, such as 'model.'")
     picked = select_from(found.tree, below.select or None, found.ref)
     every = places(found.tree) if picked.all else list(picked.kept.values())
     kept = [place for place in every if place.name.startswith(prefix)]
@@ -281,11 +284,12 @@ def _flat(found: Restorable, below: Below) -> _Chosen:
     unflatten(found.tree, origins.setdefault)
     tree: dict[str, dict[str, str]] = {}
     tied = []
-    for place in kept:  # names are distinct, and so they are without what all begin with
+    for place in kept:  # names are distinct, so they are distinct without their common prefix
         short = shorts[place.name]
         if not short or short[0] in ".$" or short == "__metadata__" or short.startswith("ckptstore/"):
             raise UsageError(
-                f"without {prefix!r} a tensor would be named {short!r}, which no file has; a prefix ends with its dot"
+                f"without {prefix!r} a tensor would be named {short!r}, which is invalid in a file; "
+                "end the prefix with its dot"
             )
         if names.setdefault(place.tensor, short) != short:
             tied.append((short, names[place.tensor]))
@@ -324,7 +328,7 @@ def _write_shards(
     if index is not None:
         where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
         text = json.dumps({"metadata": {"total_size": content.nbytes}, "weight_map": where}, indent=2) + "\n"
-        files.create(index, len(text)).write(text.encode())  # published last: it makes the shards a model
+        files.create(index, len(text)).write(text.encode())  # published last: readers find the shards by it
     return tuple(paths), index
 
 
@@ -341,7 +345,7 @@ def _split(entries: Mapping[str, TensorEntry], limit: int | None) -> list[list[s
 
 
 def _metadata(ref: str, tree: Any, entries: Sequence[TensorEntry]) -> dict[str, str]:
-    metadata = {"format": "pt", CHECKPOINT_MEMBER: ref}  # transformers refuses a file that does not say "pt"
+    metadata = {"format": "pt", CHECKPOINT_MEMBER: ref}  # transformers refuses files without "pt"
     foreign = {entry.name: entry.dtype for entry in entries if dtypes.get(entry.dtype).storage != entry.dtype}
     if foreign:
         metadata[DTYPES_MEMBER] = json.dumps(foreign)
@@ -391,7 +395,7 @@ def _write_pt(file: OutputFile, content: _Content) -> list[str]:
 
 def _dtype(name: str) -> TorchObject:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise FormatError(f"torch has no dtype {name!r:.80}")  # and it would end up in a pickle
+        raise FormatError(f"torch has no dtype {name!r:.80}")  # the name would be written into a pickle
     return TorchObject(name)
 
 

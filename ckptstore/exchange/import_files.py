@@ -1,4 +1,4 @@
-"""Files that other tools wrote, stored as checkpoints: one file, or a series of steps."""
+"""Import files of other tools as checkpoints: a single file, or a series of steps."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
 
 @dataclass(frozen=True, slots=True)
 class ImportedFile:
-    """A file or folder, and the checkpoint it became.
+    """A file or folder, and the checkpoint made from it.
 
     Attributes:
-        path: what was opened.
-        nbytes: length of what was taken (of shards and of a folder: all together).
+        path: the file or folder.
+        nbytes: length of the imported files in bytes (shards and the files of a folder: all together).
         info: the checkpoint.
-        left_out: names in the folder that are not in it.
+        left_out: names in the folder that are not in the checkpoint.
     """
 
     path: Path
@@ -50,11 +50,12 @@ class ImportedFile:
 
 
 def step_of(path: Path, *, series: bool = False) -> int | None:
-    """The step that the name of a file or of a folder above it states, or None.
+    """The step in the name of a file, or of one of the two folders above it. None: the names have no step.
 
-    ``step_1000.pt``, ``checkpoint-500/model.safetensors``, ``global_step12/...``, ``epoch=3-step=1000.ckpt`` (the last
-    number named counts). In a `series` a number at the end of the name, or a folder that is a number, is a step even
-    without such a word (``model_100.pt``, ``100/model.pt``); in a single file it may be anything (``llama-7.pt``).
+    Examples: ``step_1000.pt``, ``checkpoint-500/model.safetensors``, ``global_step12/...``, ``epoch=3-step=1000.ckpt``
+    (the last number after such a word counts). In a `series`, a number at the end of the file name, or a folder name
+    that is a number, is a step even without such a word (``model_100.pt``, ``100/model.pt``). In the name of a single
+    file such a number may mean anything (``llama-7.pt``).
     """
     stem = _SHARD.sub("", path.name.removesuffix(".index.json"))
     stem = stem[: -len(Path(stem).suffix)] if Path(stem).suffix.lower() in _SUFFIXES else stem
@@ -84,27 +85,27 @@ def import_files(
 ) -> list[ImportedFile]:
     """Store each file as a checkpoint, in one new term, ascending by step. Memory does not grow with the files.
 
-    Every file is opened and checked before the store is touched.
+    Every file is opened and checked before the store is changed.
 
     Args:
-        journal: where to; created if there is none.
-        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these, of which
-            everything is taken (`checkpointfolders`).
-        step: of a single file; ``"auto"`` takes it from each name (`step_of`), and gives a single file without one
-            the step after the parent's.
-        parent: REF that the new term continues from; None for none.
-        leave_out: globs of names in a folder that are not to be taken, of those that nothing else can be done about.
+        journal: the store. It is created if it does not exist.
+        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that have one of these, which are
+            imported whole (`checkpoint_folders`).
+        step: the step of a single file. ``"auto"`` takes it from each name (`step_of`). A single file without a step in
+            its name gets the step after the parent's.
+        parent: the REF that the new term continues from; None: no parent.
+        leave_out: globs of names in a folder to leave out, for files that cannot be imported.
         deltas: store a series as deltas; None: every file becomes a full.
-        progress: told (bytes done, bytes in all).
+        progress: called with (bytes done, bytes in all).
 
     Returns:
         The checkpoints, ascending by step.
 
     Raises:
-        UsageError: no step can be told, or two files have the same.
+        UsageError: the step of a file is unknown, or two files have the same step.
         StepOrderError: a step is not above the parent's.
-        FormatError, UnsupportedStateError: a file, or something in a folder, cannot be imported; nothing was.
-        StorageError: the medium failed; files before that one are checkpoints by then, as a note on the error says.
+        FormatError, UnsupportedStateError: a file, or a file in a folder, cannot be imported. Nothing was imported.
+        StorageError: the medium failed. Files before that one were imported; a note on the error lists them.
     """
     if not files:
         raise UsageError("no file to import")
@@ -112,7 +113,7 @@ def import_files(
     base = _parent(journal, parent)
     steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
     total = _checked_nbytes([path for _, path in steps], leave_out, progress)
-    before = 0  # bytes of the files that are checkpoints
+    before = 0  # bytes of the files imported so far
 
     def advance(done: int, _: int) -> None:
         if progress is not None:
@@ -134,7 +135,7 @@ def import_files(
 
 
 def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str], progress: Progress | None) -> int:
-    """Open each once, which checks it -> bytes of tensors of all of them."""
+    """Open each file once, to check it. Returns the bytes of all tensors."""
     total = 0
     for number, path in enumerate(paths):
         phase(progress, "checking", number, len(paths), "files")
@@ -144,7 +145,7 @@ def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str], progress: P
 
 
 def _named(path: Path, leave_out: Sequence[str]) -> Path:
-    """The file whose name and folders tell the step."""
+    """The file whose name and folders give the step."""
     if not path.exists():
         raise UsageError(f"{path} does not exist")
     return survey(path, leave_out).weights if path.is_dir() else path
@@ -158,17 +159,23 @@ def _parent(journal: Journal, parent: str | None) -> CheckpointInfo | None:
     except (StoreNotFoundError, CheckpointNotFoundError):
         if parent != "latest":
             raise
-        return None  # an empty store: the import is its beginning
+        return None  # an empty store: the import begins its history
 
 
 def _steps(
     paths: Sequence[tuple[Path, Path]], step: int | Literal["auto"], base: CheckpointInfo | None
 ) -> list[tuple[int, Path]]:
-    """(step, path), ascending; from (what is to be imported, what tells its step)."""
+    """Find the step of each file. Returns (step, path), ascending.
+
+    Args:
+        paths: (file or folder to import, path whose name gives the step).
+        step: as in `import_files`.
+        base: the parent.
+    """
     if step != "auto":
         if len(paths) > 1:
             raise UsageError(
-                f"one step for {len(paths)} files; import them one by one, or let the names tell the steps"
+                f"one step given for {len(paths)} files; import them one by one, or omit it to use the names"
             )
         found: list[tuple[int, Path]] = [(step_number(step), paths[0][0])]
     else:
@@ -176,7 +183,7 @@ def _steps(
         for path, name in paths:
             number = step_of(name, series=len(paths) > 1)
             if number is None and len(paths) > 1:
-                raise UsageError(f"{path}: its name tells no step (step_1000, checkpoint-1000 ...); import it alone")
+                raise UsageError(f"{path}: its name has no step (step_1000, checkpoint-1000 ...); import it alone")
             if number is None:
                 number = 0 if base is None else base.step + 1
             found.append((number, path))
@@ -189,6 +196,6 @@ def _steps(
         error = StepOrderError(
             f"{path}: step {lowest} is not above step {base.step} of {base.ref}, which it would follow"
         )
-        error.add_note("--parent REF continues from an earlier checkpoint; --parent none starts a line of its own")
+        error.add_note("--parent REF continues from an earlier checkpoint; --parent none starts a new line")
         raise error
     return found

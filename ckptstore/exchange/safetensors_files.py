@@ -1,7 +1,7 @@
-"""``.safetensors`` files that anyone may have written: headers checked, tensors read by position when asked for.
+"""Read untrusted ``.safetensors`` files: check the header, and read tensors by position on demand.
 
-As the safetensors library does, a file is refused whose tensors overlap, leave holes, or end before the file does:
-bytes that belong to no tensor would be dropped without a word, those that belong to two would be stored twice.
+Like the safetensors library, this module refuses a file whose tensors overlap, leave gaps, or end before the file does.
+Bytes of no tensor would be dropped silently, and bytes of two tensors would be stored twice.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["DTYPES_MEMBER", "HEADER_LIMIT", "FileTensor", "naming", "read_safete
 
 DTYPES_MEMBER: Final = "ckptstore.dtypes"
 """Member of an exported file's ``__metadata__``: JSON object, name -> logical dtype, of the tensors that safetensors
-stores as something else."""
+stores under another dtype."""
 
 HEADER_LIMIT: Final = 100_000_000
-"""Bytes of a header: safetensors' own limit."""
-_SEGMENT_MEMBER: Final = "ckptstore"  # our own segments describe themselves under this name
+"""Largest header, in bytes: the limit of the safetensors library."""
+_SEGMENT_MEMBER: Final = "ckptstore"  # segments of a store have this member
 
 
 class FileTensor:
-    """A tensor in a safetensors file (a `TensorSource`); read by position, from any thread."""
+    """A tensor in a safetensors file, as a `TensorSource`. Reads are by position, from any thread."""
 
     __slots__ = ("_descriptor", "_path", "_start", "dtype", "identity", "nbytes", "origin", "shape")
 
@@ -45,11 +45,11 @@ class FileTensor:
         self.identity: Hashable = (path, name)
 
     def view(self) -> Bytes | None:
-        """None: a mapping of the file would count as our memory, and turn a truncated file into a signal."""
+        """None. A mapping would count as memory of this process, and reading a truncated file would raise SIGBUS."""
         return None
 
     def read(self, offset: int, out: Bytes) -> None:
-        """Fill `out` from byte `offset` of the tensor. Raises `StorageError`."""
+        """Fill `out` from byte `offset` of the tensor. Raises `StorageError` if that fails."""
         target, at = out.data, self._start + offset
         while len(target):
             try:
@@ -62,15 +62,15 @@ class FileTensor:
 
 
 def read_safetensors(path: Path, opened: ExitStack) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Header of one file: name -> tensor, and its metadata. Every byte of the file belongs to one of them.
+    """Read the header of a file: name -> tensor, and the metadata. Every byte of the data belongs to one tensor.
 
     Args:
         path: the file.
-        opened: keeps it open.
+        opened: keeps the file open.
 
     Raises:
-        FormatError: it is no such file, or damaged.
-        UnsupportedStateError: a dtype that cannot be stored.
+        FormatError: it is not a safetensors file, or it is damaged.
+        UnsupportedStateError: a tensor has a dtype that cannot be stored.
         UsageError: it is a segment of a store.
     """
     file = opened.enter_context(path.open("rb", buffering=0))
@@ -83,12 +83,12 @@ def read_safetensors(path: Path, opened: ExitStack) -> tuple[dict[str, FileTenso
         raise FormatError(f"{path}: neither a .safetensors nor a .pt file (its header would have {length} bytes)")
     header = jsontext.loads(os.pread(file.fileno(), length, 8), what=str(path), max_bytes=HEADER_LIMIT)
     if not isinstance(header, dict):
-        raise FormatError(f"{path}: the header is no JSON object")
+        raise FormatError(f"{path}: the header is not a JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{path}: __metadata__ does not map names to texts")
+        raise FormatError(f"{path}: __metadata__ does not map names to strings")
     if _SEGMENT_MEMBER in metadata:
-        raise UsageError(f"{path} is a segment of a checkpoint store; `ckpt restore` makes a file of the checkpoint")
+        raise UsageError(f"{path} is a segment of a checkpoint store; write the checkpoint to a file: `ckpt restore`")
     logical = _logical_dtypes(path, metadata)
     data = 8 + length
     entries = _entries(path, header, size - data)
@@ -113,7 +113,7 @@ def _entries(path: Path, header: Mapping[str, Any], length: int) -> list[tuple[s
 
 
 def _check_cover(path: Path, entries: Iterable[tuple[str, Mapping[str, Any], int]], length: int) -> None:
-    """Raise `FormatError` unless the tensors lie end to end from the first byte of data to the last."""
+    """Raise `FormatError` unless the tensors cover all bytes of the data, without gaps or overlaps."""
     end, before = 0, "the header"
     for (start, stop), name in sorted((tuple(entry["data_offsets"]), name) for name, entry, _ in entries):
         if start < end:
@@ -126,11 +126,11 @@ def _check_cover(path: Path, entries: Iterable[tuple[str, Mapping[str, Any], int
 
 
 def _type(path: Path, name: str, entry: Mapping[str, Any], logical: str | None) -> tuple[str, tuple[int, ...]]:
-    """Logical dtype and shape of a header entry, checked against its length."""
+    """Logical dtype and shape of a header entry. Raises `FormatError` if they do not match its length."""
     code, shape = entry.get("dtype"), entry.get("shape")
     if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
         raise FormatError(f"{path}: tensor {name!r:.80} has the shape {shape!r:.80}")
-    if code == "F4" and shape:  # safetensors counts half bytes, torch the bytes
+    if code == "F4" and shape:  # safetensors counts half bytes, torch counts bytes
         code, shape = "F4_E2M1_X2", [*shape[:-1], shape[-1] // 2]
     if not isinstance(code, str) or code not in dtypes.DTYPES:
         raise UnsupportedStateError(f"{path}: tensor {name!r:.80} has the dtype {code!r:.20}, which cannot be stored")
@@ -151,14 +151,14 @@ def _logical_dtypes(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
         return {}
     text = metadata[DTYPES_MEMBER].encode(errors="surrogatepass")
     found = jsontext.loads(text, what=f"{path}: {DTYPES_MEMBER}", max_bytes=HEADER_LIMIT)
-    if not isinstance(found, dict):  # names of dtypes are checked where they are looked up
+    if not isinstance(found, dict):  # `_type` checks the names of the dtypes
         raise FormatError(f"{path}: {DTYPES_MEMBER} does not map tensors to dtypes")
     return found
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of pure functions, which know no file, get its name."""
+    """Add the file's name to errors of functions that do not know the file."""
     try:
         yield
     except FormatError as error:

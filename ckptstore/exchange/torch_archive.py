@@ -1,8 +1,8 @@
-"""Writing a file that ``torch.load(weights_only=True)`` opens, without torch and without the tensors in memory.
+"""Write a file that ``torch.load(weights_only=True)`` opens, without torch and without the tensors in memory.
 
-The file is what ``torch.save`` writes since torch 1.6: a zip archive, uncompressed, of ``data.pkl`` (a pickle of
-protocol 2 in which tensors are references) and one record of raw bytes per tensor. The pickle is emitted by hand, with
-no more than the opcodes and names that torch's restricted unpickler allows, so nothing in it can run code.
+The file has the form that ``torch.save`` writes since torch 1.6: an uncompressed zip archive of ``data.pkl`` (a pickle
+of protocol 2 in which tensors are references) and one record of raw bytes per tensor. This module emits the pickle
+itself. It uses only opcodes and names that torch's restricted unpickler allows, so the pickle cannot run code.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ckptstore.formats.dtypes import DTYPES
 
 __all__ = ["TensorReference", "TorchObject", "is_archive", "write_archive"]
 
-_ALIGN: Final = 64  # as torch.save, so that torch.load(mmap=True) gives aligned tensors
+_ALIGN: Final = 64  # as in torch.save, so that torch.load(mmap=True) returns aligned tensors
 _ZIP64_FROM: Final = 1 << 30
 _ZIP64_EXTRA: Final = 20
 _MARK: Final = "ckptstore"
-"""A record that torch does not look at: who wrote the file."""
+"""Name of a record that marks the file as ours. torch ignores it."""
 _LOCAL_HEADER: Final = 30  # bytes of a zip record's local header without name and extra field
 
-# Logical dtype -> (storage class, name of the torch dtype). torch writes the legacy class where there is one.
+# Logical dtype -> (storage class, name of the torch dtype). torch writes the legacy class if there is one.
 _TORCH: Final = {
     "BOOL": ("BoolStorage", "bool"),
     "U8": ("ByteStorage", "uint8"),
@@ -58,7 +58,7 @@ _TORCH: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TensorReference:
-    """Stands for a tensor in the state to write. The same object at two places is one tensor again after loading."""
+    """Represents a tensor in the state to write. The same object at two places becomes one tensor after loading."""
 
     name: str
     dtype: str
@@ -68,7 +68,7 @@ class TensorReference:
 
 @dataclass(frozen=True, slots=True)
 class TorchObject:
-    """Stands for ``torch.<name>(*arguments)``, or for ``torch.<name>`` itself if there are no arguments."""
+    """Represents ``torch.<name>(*arguments)``, or ``torch.<name>`` itself if there are no arguments."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -76,7 +76,7 @@ class TorchObject:
 
 @dataclass(slots=True)
 class _Pickler:
-    """Emits opcodes. Tensors get numbered records in the order in which they are met."""
+    """Emits opcodes. Tensors get numbered records in the order of their first use."""
 
     out: bytearray = field(default_factory=bytearray)
     records: list[TensorReference] = field(default_factory=list)
@@ -84,7 +84,7 @@ class _Pickler:
     memo: dict[int, int] = field(default_factory=dict)
 
     def emit(self, value: Any, path: str) -> None:
-        """Emit any object a state may hold; `path` names it in messages."""
+        """Emit any value of a state. `path` names it in messages."""
         if isinstance(value, TensorReference):
             self._tensor(value)
         elif isinstance(value, TorchObject):
@@ -92,7 +92,7 @@ class _Pickler:
             if value.arguments:
                 self._call(value.arguments, path)
         elif isinstance(value, np.generic):
-            self.converted.append(path)  # the restricted unpickler knows no numpy scalar
+            self.converted.append(path)  # the restricted unpickler does not allow numpy scalars
             self.emit(value.item(), path)
         elif value is None or isinstance(value, bool):
             self.out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
@@ -118,7 +118,7 @@ class _Pickler:
             self._by_call(value, path)
 
     def _by_call(self, value: Any, path: str) -> None:
-        """Objects that are written as a call of an allowed function."""
+        """Emit an object that is written as a call of an allowed function."""
         if isinstance(value, bytes | bytearray):
             if isinstance(value, bytearray):
                 self._global("__builtin__", "bytearray")
@@ -131,11 +131,11 @@ class _Pickler:
             self._call((value.real, value.imag), path)
         elif isinstance(value, set | frozenset):
             if isinstance(value, frozenset):
-                self.converted.append(path)  # the restricted unpickler knows set only
+                self.converted.append(path)  # the restricted unpickler allows set, but not frozenset
             self._global("__builtin__", "set")
             self._call((list(value),), path)
         else:
-            raise UnsupportedStateError(f"{path}: a {type(value).__name__} has no place in a .pt file")
+            raise UnsupportedStateError(f"{path}: a {type(value).__name__} cannot be stored in a .pt file")
 
     def _dict(self, value: dict[Any, Any], path: str) -> None:
         if isinstance(value, OrderedDict | Counter):
@@ -158,7 +158,7 @@ class _Pickler:
             text = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
             if len(text) > 255:
                 raise UnsupportedStateError(
-                    f"{path}: an integer of {value.bit_length()} bits has no place in a .pt file"
+                    f"{path}: an integer of {value.bit_length()} bits cannot be stored in a .pt file"
                 )
             self.out += b"\x8a" + bytes([len(text)]) + text
 
@@ -174,7 +174,7 @@ class _Pickler:
         self.out += b"R"
 
     def _tensor(self, tensor: TensorReference) -> None:
-        """``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)``; v3 adds a dtype."""
+        """Emit ``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)``; v3 adds a dtype."""
         if id(tensor) in self.memo:
             self.out += b"j" + struct.pack("<I", self.memo[id(tensor)])
             return
@@ -218,14 +218,14 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Appendable(Protocol):
-    """Where an archive goes: it is written in order, never read, nothing in it is changed later."""
+    """The target of an archive. It is only appended to: never read, and never changed."""
 
     def write(self, data: memoryview | bytes, /) -> int: ...
     def flush(self) -> None: ...
 
 
 class _Forward:
-    """`Appendable` for zipfile, which otherwise would go back to fill in checksums: they follow the data instead."""
+    """Wraps an `Appendable` for zipfile. It has no `tell` and no `seek`, so zipfile writes checksums after the data."""
 
     def __init__(self, out: Appendable) -> None:
         self._out = out
@@ -237,23 +237,23 @@ class _Forward:
         self._out.flush()
 
     def close(self) -> None:
-        """Not ours to close."""
+        """Do nothing: the caller closes the file."""
 
 
 def write_archive(out: Appendable, state: Any, chunks: Callable[[str], Iterable[memoryview]]) -> list[str]:
     """Write `state` to `out`.
 
     Args:
-        out: the file; empty.
-        state: nested dicts, lists, tuples and scalars with `TensorReference` and `TorchObject` in it.
-        chunks: called once per distinct tensor with its name; yields its bytes in order.
+        out: the file, which is empty.
+        state: nested dicts, lists, tuples and scalars, with `TensorReference` and `TorchObject`.
+        chunks: called with the name of every distinct tensor, once each; yields its bytes in order.
 
     Returns:
-        The paths of what was written as another type, because ``weights_only`` would refuse it: numpy scalars became
-        Python numbers, frozensets became sets.
+        The paths of values that were converted, because ``weights_only`` would refuse them: numpy scalars became Python
+        numbers, frozensets became sets.
 
     Raises:
-        UnsupportedStateError: an object that has no place in such a file; names its path.
+        UnsupportedStateError: such a file cannot store an object. The message names its path.
     """
     pickler = _Pickler()
     pickler.emit(state, "")
@@ -269,7 +269,7 @@ def write_archive(out: Appendable, state: Any, chunks: Callable[[str], Iterable[
 
 
 def is_archive(path: Path) -> bool:
-    """Whether `write_archive` made a file. Raises `OSError`."""
+    """Whether `write_archive` wrote the file. Raises `OSError`."""
     try:
         with zipfile.ZipFile(path) as archive:
             return f"archive/{_MARK}" in archive.namelist()
@@ -278,7 +278,7 @@ def is_archive(path: Path) -> bool:
 
 
 def _record(archive: zipfile.ZipFile, name: str, nbytes: int, parts: Iterable[memoryview]) -> None:
-    """Add a record whose data begins at a multiple of `_ALIGN`: an extra field of the zip header takes up the rest."""
+    """Add a record whose data begins at a multiple of `_ALIGN`. An extra field of the zip header is the padding."""
     info = zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
     info.file_size = nbytes
     large = nbytes >= _ZIP64_FROM

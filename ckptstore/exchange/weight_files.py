@@ -1,7 +1,7 @@
-"""Checkpoint files that other tools wrote, opened as states: ``.safetensors``, a Hugging Face index of shards, ``.pt``.
+"""Open checkpoint files of other tools as states: ``.safetensors``, a Hugging Face index of shards, ``.pt``.
 
-Only headers are read here; a tensor's bytes are read when the writer asks for them, so memory does not grow with the
-file. Nothing in these files is trusted, and no pickled code is ever run.
+Opening reads only headers. The writer reads a tensor's bytes when it needs them, so memory does not grow with the file.
+The contents of these files are not trusted, and no pickled code is ever run.
 """
 
 from __future__ import annotations
@@ -44,22 +44,24 @@ __all__ = [
 ]
 
 CHECKPOINT_MEMBER: Final = "ckptstore.log.checkpoint_info"
-"""Member of an exported file's ``__metadata__``: REF of the checkpoint."""
+"""Member of an exported file's ``__metadata__``: the REF of the checkpoint."""
 STATE_MEMBER: Final = "ckptstore.state"
-"""Likewise: the typed JSON tree of the state. With it an import restores the state, not only its tensors."""
+"""Member of an exported file's ``__metadata__``: the typed JSON tree of the state (SPEC section 3.1). With it an import
+restores the whole state, not only its tensors."""
 
 _INDEX_LIMIT: Final = 64 << 20
 
 
 @dataclass(slots=True)
 class OpenedFile:
-    """A checkpoint as a state; its sources stay readable until it is closed. A context manager.
+    """An opened checkpoint, as a state. Its sources stay readable until it is closed. A context manager.
 
     Attributes:
-        path: what was opened.
+        path: the file or folder.
         flat: the state.
-        files: what it was taken from.
-        left_out: names in a folder that were not taken.
+        files: the files that the state was taken from.
+        opened: closes the files.
+        left_out: names in a folder that were left out.
     """
 
     path: Path
@@ -70,12 +72,12 @@ class OpenedFile:
 
     @property
     def nbytes(self) -> int:
-        """Logical bytes of its tensors."""
+        """Logical bytes of all tensors."""
         return sum(source.nbytes for source in self.flat.tensors.values())
 
     @property
     def file_bytes(self) -> int:
-        """Length of its files, together."""
+        """Total length of the files, in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def __enter__(self) -> Self:
@@ -88,13 +90,13 @@ class OpenedFile:
 
 
 def open_file(path: Path) -> OpenedFile:
-    """Open a checkpoint file; what it is follows from its contents, except that an index is named ``.json``.
+    """Open a checkpoint file. The format is detected from the contents, except that an index is named ``.json``.
 
     Raises:
-        FormatError: it is none of the formats, or damaged.
-        UnsupportedStateError: it holds something that cannot be stored, or needs pickled code to be loaded.
-        MissingDependencyError: it needs torch, which is not installed.
-        StorageError: it cannot be read.
+        FormatError: the file has none of the formats, or is damaged.
+        UnsupportedStateError: the file has a value that cannot be stored, or loading it would run pickled code.
+        MissingDependencyError: the file needs torch, which is not installed.
+        StorageError: the file cannot be read.
     """
     opened = ExitStack()
     try:
@@ -110,18 +112,19 @@ def open_file(path: Path) -> OpenedFile:
 
 
 def load_file(path: Path, opened: ExitStack, *, nested: bool = False) -> Any:
-    """The state in one file or index, as `flattened` takes it; of an exported file, a `FlatState` unless `nested`.
+    """Load the state of one file or index, for `flattened`. For an exported file: a `FlatState`, unless `nested`.
 
     Args:
         path: the file.
-        opened: keeps what the state reads from open.
-        nested: the state is to be a part of a larger one.
+        opened: keeps the files open that the state reads from.
+        nested: the state will be a part of a larger state.
 
     Raises:
-        as `open_file`; OSError.
+        CkptError: as `open_file`.
+        OSError: the file cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise FormatError(f"{path}: not a regular file")  # opening a pipe would wait for whoever writes to it
+        raise FormatError(f"{path}: not a regular file")  # opening a pipe would wait for a writing process
     if path.suffix == ".json":
         return _load_index(path, opened, nested)
     if is_torch(path):
@@ -130,7 +133,7 @@ def load_file(path: Path, opened: ExitStack, *, nested: bool = False) -> Any:
 
 
 def flattened(path: Path, state: Any) -> FlatState:
-    """Take a state from a file apart. Raises `UnsupportedStateError` naming the file and the place in it."""
+    """Flatten the state of a file. Raises `UnsupportedStateError` naming the file and the key path in it."""
     with naming(path):
         return flatten(state, _recognise)
 
@@ -138,7 +141,7 @@ def flattened(path: Path, state: Any) -> FlatState:
 def _recognise(value: object) -> TensorSource | Tagged | None:
     if isinstance(value, FileTensor | Tagged):
         return value
-    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:  # torchfiles gives them a class of its own
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:  # a `PickledArray` of `torch_files`
         return NumpySource(value.view(np.ndarray))
     if not bridge.torch_in_use():
         return None
@@ -147,7 +150,7 @@ def _recognise(value: object) -> TensorSource | Tagged | None:
 
 
 def is_torch(path: Path) -> bool:
-    """A zip archive or a bare pickle of torch.save, rather than the length field of a safetensors header."""
+    """Whether a file begins like a zip archive or a bare pickle of torch.save, and not like a safetensors file."""
     with path.open("rb") as file:
         head = file.read(9)
     return head[:2] == b"PK" or (head[:1] == b"\x80" and head[8:9] != b"{")
@@ -164,7 +167,7 @@ def _load_torch(path: Path) -> Any:
 
 
 def _assembled(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], nested: bool) -> Any:
-    """The state that `ckpt restore` wrote, if its tree is there; else a dict of the tensors under their names."""
+    """The state that `ckpt restore` wrote, if the file has its tree. Otherwise a dict of the tensors by name."""
     if STATE_MEMBER not in metadata:
         return dict(tensors)
     text = metadata[STATE_MEMBER].encode(errors="surrogatepass")
@@ -191,7 +194,7 @@ _TAGGED: Final = {tag: lambda value, tag=tag: Tagged(tag, value) for tag in ("$s
 
 
 def index_shards(path: Path) -> list[str]:
-    """Names of the files beside an index that it says the tensors are in. Raises `FormatError`, OSError."""
+    """Names of the shards that an index lists; they are in its folder. Raises `FormatError` or `OSError`."""
     return list(dict.fromkeys(_weight_map(path).values()))
 
 
@@ -201,10 +204,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     index = jsontext.loads(path.read_bytes(), what=str(path), max_bytes=_INDEX_LIMIT)
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise FormatError(f"{path}: no index of shards (it has no weight_map)")
+        raise FormatError(f"{path}: not an index of shards (it has no weight_map)")
     for shard in dict.fromkeys(where.values()):
-        if Path(shard).name != shard:  # an index may name its neighbours, nothing else
-            raise FormatError(f"{path}: the shard {shard!r:.80} is not a file beside the index")
+        if Path(shard).name != shard:  # an index may only name files in its own folder
+            raise FormatError(f"{path}: the shard {shard!r:.80} is not a file in the folder of the index")
     return where
 
 
@@ -231,15 +234,15 @@ def _merge_torch(path: Path, where: Mapping[str, str], shards: Sequence[str]) ->
     for shard in shards:
         state = _load_torch(path.parent / shard)
         if not isinstance(state, dict):
-            raise FormatError(f"{path.parent / shard}: a shard holds a dict of tensors, not a {type(state).__name__}")
+            raise FormatError(f"{path.parent / shard}: a shard must be a dict, not a {type(state).__name__}")
         _check_complete(path, shard, state, where)
         merged |= state
     return {name: merged[name] for name in where}
 
 
 def _check_complete(path: Path, shard: str, found: Mapping[str, Any], where: Mapping[str, str]) -> None:
-    """The index and the shard name the same tensors: one that the index does not know would be dropped unsaid."""
+    """Raise `FormatError` unless index and shard name the same tensors: others would be dropped silently."""
     if missing := [name for name, file in where.items() if file == shard and name not in found]:
         raise FormatError(f"{path}: the shard {shard} has no tensor {missing[0]!r:.80}")
     if unknown := [name for name in found if where.get(name) != shard]:
-        raise FormatError(f"{path}: it does not name {unknown[0]!r:.80}, which is in the shard {shard}")
+        raise FormatError(f"{path}: the index does not name {unknown[0]!r:.80}, which is in the shard {shard}")

@@ -1,4 +1,4 @@
-"""The engine's only torch: tensors and their digests, files that torch wrote, what decides a run's bits.
+"""All code that uses torch: tensors and their digests, files that torch wrote, the settings that determine bits.
 
-Others come here through `bridge`, which imports torch only where the caller has. Imports `formats` and `host`.
+Other rooms use it through `bridge`, which imports torch only if the caller has. This room imports `formats` and `host`.
 """

@@ -1,6 +1,6 @@
-"""The engine's only way to torch and other frameworks: through this room, and only if the caller already uses them.
+"""The only access to torch and other frameworks for other rooms. It imports a framework only if the caller has.
 
-A state that holds a torch tensor proves that torch is imported; a machine without torch never pays for it.
+A state with a torch tensor proves that torch is imported. On a machine without torch, this room imports nothing.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def torch_in_use() -> bool:
 
 
 def tensors() -> ModuleType:
-    """`ckptstore.frameworks.torch_tensors`. Raises `MissingDependencyError` when torch is not installed."""
+    """Import `ckptstore.frameworks.torch_tensors`. Raises `MissingDependencyError` if torch is not installed."""
     try:
-        from ckptstore.frameworks import torch_tensors as module  # torch costs seconds: only on demand
+        from ckptstore.frameworks import torch_tensors as module  # importing torch takes seconds: only on demand
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             "this needs torch, which is not installed: pip install 'ckptstore[torch]', or load with framework='numpy'"
@@ -57,15 +57,15 @@ def tensors() -> ModuleType:
 
 
 def stepping() -> ModuleType:
-    """`ckptstore.frameworks.torch_optimizers`. Raises `MissingDependencyError` when torch is not installed."""
-    tensors()  # says how to get torch
+    """Import `ckptstore.frameworks.torch_optimizers`. Raises `MissingDependencyError` if torch is not installed."""
+    tensors()  # its error says how to install torch
     from ckptstore.frameworks import torch_optimizers as module
 
     return module
 
 
 def shards() -> ModuleType:
-    """`ckptstore.frameworks.torch_shards`, for those who have torch."""
+    """Import `ckptstore.frameworks.torch_shards`. Only for callers that have torch."""
     from ckptstore.frameworks import torch_shards as module  # see above
 
     return module
@@ -78,12 +78,12 @@ def _torch(sharded: bool) -> Recognise:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """How the tensors of one framework are taken into a state.
+    """How a state takes the tensors of one framework.
 
     Attributes:
-        recognise: gives what `formats.state.flatten` asks about each object; imports the adapter's module. It is told
-            whether a writer of many ranks asks, which takes of a sharded tensor what its rank has.
-        overwritten: whether ``into=`` may name these tensors. If not, it refuses them.
+        recognise: imports the adapter's module and returns the function that `formats.state.flatten` calls for each
+            object. Its argument: whether a writer of many ranks asks, which takes this rank's part of a sharded tensor.
+        overwritten: whether ``into=`` may name these tensors. If False, they are refused there.
     """
 
     recognise: Callable[[bool], Recognise]
@@ -91,17 +91,18 @@ class Adapter:
 
 
 ADAPTERS: Final[Mapping[str, Adapter]] = MappingProxyType({"torch": Adapter(_torch, overwritten=True)})
-"""By the name under which a framework is imported. One that this process has not imported is not asked."""
+"""The adapters, by import name of the framework. Adapters of frameworks that are not imported are skipped."""
 
 
 def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -> FlatState:
-    """Take a state apart, tensors of frameworks included. Raises `UnsupportedStateError` naming the key path.
+    """Flatten a state, including tensors of frameworks. Raises `UnsupportedStateError` naming the key path.
 
     Args:
-        sharded: take of a DTensor what this rank has; else it is refused, because that is not all of it.
-        overwritten: its tensors are to be overwritten. Those of a framework for which nobody can do that are refused.
+        state: the nested state.
+        sharded: take this rank's part of a DTensor. If False, a DTensor is refused, because its part is incomplete.
+        overwritten: the tensors will be overwritten. Tensors of a framework that does not support it are refused.
     """
-    from ckptstore.formats.state import flatten  # numpy: not for those who only read the log
+    from ckptstore.formats.state import flatten  # imports numpy, which callers that only read the log do not need
 
     asked = [
         adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))
@@ -115,7 +116,7 @@ def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -
 
 def _refusing(recognise: Recognise) -> Recognise:
     def refuse(value: object) -> TensorSource | Tagged | None:
-        # Prevents: a restore into a copy of the caller's array, which leaves the array as it was.
+        # Prevents: a restore into a copy of the caller's array, which would not change the array itself.
         if (found := recognise(value)) is not None:
             kind = type(value)
             raise UnsupportedStateError(
@@ -128,16 +129,16 @@ def _refusing(recognise: Recognise) -> Recognise:
 
 def process_group(group: Any) -> tuple[int, int, Any]:
     """Rank, size and mailbox of a `torch.distributed` process group: `torch_ranks.process_group`."""
-    tensors()  # says how to get torch
+    tensors()  # its error says how to install torch
     from ckptstore.frameworks import torch_ranks  # see above
 
     return torch_ranks.process_group(group)
 
 
 def device_digests(sources: Mapping[str, TensorSource]) -> Mapping[str, int]:
-    """State digests of tensors on devices that compute them, by name: `torch_digest.device_digests`.
+    """State digests of tensors on devices, by name, computed there: `torch_digest.device_digests`.
 
-    They are computed behind the work that was queued before; to look at one waits for it.
+    They are computed after the work that was queued before. Reading a digest waits for it.
     """
     if not torch_in_use():
         return {}
@@ -147,7 +148,7 @@ def device_digests(sources: Mapping[str, TensorSource]) -> Mapping[str, int]:
 
 
 def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
-    """How to copy a state with tensors on devices (`torch_offload.CopyQueue`); None: it has none."""
+    """The copy queue of a state with tensors on devices (`torch_offload.CopyQueue`). None: it has no such tensors."""
     if not torch_in_use():
         return None
     from ckptstore.frameworks import torch_offload  # see above
@@ -156,7 +157,7 @@ def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
 
 
 def device_of(sources: Mapping[str, TensorSource]) -> Any:
-    """A device that copies tensors of a state to registered memory (`torch_offload.device_of`); None: none does."""
+    """A CUDA device that has tensors of the state (`torch_offload.device_of`). None: there is none."""
     if not torch_in_use():
         return None
     from ckptstore.frameworks import torch_offload  # see above
@@ -165,10 +166,11 @@ def device_of(sources: Mapping[str, TensorSource]) -> Any:
 
 
 def register(memory: Bytes, device: Any) -> None:
-    """Have devices copy to this memory by themselves, if they can: `torch_offload.register`.
+    """Register memory, so that devices copy to it without the host, if they can: `torch_offload.register`.
 
     Args:
-        device: what `device_of` gave.
+        memory: made by `host.buffers.aligned`.
+        device: from `device_of`.
     """
     from ckptstore.frameworks import torch_offload  # see above
 
@@ -176,14 +178,14 @@ def register(memory: Bytes, device: Any) -> None:
 
 
 def registered(memory: Bytes) -> bool:
-    """Whether devices copy to this memory by themselves: `torch_offload.registered`."""
+    """Whether devices copy to this memory without the host: `torch_offload.registered`."""
     from ckptstore.frameworks import torch_offload  # see above
 
     return torch_offload.registered(memory)
 
 
 def environment() -> dict[str, Any]:
-    """What decides this process's bits; empty when it does not use torch."""
+    """The settings that determine this process's bits. Empty if it does not use torch."""
     if not torch_in_use():
         return {}
     from ckptstore.frameworks.torch_environment import describe_environment  # see above
@@ -192,19 +194,19 @@ def environment() -> dict[str, Any]:
 
 
 def torch_here() -> dict[str, Any]:
-    """Import torch, and say what it finds here: ``threads``, ``devices`` (GPUs), ``gpu`` (the first one's name).
+    """Import torch and describe its devices: ``threads``, ``devices`` (number of GPUs), ``gpu`` (the first one's name).
 
-    Raises whatever an installation of torch that is broken raises.
+    A broken installation of torch may raise any error.
     """
-    from ckptstore.frameworks.torch_environment import describe_devices  # seconds: for those who ask
+    from ckptstore.frameworks.torch_environment import describe_devices  # takes seconds: only on demand
 
     return describe_devices()
 
 
 def torch_roots() -> float:
-    """Import torch, and see how many of its square roots are not rounded to nearest: a share of 0 to 1.
+    """Import torch and measure the share (0 to 1) of its square roots that are not rounded to nearest.
 
-    Raises whatever an installation of torch that is broken raises.
+    A broken installation of torch may raise any error.
     """
     from ckptstore.frameworks.torch_environment import inexact_roots
 
@@ -212,7 +214,7 @@ def torch_roots() -> float:
 
 
 def environment_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Lines ``name: before -> now`` for what differs; empty when bits should repeat."""
+    """Lines ``name: before -> now`` for every difference. Empty if the bits should repeat."""
     return [
         f"{name}: {before.get(name, 'unset')} -> {now.get(name, 'unset')}"
         for name in sorted({*before, *now})

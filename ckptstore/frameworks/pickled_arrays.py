@@ -1,8 +1,8 @@
-"""numpy arrays and scalars in the pickles that torch loads with ``weights_only``: their bytes, checked here.
+"""Safe replacements for the numpy functions in pickles that torch loads with ``weights_only``.
 
-A random state holds numpy arrays, so files with one need numpy's own reconstructing functions. Those trust what a
-pickle tells them, down to the memory layout. The stand-ins here take the same names and arguments and accept numbers
-of a plain dtype in bytes of the right length, nothing else.
+A random state has numpy arrays, so files with one call numpy's reconstructing functions. Those trust the pickle, even
+for the memory layout. The replacements have the same names and arguments. They accept only numbers of a plain dtype,
+with bytes of the right length.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _DIMENSIONS: Final = 32
 
 
 class PickledArray(np.ndarray[Any, Any]):
-    """An array as the pickle gives it; ``view(np.ndarray)`` is the ordinary one."""
+    """An array from a pickle. ``view(np.ndarray)`` makes an ordinary array."""
 
     def __setstate__(self, state: Any) -> None:
-        """Take (version, shape, dtype, whether in Fortran order, bytes). Raises `FormatError` for anything else."""
+        """Accept (version, shape, dtype, whether in Fortran order, bytes). Raises `FormatError` for anything else."""
         if not (isinstance(state, tuple) and len(state) == 5):
             raise FormatError("a pickled array of unknown form")
         _version, shape, dtype, fortran, data = state
         if not isinstance(shape, tuple) or len(shape) > _DIMENSIONS or not all(map(_is_length, shape)):
-            raise FormatError(f"a pickled array of shape {shape!r:.80}")
+            raise FormatError(f"a pickled array has an invalid shape: {shape!r:.80}")
         found = _plain(dtype)
         if not isinstance(data, bytes) or len(data) != math.prod(shape) * found.itemsize:
-            raise FormatError(f"a pickled array of {found} and shape {shape!r:.80} has other bytes")
-        # numpy's own stub wants a numpy.bool, which numpy itself does not take here.
+            raise FormatError(f"a pickled array of {found} and shape {shape!r:.80} has a wrong number of bytes")
+        # numpy's stub requires a numpy.bool, which numpy itself does not accept here.
         super().__setstate__((1, shape, found, bool(fortran), data))  # type: ignore[arg-type]
 
 
@@ -45,25 +45,25 @@ def _is_length(value: object) -> bool:
 
 
 class _PickledDtype:
-    """Stands for a numpy dtype until its byte order is known."""
+    """Represents a numpy dtype until its byte order is known."""
 
     def __init__(self, code: Any) -> None:
         if not isinstance(code, str) or len(code) > 4:
-            raise FormatError(f"a pickled dtype {code!r:.80}")
+            raise FormatError(f"a pickled dtype is invalid: {code!r:.80}")
         try:
             self.dtype: np.dtype[Any] = np.dtype(code)
         except TypeError as error:
-            raise FormatError(f"a pickled dtype {code!r:.80}") from error
+            raise FormatError(f"a pickled dtype is invalid: {code!r:.80}") from error
 
     def __setstate__(self, state: Any) -> None:
-        """Take (version, byte order, then what only dtypes with parts have, which is refused)."""
+        """Accept (version, byte order, None, None, None, ...). Structured dtypes have other values and are refused."""
         if not (isinstance(state, tuple) and state[2:5] == (None,) * 3 and state[1] in _ORDERS):
             raise FormatError("a pickled dtype of unknown form")
         self.dtype = self.dtype.newbyteorder(state[1])
 
 
 def _plain(dtype: Any) -> np.dtype[Any]:
-    """The dtype that a stand-in says; a real one where the caller's process allows numpy's own."""
+    """The dtype of a `_PickledDtype`, or a real dtype if the caller's process allows numpy's own functions."""
     found = dtype.dtype if isinstance(dtype, _PickledDtype) else dtype
     if not isinstance(found, np.dtype) or found.kind not in _KINDS:
         raise FormatError(f"a pickled array of {found!r:.80}: only numbers are taken from a pickle")
@@ -81,14 +81,14 @@ def _reconstruct(*_arguments: Any) -> PickledArray:
 def _scalar(dtype: Any, data: Any = b"") -> np.generic:
     found = _plain(dtype)
     if not isinstance(data, bytes) or len(data) != found.itemsize:
-        raise FormatError(f"a pickled scalar of {found} has {data!r:.80} as its bytes")
+        raise FormatError(f"a pickled scalar of {found} has a wrong number of bytes: {data!r:.80}")
     array: npt.NDArray[Any] = np.frombuffer(data, found).astype(found.newbyteorder("="))
     value: np.generic = array[0]
     return value
 
 
 def _no_bytes(*arguments: Any) -> bytes:
-    """How protocol 2 writes ``b""``, and so the bytes of an empty array."""
+    """The call ``bytes()``, with which protocol 2 writes ``b""``, the bytes of an empty array."""
     if arguments:
         raise FormatError("a pickled call of bytes() with arguments")
     return b""
@@ -102,13 +102,13 @@ ALLOWED: Final[list[_Allowed | Any]] = [
     (_dtype, "numpy.dtype"),
     (PickledArray, "numpy.ndarray"),
     (_no_bytes, "builtins.bytes"),
-    # Under names of their own, too: what they make may be filled in even where the caller's process allows numpy's.
+    # Also under their own names: torch checks the class of an object before it sets the object's state.
     PickledArray,
     _PickledDtype,
 ]
-"""For ``torch.serialization.safe_globals``: what numpy 1 and numpy 2 call these."""
+"""The replacements for ``torch.serialization.safe_globals``, with their names in numpy 1 and numpy 2."""
 
 
 def named(allowed: Any) -> str:
-    """The name under which torch's unpickler knows something that is allowed."""
+    """The name by which torch's unpickler finds an allowed global."""
     return str(allowed[1]) if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"

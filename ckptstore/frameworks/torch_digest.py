@@ -1,6 +1,7 @@
-"""The state digest of `formats.digest`, computed where the tensor lives.
+"""Compute the state digest of `formats.digest` on the tensor's own device.
 
-torch has no unsigned 64-bit arithmetic, and needs none: modulo 2^64, products and sums of int64 have the same bits.
+torch has no unsigned 64-bit arithmetic. It does not need any: modulo 2^64, products and sums of int64 have the same
+bits.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from ckptstore.frameworks import torch_tensors as adapter
 __all__ = ["DeviceDigests", "device_digests", "digest", "digests", "partial_on_device"]
 
 _BATCH = 64  # blocks of 256 KiB at once: 32 MiB of int64 scratch, enough to fill a GPU
-_WORTH = 1 << 20  # bytes from which a device is asked: a dozen kernels are launched for each tensor
+_WORTH = 1 << 20  # smallest tensor, in bytes, that a device digests: each tensor needs a dozen kernel launches
 _KEPT = 65536  # multipliers kept on each device: 512 KiB, for tensors up to 16 GiB
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The digest D of a tensor on any device, as an unsigned 64-bit number; equals the numpy reference.
+    """The digest D of a tensor on any device (SPEC section 4), as an unsigned 64-bit number.
 
-    On the CPU the reference itself computes it. On a device, the work goes to the current stream, and is waited for.
+    Equals the numpy reference. On the CPU the reference itself computes it. On a device, this queues the work on the
+    current stream and waits for it.
 
     Raises:
-        UnsupportedStateError: a tensor that cannot be stored has no digest.
+        UnsupportedStateError: the tensor cannot be stored, so it has no digest.
     """
     return digests([tensor])[0]
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Digests of many tensors, with one wait for all those on one device."""
+    """Digests of many tensors, with one wait per device. Raises as `digest`."""
     found = [0] * len(tensors)
     waiting: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for index, tensor in enumerate(tensors):
@@ -57,13 +59,13 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class DeviceDigests(Mapping[str, int]):
-    """Digests that devices compute, by name. Which there are is known at once; to look at one waits for its device."""
+    """Digests that devices compute, by name. The names are known at once. Reading a digest waits for its device."""
 
     def __init__(self, names: Mapping[str, int], waiting: Sequence[_Sums]) -> None:
         """
         Args:
             names: bytes of each tensor.
-            waiting: what computes them.
+            waiting: the sums that are being computed.
         """
         self._nbytes = dict(names)
         self._waiting = list(waiting)
@@ -87,10 +89,13 @@ class DeviceDigests(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Partial digests on their way to the host.
+    """Partial digests that are being copied to the host.
 
     Attributes:
-        host: 1-D int64, in the order of `names`; there when `ready` is. None: it is there.
+        names: the tensors.
+        host: 1-D int64, in the order of `names`; valid once `ready` has happened.
+        ready: the end of the copy. None: the copy is done.
+        stream: the stream of the copy, or None.
     """
 
     names: tuple[str, ...]
@@ -100,7 +105,7 @@ class _Sums:
 
     @classmethod
     def queued(cls, partials: Mapping[str, torch.Tensor], stream: torch.cuda.Stream | None) -> Self:
-        """Bring them to the host: queued on `stream`; None: the device has no streams, so that is waited for."""
+        """Queue a copy to the host on `stream`. None: the device has no streams, so this waits for the copy."""
         sums = torch.stack(list(partials.values()))
         if stream is None:
             return cls(tuple(partials), sums.cpu(), None, None)
@@ -110,7 +115,7 @@ class _Sums:
 
     def wait(self) -> dict[str, int]:
         if self.ready is not None and self.stream is not None:
-            with torch.cuda.device(self.stream.device):  # Prevents: a context on the first GPU, a thread's own device.
+            with torch.cuda.device(self.stream.device):  # Prevents: a context on the first GPU, a thread's default.
                 self.ready.synchronize()
         return dict(zip(self.names, self.host.tolist(), strict=True))
 
@@ -119,14 +124,15 @@ def device_digests(
     sources: Mapping[str, TensorSource],
     on: Callable[[adapter.TorchSource], torch.cuda.Stream | None] = lambda source: source.stream,
 ) -> DeviceDigests:
-    """Digests of the larger ones of those tensors that are on CUDA devices, by name; the host computes all others'.
+    """Queue the digests of the larger tensors on CUDA devices. Returns them by name; the host computes all others.
 
-    They are queued when this returns. A device without memory for the scratch (some 100 MiB, and a copy of a strided
-    tensor) is not asked on: what it computes already is used.
+    If a device has no memory for the scratch (some 100 MiB, and a copy of a strided tensor), it computes no further
+    digests. Those that it has queued are used.
 
     Args:
-        on: the stream on which one is computed; by default the one on which the tensor is read. If it is another one,
-            the caller sees to the order.
+        sources: the tensors.
+        on: returns the stream on which a digest is computed; by default the stream on which the tensor is read. For any
+            other stream the caller must ensure the order.
     """
     by_stream: dict[torch.cuda.Stream | None, dict[str, adapter.TorchSource]] = {}
     for name, source in sources.items():
@@ -141,7 +147,7 @@ def device_digests(
                 for name, source in members.items():
                     data = source.resolved
                     if stream is not None:
-                        data.record_stream(stream)  # Prevents: memory used anew before its digest is computed.
+                        data.record_stream(stream)  # Prevents: memory reused before its digest is computed.
                     partials[name] = partial_on_device(adapter.flat_bytes(data.contiguous()), 0)
             if partials:
                 waiting.append(_Sums.queued(partials, stream))
@@ -150,20 +156,20 @@ def device_digests(
 
 
 def _computes(tensor: torch.Tensor) -> bool:
-    """Whether the device that a tensor is on computes its digest."""
+    """Whether the tensor's device computes its digest."""
     return tensor.is_cuda
 
 
 def partial_on_device(image: torch.Tensor, first_word: int) -> torch.Tensor:
-    """`formats.digest.partial` in torch operations on the image's own device, without waiting for it.
+    """`formats.digest.partial` in torch operations, queued on the image's own device.
 
     Args:
-        image: contiguous uint8, 1-D: the part of the image that starts at word `first_word`. Only the last part of a
-            tensor may have a length that is not a multiple of 4.
+        image: contiguous uint8, 1-D: the part of the image that starts at word `first_word`. Its length must be a
+            multiple of 4, except for the last part of a tensor.
         first_word: position of the first word, counted from the start of the tensor.
 
     Returns:
-        0-d int64 tensor on the same device: the partial digest's bits, read as a signed number.
+        0-d int64 tensor on the same device: the partial digest's bits as a signed number.
     """
     total = torch.zeros((), dtype=torch.int64, device=image.device)
     if not image.numel():
@@ -193,7 +199,7 @@ def partial_on_device(image: torch.Tensor, first_word: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """K as int64 on `device`: 512 KiB, kept."""
+    """The weights K as int64 on `device` (512 KiB), cached."""
     return _kept(_upload(reference.weights(), device))
 
 
@@ -205,12 +211,12 @@ def _multipliers(first: int, count: int, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _kept_multipliers(device: torch.device) -> torch.Tensor:
-    """The first M on `device`, kept as well: an upload would wait for the device."""
+    """The first multipliers M on `device`, cached, because an upload would wait for the device."""
     return _kept(_upload(reference.multipliers(0, _KEPT), device))
 
 
 def _kept(constants: torch.Tensor) -> torch.Tensor:
-    """Constants that any stream may use: the upload, which was queued on one stream, is waited for."""
+    """Wait for the upload of constants, which was queued on one stream, so that any stream may use them."""
     if constants.is_cuda:
         torch.cuda.current_stream(constants.device).synchronize()
     return constants

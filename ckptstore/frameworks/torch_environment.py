@@ -1,7 +1,7 @@
-"""What decides a training run's bits, recorded per term and compared on resume.
+"""Describe the settings that determine a training run's bits. They are recorded per term and compared on resume.
 
-Measured on torch 2.13: results differ from the first step with the thread count, the CPU capability (AVX2 against
-AVX-512), MKL's reproducibility mode and oneDNN; the optimizer alone does not.
+Measured on torch 2.13: results differ from the first step with the thread count, the CPU capability (AVX2 or AVX-512),
+MKL's reproducibility mode and oneDNN. The optimizer alone does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["describe_devices", "describe_environment", "inexact_roots"]
 
 
 def describe_environment() -> dict[str, str]:
-    """Name -> value of everything that is known to change bits and is visible from here."""
+    """Name -> value of every visible setting that is known to change bits."""
     found = {
-        "torch": str(torch.__version__),  # a subclass of str, which no state may hold
+        "torch": str(torch.__version__),  # a subclass of str, which states refuse
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def describe_devices() -> dict[str, Any]:
-    """What torch would compute with: ``threads``, ``devices`` (GPUs), and ``gpu``, the name of the first."""
+    """The devices that torch finds: ``threads``, ``devices`` (number of GPUs), and ``gpu``, the name of the first."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "threads": torch.get_num_threads(),
@@ -45,12 +45,12 @@ def describe_devices() -> dict[str, Any]:
 
 
 def inexact_roots(count: int = 1 << 16) -> float:
-    """The share of fp32 square roots, of 0 to 1, that torch rounds otherwise than to nearest on this processor.
+    """The share (0 to 1) of fp32 square roots that torch does not round to nearest on this processor.
 
     Args:
-        count: how many are tried: numbers of the size of second moments, the same ones every time.
+        count: how many numbers to try. They are as large as second moments, and the same in every call.
     """
     rng = np.random.default_rng(0)
     numbers = np.exp(rng.uniform(np.log(1e-14), np.log(1e-2), count)).astype(np.float32)
-    exact = np.sqrt(numbers.astype(np.float64)).astype(np.float32)  # 53 bits are enough: rounding twice is harmless
+    exact = np.sqrt(numbers.astype(np.float64)).astype(np.float32)  # 53 bits suffice: rounding twice is exact
     return float(np.mean(torch.from_numpy(numbers).sqrt().numpy() != exact))

@@ -1,12 +1,12 @@
-"""Copies from devices to host memory that are queued: who asks for one waits only when the bytes are needed.
+"""Asynchronous copies from devices to host memory: the host waits only when it needs the bytes.
 
-A device copies to *registered* memory (`cudaHostRegister`, CUDA's Runtime API) by itself, at the speed of the bus,
-while the host does other things. To other memory it copies through a buffer of the driver's, and the host waits.
-Registering takes as long as touching the memory does, so memory is registered in the background, once, and kept.
+A device copies to *registered* memory (`cudaHostRegister`, CUDA's Runtime API) without the host, at the speed of the
+bus. It copies to other memory through a buffer of the driver, and the host waits. Registering takes as long as touching
+the memory, so memory is registered once, in the background, and kept.
 
-A save queues its copies on a stream of its own for each device. That stream begins behind the work that was queued
-before. `CopyQueue.gate` makes whatever is queued later wait for it. So the device sees the order that a blocking copy
-would give, and the host waits for nothing.
+A save queues its copies on a separate stream for each device. That stream waits for the work that was queued before.
+`CopyQueue.gate` makes all work that is queued later wait for the copies. So the device sees the same order as with a
+blocking copy, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -33,40 +33,43 @@ __all__ = ["CopyQueue", "QueuedSource", "copy_queue", "device_of", "register", "
 _log: Final = logging.getLogger("ckptstore")
 _lock: Final = threading.Lock()
 _registered: Final[weakref.WeakKeyDictionary[Region, bool]] = weakref.WeakKeyDictionary()
-"""What was tried: whether the driver took it."""
+"""Every region that was tried, and whether the driver registered it."""
 
 
 def register(memory: Bytes, device: torch.device) -> bool:
-    """Have devices copy to this memory by themselves -> whether they do. A second call does nothing.
+    """Register host memory with CUDA, so that devices copy to it without the host. A second call does nothing.
 
-    Takes about as long as touching the memory, without the interpreter's lock. A fork of this process does not have the
-    memory any more: the kernel would copy all of it, because it must stay where it is for the device.
+    Takes about as long as touching the memory, and releases the interpreter lock. The memory is excluded from forks of
+    this process: otherwise the kernel would copy all of it at a fork, because registered pages cannot move.
 
     Args:
-        memory: made by `host.buffers.aligned`; the whole mapping that it lies in is registered.
-        device: one that copies there. Every other device does so, too.
+        memory: made by `host.buffers.aligned`. The whole mapping that contains it is registered.
+        device: a device that copies there. The registration holds for all devices.
+
+    Returns:
+        Whether the memory is registered.
     """
     region = region_of(memory)
     if region is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    # Prevents: a context on the first GPU, of half a gigabyte, because a thread begins with that one as its device.
+    # Prevents: a CUDA context of half a gigabyte on the first GPU, because that is the default device of a new thread.
     with _lock, torch.cuda.device(device):
         if region in _registered:
             return _registered[region]
         status = torch.cuda.cudart().cudaHostRegister(region.address, region.nbytes, 0)  # type: ignore[no-untyped-call]
         _registered[region] = taken = int(status) == 0
         if not taken:
-            # Prevents: a kernel of this thread that fails by what was refused here: CUDA keeps a thread's last error.
+            # Prevents: a later kernel of this thread that fails with this error: CUDA keeps a thread's last error.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device)
             _log.warning(
                 "%d bytes of host memory could not be registered with the device (CUDA error %d): "
-                "saves copy to it in the ordinary way, and wait for the device",
+                "saves use blocking copies instead",
                 region.nbytes,
                 int(status),
             )
             return False
-        # Prevents: a mapping at the same address later, whose bytes the device would write to the pages of this one.
+        # Prevents: a later mapping at the same address for which the device would write to the pages of this one.
         region.before_unmapping(partial(_unregister, region.address, device, os.getpid()))
         region.stay_out_of_forks()
     return True
@@ -80,20 +83,21 @@ def _unregister(address: int, device: torch.device, process: int) -> None:
 
 
 def registered(memory: Bytes) -> bool:
-    """Whether devices copy to this memory by themselves."""
+    """Whether this memory is registered, so that devices copy to it without the host."""
     region = region_of(memory)
     return region is not None and _registered.get(region, False)
 
 
 class QueuedSource:
-    """A tensor on a device whose reads are only queued (`formats.sources.TensorSource`). See `CopyQueue`."""
+    """A tensor on a device whose reads are asynchronous (`formats.sources.TensorSource`). See `CopyQueue`."""
 
     __slots__ = ("_recorded", "_source", "_stream", "dtype", "identity", "nbytes", "origin", "shape")
 
     def __init__(self, source: TorchSource, stream: torch.cuda.Stream) -> None:
         """
         Args:
-            stream: on which its copies are queued.
+            source: the tensor.
+            stream: the stream on which its copies are queued.
         """
         self.dtype = source.dtype
         self.shape = source.shape
@@ -101,27 +105,27 @@ class QueuedSource:
         self.origin = source.origin
         self.identity = source.identity
         self._source = source
-        self._stream = stream  # not the queue: a cycle would keep the caller's tensors until it is collected
+        self._stream = stream  # not the queue: a reference cycle would keep the caller's tensors alive
         self._recorded = False
 
     def view(self) -> None:
-        """It is not in host memory."""
+        """None: the tensor is not in host memory."""
 
     def read(self, offset: int, out: Bytes) -> None:
-        """Queue a copy to registered memory, within `CopyQueue.queueing`. `CopyQueue.copied` says when it is there."""
+        """Queue a copy to registered memory. Call it inside `CopyQueue.queueing`; `CopyQueue.copied` tells its end."""
         if not self._recorded:
-            # Prevents: memory of a tensor that is let go of, given to somebody else while the copy is only queued.
+            # Prevents: the memory of a freed tensor being reused before its queued copy has run.
             self._source.resolved.record_stream(self._stream)
             self._recorded = True
         self._source.queue(offset, out)
 
 
 class CopyQueue:
-    """The queued copies of one save. One thread makes it and asks for copies; any may wait for them.
+    """The asynchronous copies of one save. One thread creates it and queues copies; any thread may wait for them.
 
     Attributes:
-        sources: the state's tensors. Reads of those on CUDA devices are queued; all others are as they were.
-        waiting: what `copied` has given.
+        sources: the state's tensors. Those on CUDA devices are replaced by `QueuedSource`; all others are unchanged.
+        waiting: the futures that `copied` has returned.
     """
 
     def __init__(self, sources: Mapping[str, TensorSource]) -> None:
@@ -145,19 +149,19 @@ class CopyQueue:
         return QueuedSource(source, stream)
 
     def queues(self, name: str) -> bool:
-        """Whether a tensor is read by queued copies."""
+        """Whether the reads of a tensor are queued."""
         return isinstance(self.sources[name], QueuedSource)
 
     @contextlib.contextmanager
     def queueing(self) -> Iterator[None]:
-        """Reads of the tensors are queued within this ``with``. To enter it costs as much as to queue some copies."""
+        """Queue reads of the tensors inside this ``with`` block. Entering it costs as much as queueing a few copies."""
         with contextlib.ExitStack() as current:
             for stream in self._streams.values():
                 current.enter_context(torch.cuda.stream(stream))
             yield
 
     def digests(self) -> Mapping[str, int]:
-        """State digests that the devices compute beside the copies, by name. To look at one waits for it."""
+        """State digests by name, which the devices compute concurrently with the copies. Reading one waits for it."""
 
         def on(source: TorchSource) -> torch.cuda.Stream:
             device = source.tensor.device
@@ -170,13 +174,13 @@ class CopyQueue:
         return device_digests(self._given, on)
 
     def copied(self, submit: Callable[[Callable[[], None]], object]) -> Future[None]:
-        """Done when every copy that was queued so far is in host memory. It cannot be cancelled.
+        """Return a future that is done when every copy queued so far is in host memory. It cannot be cancelled.
 
         Args:
-            submit: has a thread wait for the device.
+            submit: runs a function in a thread, which waits for the device.
         """
         done: Future[None] = Future()
-        # Prevents: memory that is given back, because nobody waits, while the device still writes to it.
+        # Prevents: a cancelled future, whose memory would be freed while the device still writes to it.
         done.set_running_or_notify_cancel()
         self.waiting.add(done)
         waiting = self.marked()
@@ -191,16 +195,16 @@ class CopyQueue:
 
         try:
             submit(work)
-        except RuntimeError:  # closed meanwhile: somebody has to wait
+        except RuntimeError:  # the pool was closed meanwhile: wait in this thread
             work()
         return done
 
     def wait(self) -> None:
-        """Return when every copy that was queued so far is in host memory."""
+        """Wait until every copy queued so far is in host memory."""
         self.marked()()
 
     def marked(self) -> Callable[[], None]:
-        """What waits for every copy that was queued so far. It holds no tensor."""
+        """Return a function that waits for every copy queued so far. It references no tensor."""
         events = [(device, _event(stream)) for device, stream in self._streams.items()]
 
         def wait() -> None:
@@ -211,7 +215,7 @@ class CopyQueue:
         return wait
 
     def gate(self) -> None:
-        """What is queued from now on, on the streams behind which tensors were read, waits for copies and digests."""
+        """Make later work wait for the copies and digests, on the streams of the tensors and on the current streams."""
         for streams in (self._streams, self._digest_streams):
             for device, stream in streams.items():
                 event = _event(stream)
@@ -220,24 +224,24 @@ class CopyQueue:
 
 
 def copy_queue(sources: Mapping[str, TensorSource]) -> CopyQueue | None:
-    """How to copy a state with tensors on CUDA devices; None: it has none."""
+    """The copy queue of a state with tensors on CUDA devices. None: it has no such tensors."""
     return None if device_of(sources) is None else CopyQueue(sources)
 
 
 def device_of(sources: Mapping[str, TensorSource]) -> torch.device | None:
-    """A CUDA device that a state has tensors on; None: all of them are elsewhere."""
+    """A CUDA device that has tensors of the state. None: no tensor is on a CUDA device."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return next((one.tensor.device for one in sources.values() if _queues(one)), None)
 
 
 def _queues(source: TensorSource) -> TypeGuard[TorchSource]:
-    """Whether a device copies the tensor."""
+    """Whether the tensor is on a CUDA device, so that its copies are queued."""
     return isinstance(source, TorchSource) and source.stream is not None
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits leaves its core alone
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: the waiting thread sleeps
     event.record(stream)
     return event
 
@@ -249,4 +253,4 @@ def _digest_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache(maxsize=64)
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has not annotated it
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation

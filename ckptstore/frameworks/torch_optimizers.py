@@ -1,8 +1,8 @@
-"""torch's own optimizers over memory that is not torch's: a step is taken again, by the kernels that took it first.
+"""Repeat an optimizer step with torch's own kernels, over memory that torch does not own.
 
-The arithmetic of `formats.optim` is every machine's; torch's is this machine's: the for-loop's square roots are MKL's,
-and the last numbers of a tensor, which fill no vector, are computed by other instructions. Whoever has the same torch,
-the same number of threads and the same bits before has the same bits after, whatever those instructions are.
+The arithmetic of `formats.optim` gives the same bits on every machine. torch's results depend on the machine: the
+for-loop uses MKL's square roots, and other instructions compute the last numbers of a tensor, which do not fill a
+vector. The same torch, the same number of threads and the same bits before the step give the same bits after it.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _CLASSES: Final[Mapping[str, Any]] = {name: getattr(torch.optim, name) for name 
 
 
 def kind_of(optimizer: object) -> str | None:
-    """The row of `KINDS` whose arithmetic an optimizer has, by its nearest base in torch; None: it is none of these."""
+    """The key of `KINDS` for an optimizer, by its nearest base class in torch. None: it has no such base class."""
     names = {base: name for name, base in _CLASSES.items()}
     return next((names[base] for base in type(optimizer).__mro__ if base in names), None)
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a parameter group decides the step, as JSON: flags, numbers, lists of numbers.
+    """The settings of a parameter group that determine the step, as JSON: flags, numbers, lists of numbers.
 
     Raises:
-        UnsupportedStateError: one of them is something else (a learning rate that is a tensor), or asks for a step that
-            is recorded (``differentiable``, ``capturable``).
+        UnsupportedStateError: a setting is of another type (a learning rate that is a tensor), or asks for a recorded
+            step (``differentiable``, ``capturable``).
     """
     found = {name: group[name] for name in optimizer.defaults if name in group}
     for name, value in found.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if not all(one is None or isinstance(one, bool | int | float) for one in parts):
             raise UnsupportedStateError(
-                f"{name} is a {type(value).__name__} in place of a number: give the optimizer {name} as a float"
+                f"{name} is a {type(value).__name__}, not a number: pass {name} to the optimizer as a float"
             )
     for name in ("differentiable", "capturable"):
         if found.get(name):
-            raise UnsupportedStateError(f"{name}=True: such a step is not taken again; leave it out")
+            raise UnsupportedStateError(f"{name}=True: such a step cannot be replayed; leave {name} out")
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 class TorchSteps:
-    """An optimizer whose parameters and slots lie where they are said to lie. One thread uses it."""
+    """An optimizer over given memory for parameters and slots. Only one thread may use it."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class TorchSteps:
         """
         Args:
             kind: one of `KINDS`.
-            groups: for each parameter group its parameters: ``weight`` and the optimizer's slots, by numbers.
-            tensor: the tensor of a number.
+            groups: the parameters of each parameter group. Each maps ``weight`` and the optimizer's slots to numbers.
+            tensor: returns the tensor of a number.
 
         Raises:
-            UnsupportedStateError: there is no such optimizer.
-            ValueError: no parameter at all.
+            UnsupportedStateError: the optimizer is unknown.
+            ValueError: there is no parameter.
         """
         if kind not in _CLASSES:
-            raise UnsupportedStateError(f"an optimizer {kind!r:.40}; {', '.join(KINDS)} can be replicated")
+            raise UnsupportedStateError(f"the optimizer {kind!r:.40} cannot be replicated; use {', '.join(KINDS)}")
         self._parameters = [[tensor(row["weight"]) for row in group] for group in groups]
         self._optimizer = _CLASSES[kind]([{"params": list(group)} for group in self._parameters])
         for group, parameters in zip(groups, self._parameters, strict=True):
@@ -83,12 +83,14 @@ class TorchSteps:
         """Take a step, in place.
 
         Args:
-            settings: of each group, as `settings_of` gives them.
-            gradients: of each group's parameters; None: it had none, and is not moved.
-            scaling: what a ``GradScaler`` leaves to a fused kernel: its scale, and whether it has found an infinity.
+            settings: the settings of each group, from `settings_of`.
+            gradients: the gradients of each group's parameters. None: the parameter has no gradient, so it does not
+                change.
+            scaling: the arguments that a ``GradScaler`` passes to a fused kernel: its scale, and whether it has found
+                an infinity.
 
         Raises:
-            UnsupportedStateError: settings that this optimizer does not have.
+            UnsupportedStateError: the optimizer does not have one of the settings.
         """
         for group, its, parameters, found in zip(
             self._optimizer.param_groups, settings, self._parameters, gradients, strict=True
@@ -110,13 +112,13 @@ class TorchSteps:
 
 
 def with_threads(threads: int) -> None:
-    """Have this thread's steps divided over so many threads: where a tensor is divided decides some of its bits."""
+    """Set the number of threads for this thread's steps: the division of a tensor determines some of its bits."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
 
 def warmed() -> None:
-    """Take a step of each kind, of next to nothing: torch loads what it needs at the first."""
+    """Take a tiny step of each kind, because torch loads modules at the first step."""
     for name, kind in KINDS.items():
         row = {slot: number for number, slot in enumerate(("weight", *kind.slots))}
         TorchSteps(name, [[row]], lambda _: torch.zeros(())).step([{}], [[torch.zeros(())]])

@@ -1,7 +1,7 @@
-"""A `torch.distributed` process group as ranks that save together: its key-value store is the mailbox.
+"""Let the ranks of a `torch.distributed` process group save together, with the group's key-value store as mailbox.
 
-The store is a clone of the group's own: a connection of its own, so that nothing waits for training's collectives, and
-they for nothing here. No call waits in the store, because that would hold the connection.
+The store is cloned, which makes a separate connection. So saves and the collectives of training do not wait for each
+other. No call waits inside the store, because it would occupy the connection.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["StoreMailbox", "process_group"]
 class StoreMailbox:
     """A `torch.distributed` store as a mailbox (`write.ranks.mailbox.Mailbox`), for all threads of a process.
 
-    One connection, one call at a time: each takes some 60 us. A connection for each thread would have to be made while
-    a term is being opened, and torch connects to a host that is gone for as long as the group's time-out says.
+    It uses one connection, one call at a time; a call takes about 60 us. Connections per thread would have to be made
+    while a term is being opened. If the host is gone, torch tries to connect until the group's timeout.
     """
 
     def __init__(self, store: Any) -> None:
         """
         Args:
-            store: a `torch.distributed.Store`, used by nobody else.
+            store: a `torch.distributed.Store` that is not used elsewhere.
         """
         self._store = store
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class StoreMailbox:
         """See `Mailbox.set`."""
         with self._call():
             self._store.set(key, value)
-            self._store.check([key])  # answered after it: a set by itself is only on its way when it returns
+            self._store.check([key])  # waits for the set: `set` alone returns before the store has the value
 
     def get(self, key: str) -> bytes | None:
         """See `Mailbox.get`."""
@@ -56,7 +56,7 @@ class StoreMailbox:
             self._store.delete_key(key)
 
     def clone(self) -> Self:
-        """See `Mailbox.clone`: itself."""
+        """See `Mailbox.clone`. Returns itself."""
         return self
 
     @contextmanager
@@ -71,7 +71,7 @@ class StoreMailbox:
 def _gone(error: RuntimeError) -> MailboxError:
     why = str(error).partition("\n")[0]
     return MailboxError(
-        f"the process group's store cannot be reached: {why}; it lives with its host (rank 0, or torchrun's agent): "
+        f"the process group's store cannot be reached: {why}; it ends with its host (rank 0, or torchrun's agent): "
         "form the group again, and open a new writer"
     )
 
@@ -80,25 +80,24 @@ def process_group(group: Any) -> tuple[int, int, StoreMailbox]:
     """Rank, size and mailbox of a process group.
 
     Raises:
-        MissingDependencyError: this torch does not let anyone use a group's store.
-        UsageError: it is none, or this process is not in it.
-        MailboxError: its store cannot be reached.
+        MissingDependencyError: this version of torch gives no access to a group's store.
+        UsageError: `group` is not a process group, or this process is not in it.
+        MailboxError: the group's store cannot be reached.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(
-            f"group={group!r:.80}: a torch.distributed process group is needed (dist.group.WORLD, once "
-            "init_process_group was called)"
+            f"group={group!r:.80}: pass a torch.distributed process group (dist.group.WORLD, after init_process_group)"
         )
     if not hasattr(dist.ProcessGroup, "get_group_store"):
         raise MissingDependencyError(
-            f"group= needs torch 2.9 or newer, and this is torch {torch.__version__}, which does not give anyone the "
-            "key-value store of a process group: update torch, or save from one rank"
+            f"group= needs torch 2.9 or newer: torch {torch.__version__} gives no access to the key-value store of a "
+            "process group; update torch, or save from one rank"
         )
     rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError("group=: this process is not in that group")
     try:
-        store: Any = group.get_group_store()  # torch's stubs know no clone
+        store: Any = group.get_group_store()  # torch's stubs lack `clone`
         clone = store.clone()
     except (AttributeError, RuntimeError) as error:
         raise MailboxError(f"the process group's store cannot be reached: {error}") from error

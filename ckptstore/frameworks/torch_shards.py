@@ -1,7 +1,7 @@
-"""DTensors (FSDP2, tensor parallelism): which box of the whole tensor this rank has, and copying into it.
+"""DTensors (FSDP2, tensor parallelism): find this rank's box of the whole tensor, and copy into it.
 
-A rank's part of a DTensor is an ordinary tensor. Where it lies in the whole one follows from mesh and placements:
-nobody talks to other ranks.
+A rank's part of a DTensor is an ordinary tensor. Its position in the whole tensor follows from mesh and placements,
+without communication between ranks.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ __all__ = ["ShardSource", "copy_box_into", "place_in_whole", "recognise"]
 
 
 def recognise(value: object) -> TorchSource | Tagged | None:
-    """As `torch_tensors.recognise`; of a DTensor, what this rank has of it.
+    """As `torch_tensors.recognise`, and for a DTensor a source of this rank's part.
 
-    A parameter that is a DTensor is stored as its data and comes back as a tensor: whole, or as ``into=`` says.
+    A parameter that is a DTensor is stored as its data and restored as a tensor: whole, or as ``into=`` specifies.
 
     Raises:
-        UnsupportedStateError: as there; a DTensor that is no box of a tensor here.
+        UnsupportedStateError: as `torch_tensors.recognise`; or this rank's part of a DTensor is not a box.
     """
-    kind = type(value)  # asked without importing torch.distributed, which not every torch has
+    kind = type(value)  # checked by name: importing torch.distributed fails in some builds of torch
     if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed."):
         return ShardSource(value)
     return torch_tensors.recognise(value)
 
 
 def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape, offset) of the box that this rank has of a DTensor: all of it, if it is replicated.
+    """Shape and offset of this rank's box of a DTensor. If it is replicated, the box is the whole tensor.
 
     Raises:
-        UnsupportedStateError: this rank has no box of it: it is to be summed up over ranks, lies on a mesh without this
-            rank, or in pieces that are no neighbours.
+        UnsupportedStateError: this rank has no box: the DTensor is a partial sum over ranks, its mesh does not have
+            this rank, or this rank's elements are not contiguous in a dimension.
     """
     from torch.distributed.tensor import Partial
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -50,12 +50,14 @@ def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     whole, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
     if any(isinstance(placement, Partial) for placement in placements):
         raise UnsupportedStateError(
-            f"a DTensor placed as {placements} cannot be stored: its ranks' values are still to be added up; "
-            "redistribute it to Shard or Replicate before"
+            f"a DTensor placed as {placements} cannot be stored: its ranks have partial sums; redistribute it to Shard "
+            "or Replicate first"
         )
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise UnsupportedStateError("a DTensor on a mesh that this rank is no part of has nothing to store here")
+        raise UnsupportedStateError(
+            "a DTensor cannot be stored: its device mesh does not include this rank; leave it out of this rank's state"
+        )
     shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
     if any(type(placement).__name__ == "_StridedShard" for placement in placements):
         _check_neighbours(whole, mesh.shape, coordinate, placements, offset)
@@ -65,7 +67,7 @@ def place_in_whole(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _check_neighbours(
     whole: tuple[int, ...], mesh: Any, coordinate: list[int], placements: Any, offset: tuple[int, ...]
 ) -> None:
-    """Raises `UnsupportedStateError` if the elements that a rank has are no neighbours in the whole tensor."""
+    """Raise `UnsupportedStateError` if a rank's elements are not contiguous in a dimension of the whole tensor."""
     for dimension, length in enumerate(whole):
         having = torch.arange(length)
         for axis, placement in enumerate(placements):
@@ -74,24 +76,24 @@ def _check_neighbours(
                 having = parts[coordinate[axis]]
         if len(having) and not torch.equal(having, torch.arange(len(having)) + offset[dimension]):
             raise UnsupportedStateError(
-                f"a DTensor of shape {list(whole)} placed as {placements} cannot be stored: what this rank has of "
-                f"dimension {dimension} are no neighbours; choose sizes that the mesh divides evenly"
+                f"a DTensor of shape {list(whole)} placed as {placements} cannot be stored: this rank's part of "
+                f"dimension {dimension} is not contiguous; choose sizes that the mesh divides evenly"
             )
 
 
 class ShardSource(TorchSource):
-    """What this rank has of a DTensor (`formats.sources.TensorSource`), and where that lies in the whole.
+    """This rank's part of a DTensor (`formats.sources.TensorSource`), and its position in the whole.
 
     Attributes:
         global_shape: shape of the whole tensor; None if this rank has all of it.
-        offset: where its part begins in that; None likewise.
+        offset: offset of this rank's part in each dimension; None if this rank has all of it.
         distributed: the DTensor.
     """
 
     __slots__ = ("distributed", "global_shape", "offset")
 
     def __init__(self, distributed: Any) -> None:
-        """Wrap a DTensor. Raises `UnsupportedStateError` if it has no box of plain bytes here."""
+        """Wrap a DTensor. Raises `UnsupportedStateError` if this rank's part is not a box of plain bytes."""
         with torch.no_grad():
             local = distributed.detach().to_local()
         if hasattr(local, "wait"):  # a collective that is still under way
@@ -101,7 +103,7 @@ class ShardSource(TorchSource):
         if shape != self.shape:
             raise UnsupportedStateError(
                 f"a DTensor of shape {list(distributed.shape)} placed as {distributed.placements}: this rank has "
-                f"{list(self.shape)} of it, which should be {list(shape)}"
+                f"{list(self.shape)} of it, but the placements give {list(shape)}"
             )
         whole = tuple(distributed.shape)
         self.distributed = distributed
@@ -110,14 +112,14 @@ class ShardSource(TorchSource):
 
 
 def copy_box_into(tensor: torch.Tensor, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
-    """Write the elements of a box of an existing tensor, in place.
+    """Write elements into a box of an existing tensor, in place.
 
-    The tensor may be a leaf that requires grad, strided, and on any device; autograd sees that it changed.
+    The tensor may be a leaf that requires grad, strided, and on any device. Autograd notices the change.
 
     Args:
-        tensor: a plain one.
-        index: where the box lies in it.
-        elements: integers (or `complex128`) of the tensor's item size: its elements, bit for bit. Of any strides.
+        tensor: a plain tensor.
+        index: the box in it.
+        elements: the elements' bits, as integers (or `complex128`) of the tensor's item size, with any strides.
     """
     piece = np.ascontiguousarray(elements)
     target = tensor.detach()

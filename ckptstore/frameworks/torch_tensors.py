@@ -1,9 +1,9 @@
-"""torch tensors <-> host bytes.
+"""Convert torch tensors to host bytes and back.
 
-Into a store: `recognise` gives `formats.state.flatten` a `TorchSource` for every tensor, on any device, of any layout
-in memory. Out of it: `from_buffer` makes a tensor over memory that was read, `copy_into` restores one in place.
+To save: `recognise` gives `formats.state.flatten` a `TorchSource` for every tensor, on any device, with any strides. To
+load: `from_buffer` makes a tensor over memory that was read, and `copy_into` restores a tensor in place.
 
-All movement is of bits, under an integer dtype of the same width: NaN payloads survive, and no kernel need exist for
+All copies move bits, under an integer dtype of the same width. So NaN payloads survive, and torch needs no kernel for
 the dtype itself (fp8, fp4, complex32).
 """
 
@@ -72,11 +72,11 @@ _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a logical name.
+    """The torch dtype of a logical dtype name.
 
     Raises:
-        FormatError: no such dtype.
-        UnsupportedStateError: this torch is too old to have it.
+        FormatError: the name is unknown.
+        UnsupportedStateError: this version of torch does not have the dtype.
     """
     found = _TORCH.get(dtypes.get(name).name)
     if found is None:
@@ -87,13 +87,13 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def recognise(value: object) -> TorchSource | Tagged | None:
-    """What `formats.state.flatten` asks about objects that are not of built-in types.
+    """Convert a torch object for `formats.state.flatten`, which calls this for every object of no built-in type.
 
-    A `torch.nn.Parameter` is stored as its data and comes back as a tensor, as in a `state_dict()`.
+    A `torch.nn.Parameter` is stored as its data and restored as a tensor, as in a `state_dict()`.
 
     Raises:
-        UnsupportedStateError: a tensor without plain bytes in memory: meta, sparse, quantized, nested, sub-byte,
-            freed, or of a subclass (`torch_shards.recognise` knows DTensors).
+        UnsupportedStateError: the tensor has no plain bytes in memory: it is meta, sparse, quantized, nested, sub-byte,
+            freed, or of a subclass (`torch_shards.recognise` supports DTensors).
     """
     kind = type(value)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -114,13 +114,13 @@ def recognise(value: object) -> TorchSource | Tagged | None:
 
 
 class TorchSource:
-    """A torch tensor on any device, of any strides. Implements `formats.sources.TensorSource`; copies nothing.
+    """A torch tensor on any device, with any strides, as a `formats.sources.TensorSource`. It copies nothing itself.
 
-    CUDA: bytes are copied on the stream that was current where the source was made, so that work queued before it is
-    seen. Whoever changes the tensor on another stream, or before `read`, synchronizes first.
+    CUDA: reads run on the stream that was current when the source was created, so they see all work queued before. A
+    caller that changes the tensor on another stream, or before `read`, must synchronize first.
 
     Attributes:
-        tensor: what was wrapped.
+        tensor: the wrapped tensor.
     """
 
     __slots__ = ("_copy", "_storage", "_stream", "dtype", "identity", "nbytes", "shape", "tensor")
@@ -148,7 +148,7 @@ class TorchSource:
                 span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
             if (tensor.storage_offset() + span) * itemsize > storage.nbytes():
                 raise UnsupportedStateError("the tensor's storage was freed (FSDP does so with unsharded parameters)")
-        # Empty tensors have no address: the storage object tells them apart, and is kept so that its id stays its own.
+        # Empty tensors have no address: the id of the storage object identifies them. The reference keeps the id valid.
         self._storage = None if self.nbytes else storage
         address = tensor.data_ptr() if self.nbytes else -id(storage)
         lazy = (tensor.is_conj(), tensor.is_neg())
@@ -158,23 +158,23 @@ class TorchSource:
 
     @property
     def resolved(self) -> torch.Tensor:
-        """The tensor whose bytes are the image's: a copy of a lazy conjugate or negation, else a detached alias."""
-        return self.tensor.detach() if self._copy is None else self._copy  # detach costs more than all of __init__
+        """The tensor whose bytes are the image: a copy of a lazy conjugate or negation, or else a detached alias."""
+        return self.tensor.detach() if self._copy is None else self._copy  # detach takes longer than all of __init__
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Where its bytes are read, so that work queued before it was wrapped is seen; None: not on a CUDA device."""
+        """The stream on which reads run: the one that was current at creation. None: not on a CUDA device."""
         return self._stream
 
     def view(self) -> Bytes | None:
-        """The image without a copy, or None if the tensor is strided or not in host memory."""
+        """The image without a copy. None: the tensor is not contiguous, or not in host memory."""
         host = self.tensor if self._copy is None else self._copy
         if not on_host(host) or not host.is_contiguous():
             return None
         return np.asarray(_Image(host, self.nbytes)) if self.nbytes else np.empty(0, np.uint8)
 
     def read(self, offset: int, out: Bytes) -> None:
-        """Copy a range of the image into `out`; from a device only that range. Returns when the bytes are there."""
+        """Copy a range of the image into `out`, and wait for it. From a device, only that range is copied."""
         data = self.resolved
         if on_host(data):
             NumpySource(image(data).numpy()).read(offset, out)
@@ -183,10 +183,10 @@ class TorchSource:
             self._copied(data, offset, out, wait=True)
 
     def queue(self, offset: int, out: Bytes) -> None:
-        """As `read`, of a tensor on a CUDA device to registered memory: queue the copy on the current stream.
+        """Queue the copy of `read` on the current stream, from a CUDA device to registered memory.
 
-        The caller keeps the order: the current stream must wait for what writes the tensor. What changes the tensor
-        later must wait for the current stream.
+        The caller ensures the order: the current stream must wait for earlier changes of the tensor, and later changes
+        must wait for the current stream.
         """
         self._copied(self.resolved, offset, out, wait=False)
 
@@ -201,9 +201,9 @@ class TorchSource:
 
 
 class _Image:
-    """What numpy makes an array of that keeps the tensor alive.
+    """An object from which numpy makes an array that keeps the tensor alive.
 
-    Made by torch itself it takes three tensors on the way, which is more than a small tensor's copy costs.
+    torch would create three intermediate tensors for that, which takes longer than copying a small tensor.
     """
 
     __slots__ = ("__array_interface__", "tensor")
@@ -219,12 +219,12 @@ class _Image:
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Work inside goes to this stream; None: to the current one."""
+    """A ``with`` block whose work is queued on `stream`. None: on the current stream."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _gather(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:
-    """A range of a strided tensor's image: only the rows it touches are made contiguous, on the tensor's device."""
+    """Copy a range of a strided tensor's image on its device. Only the rows in the range are made contiguous."""
     first, skip = divmod(offset, tensor.element_size())
     last = -(-(offset + length) // tensor.element_size())
     rows = [flat_bytes(tensor[(*index, ...)].contiguous()) for index, _ in blocks(tensor.shape, first, last)]
@@ -232,17 +232,18 @@ def _gather(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor:
 
 
 def from_buffer(dtype: str, shape: Sequence[int], buffer: Buffer | npt.NDArray[Any]) -> torch.Tensor:
-    """A CPU tensor over `buffer`, which it keeps alive and shares: no copy.
+    """Make a CPU tensor over `buffer` without a copy. It shares the buffer and keeps it alive.
 
     Args:
-        dtype: logical name.
+        dtype: logical dtype name.
         shape: logical shape.
-        buffer: writable, C-contiguous, as long as the tensor's image. At an address that is not a multiple of the
-            element size the data is copied, because torch's kernels expect aligned memory.
+        buffer: writable, C-contiguous, with the length of the tensor's image. If its address is not a multiple of the
+            element size, the data is copied, because torch's kernels need aligned memory.
 
     Raises:
+        FormatError: the dtype is unknown.
         ValueError: the length is wrong, or the memory is read-only (torch has no read-only tensors).
-        UnsupportedStateError: this torch has no such dtype.
+        UnsupportedStateError: this version of torch does not have the dtype.
     """
     torch_type = torch_dtype(dtype)
     image = buffer.reshape(-1).view(np.uint8) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
@@ -251,7 +252,7 @@ def from_buffer(dtype: str, shape: Sequence[int], buffer: Buffer | npt.NDArray[A
     if not image.size:
         return torch.empty(tuple(shape), dtype=torch_type)
     if not image.flags.writeable:
-        raise ValueError("a tensor over read-only memory")
+        raise ValueError("buffer is read-only: torch tensors need writable memory")
     if image.__array_interface__["data"][0] % dtypes.get(dtype).itemsize:
         image = image.copy()
     return torch.from_numpy(image).view(torch_type).reshape(tuple(shape))
@@ -260,17 +261,17 @@ def from_buffer(dtype: str, shape: Sequence[int], buffer: Buffer | npt.NDArray[A
 def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int = 0) -> None:
     """Write `data` at byte `offset` of the image of an existing tensor, in place.
 
-    The tensor may be a leaf that requires grad, strided, and on any device; autograd sees that it changed. On a
-    device the copy is done when this returns; work queued on other streams is the caller's to synchronize.
+    The tensor may be a leaf that requires grad, strided, and on any device. Autograd notices the change. On a device
+    the copy is done when this returns. The caller must synchronize with work on other streams.
 
     Args:
-        tensor: of the stored dtype and shape (compare `TorchSource.dtype` and `.shape` first).
-        data: C-contiguous bytes, read-only or not; parts of elements are allowed.
-        offset: bytes.
+        tensor: a tensor of the stored dtype and shape (compare `TorchSource.dtype` and `.shape` first).
+        data: C-contiguous bytes, read-only or not. Partial elements are allowed.
+        offset: position in the image, in bytes.
 
     Raises:
-        ValueError: the range leaves the image.
-        UnsupportedStateError: a tensor that `recognise` refuses.
+        ValueError: the range exceeds the image.
+        UnsupportedStateError: `recognise` refuses the tensor.
     """
     source = TorchSource(tensor)
     if isinstance(data, np.ndarray):
@@ -287,7 +288,7 @@ def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int
     with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         if on_host(target) and not lazy:
             write_into(image(target).numpy(), piece, offset)
-            if not tensor.is_inference():  # numpy wrote behind torch's back
+            if not tensor.is_inference():  # torch did not see numpy's write
                 torch.autograd.graph.increment_version(tensor)
             return
         whole = source.resolved.contiguous()
@@ -299,39 +300,39 @@ def copy_into(tensor: torch.Tensor, data: Buffer | npt.NDArray[Any], offset: int
 
 
 def counted_changes(tensor: torch.Tensor) -> int:
-    """How often torch has counted a change of the tensor's bits; 0 for inference tensors, of which it counts none.
+    """torch's count of changes of the tensor's bits. 0 for inference tensors, which have no count.
 
-    The counter is the one that torch's notes on autograd describe ("in-place correctness checks"); the name of the
-    attribute is private. Torch counts neither what is done to ``.data`` nor what fused optimizers and scalers do, so
-    an equal count is no proof that nothing changed.
+    torch's notes on autograd describe the counter ("in-place correctness checks"). The name of the attribute is
+    private. torch does not count changes through ``.data``, nor those by fused optimizers and scalers. So an equal
+    count does not prove that nothing changed.
     """
     return 0 if tensor.is_inference() else tensor._version
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether numpy can look at the tensor's memory."""
+    """Whether numpy can access the tensor's memory."""
     return tensor.device.type == "cpu"
 
 
 def image(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width (complex128: with a last dimension of 2); any strides."""
+    """View a tensor, with any strides, as integers of the same width (complex128: with a last dimension of 2)."""
     if tensor.dtype == torch.complex128:
         return torch.view_as_real(tensor).view(torch.int64)
     return tensor.view(_CARRIERS[tensor.element_size()])
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor on its device, uint8, 1-D, without a copy.
+    """View a contiguous tensor as bytes on its device: uint8, 1-D, without a copy.
 
-    Not ``reshape(-1).view(torch.uint8)``: a single element may keep a stride above 1 there, which `view` refuses.
+    ``reshape(-1).view(torch.uint8)`` would not work: a single element may have a stride above 1, which `view` refuses.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _alias(data: Bytes) -> torch.Tensor:
-    """A tensor over numpy memory that is only read: torch warns about read-only arrays, and warnings may be errors.
+    """A tensor over numpy memory that is only read. The caller keeps `data` alive.
 
-    The caller keeps `data` alive.
+    torch warns about read-only arrays, and warnings may be errors, so those are wrapped with ctypes.
     """
     if data.flags.writeable:
         return torch.from_numpy(data)
@@ -340,11 +341,11 @@ def _alias(data: Bytes) -> torch.Tensor:
 
 
 def check_device(device: Any) -> None:
-    """Raises `UsageError` if tensors cannot be put there."""
+    """Raise `UsageError` if tensors cannot be created on `device`."""
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
-        if "out of memory" in str(error):  # no mistake of the caller's
+    except (RuntimeError, AssertionError, TypeError) as error:  # a torch without CUDA raises AssertionError
+        if "out of memory" in str(error):  # the argument is valid
             raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"device={device!r}: {first:.200}") from error
@@ -361,7 +362,7 @@ def _revive_device(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError as error:
-        raise FormatError(f"no device {text!r:.80}") from error
+        raise FormatError(f"torch {torch.__version__} has no device {text!r:.80}") from error
 
 
 revive: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -369,4 +370,4 @@ revive: Final[Mapping[str, Callable[[Any], Any]]] = {
     "$dtype": _revive_dtype,
     "$device": _revive_device,
 }
-"""For `formats.state.unflatten`: how torch's own small types come back."""
+"""For `formats.state.unflatten`: functions that restore torch's own small types."""

@@ -1,4 +1,4 @@
-"""The process and its memory: aligned buffers, threads, signals, the interpreter's end, crash points, warnings.
+"""The process and its memory: aligned buffers, threads, signals, interpreter exit, crash points, warnings.
 
-Knows nothing of stores. Imports `ckptstore.formats` and `ckptstore.errors` alone.
+This room does not know about stores. It imports only `ckptstore.formats` and `ckptstore.errors`.
 """

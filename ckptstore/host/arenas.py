@@ -1,7 +1,7 @@
-"""Memory for what is under way, under a budget of bytes: pieces of any length, taken and given back in any order.
+"""Allocate memory for saves in flight under a byte budget: pieces of any length, freed in any order.
 
-It is mapped in *arenas* as it is needed, each about as large as what comes at once, and kept: touching fresh memory
-costs more than the copy. Within an arena the lowest piece that fits is taken, so what is used little is never touched.
+Memory is mapped on demand in *arenas*, each about as large as one save, and kept for reuse, because the first touch of
+fresh memory costs more than a copy. An arena allocates the lowest piece that fits, so its upper end may stay untouched.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from ckptstore.host.prefault import Touching
 __all__ = ["LEAST", "Arenas", "Lease"]
 
 LEAST: Final = 3 * CHUNK
-"""The smallest budget: a chunk is copied, one is hashed and one is written."""
+"""The smallest budget, in bytes: one chunk is copied, one is hashed and one is written."""
 
 _PASSED: Final = 4
+"""Calls of `expect` after which idle arenas of a larger state are freed."""
 
 
 class _Arena:
-    """One mapping, and which ranges of it are free: ascending, none touching another."""
+    """One mapping, and its free ranges: ascending, no two adjacent."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = aligned(nbytes)
         self.touching = Touching(self.memory)
-        self.asked = False  # to be touched
+        self.asked = False  # whether `touch` has returned its prefault job
         self.free = [(0, len(self.memory))]
 
     @property
@@ -42,7 +43,7 @@ class _Arena:
         return self.free == [(0, len(self.memory))]
 
     def take(self, nbytes: int) -> int | None:
-        """The lowest free range of so many bytes, which is not free any more -> where it begins."""
+        """Allocate `nbytes` in the lowest free range that fits. Returns the offset, or None if there is none."""
         for number, (start, end) in enumerate(self.free):
             if end - start >= nbytes:
                 self.free[number : number + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -61,11 +62,11 @@ class _Arena:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A piece of memory that was taken.
+    """An allocated piece of memory.
 
     Attributes:
-        memory: at a multiple of 4096; with arbitrary contents at first.
-        waited: seconds that it was waited for.
+        memory: its address is a multiple of 4096; its initial contents are arbitrary.
+        waited: seconds for which the caller waited for it.
     """
 
     memory: Bytes
@@ -74,7 +75,7 @@ class Lease:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def free(self) -> None:
-        """Give it back; nobody may use `memory` any more. A second time does nothing."""
+        """Return the memory. It must not be used afterwards. A second call does nothing."""
         with self._lock:
             give, self._give = self._give, None
         if give is not None:
@@ -82,22 +83,22 @@ class Lease:
 
 
 class Arenas:
-    """Arenas under a budget; `take` waits while it is spent.
+    """Arenas under a budget. `take` waits while the budget is used up.
 
     Attributes:
-        most: the most bytes that were taken at once.
+        most: the largest number of bytes that were allocated at once.
     """
 
     def __init__(self, budget: int | None = None) -> None:
         """
         Args:
-            budget: bytes of host memory at most; None: as `expect` says.
+            budget: most bytes of host memory; None: `expect` sets the limit.
 
         Raises:
             UsageError: the budget is below `LEAST`.
         """
         if budget is not None and budget < LEAST:
-            raise UsageError(f"memory: {budget} bytes for what is in flight, at least {LEAST} are needed")
+            raise UsageError(f"memory: {budget} bytes for the saves in flight, at least {LEAST} are needed")
         self._budget = budget
         self._limit = 0
         self._at_once = 0
@@ -107,17 +108,17 @@ class Arenas:
         self._arenas: list[_Arena] = []
         self._used = 0
         self.most = 0
-        self._turn = threading.Lock()  # who came first is served first, however small the others' pieces are
+        self._turn = threading.Lock()  # callers are served in order, however small the later requests are
         self._changed = threading.Condition()
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
+        """Bytes that are allocated."""
         return self._used
 
     @property
     def held(self) -> int:
-        """Bytes that are mapped; what was never used of them takes no memory."""
+        """Bytes that are mapped. Pages that were never touched take no memory."""
         return sum(len(arena.memory) for arena in self._arenas)
 
     def mappings(self) -> list[Bytes]:
@@ -126,9 +127,9 @@ class Arenas:
             return [arena.memory for arena in self._arenas]
 
     def expect(self, at_once: int, times: int) -> None:
-        """So many bytes will be taken at once, so often: all of that may be taken, if the budget allows it."""
+        """Set the limit for `times` saves of `at_once` bytes each, as far as the budget allows."""
         limit = at_once * times
-        # Without a budget pieces of states that change their sizes may lie so that others do not fit between them.
+        # Without a budget, the extra space allows for fragmentation by states that change their sizes.
         self_chosen = limit + limit // 4 + LEAST
         with self._changed:
             self._at_once = at_once
@@ -136,35 +137,38 @@ class Arenas:
             self._cap = self_chosen if self._budget is None else self._budget
             self._passed = self._passed + 1 if self.held > 2 * self._limit + LEAST else 0
             if self._passed > _PASSED:
-                # What nobody has wanted for long is of a state that has changed its size.
+                # Buffers unused for a while belong to an old state size: free them.
                 self._passed = 0
                 for arena in [arena for arena in self._arenas if arena.idle]:
                     self._drop(arena)
 
     def touch(self) -> list[Callable[[], None]]:
-        """See that there is one arena more than are in use, if there may be -> what touches those that are new.
+        """Map a spare arena if all are in use and the limit allows it.
 
-        That is to be run in the background; each is told of once. Raises nothing: who asks for memory hears of it.
+        Raises nothing; `take` reports if there is no memory.
+
+        Returns:
+            Jobs that prefault the new arenas, to be run in the background. Each is returned once.
         """
         with self._changed:
             if all(not arena.idle for arena in self._arenas) and self.held < self._limit:
                 with contextlib.suppress(MemoryError):
                     self._grow(min(self._at_once, self._limit - self.held))
-            untold = [arena for arena in self._arenas if not arena.asked]
-            for arena in untold:
+            fresh = [arena for arena in self._arenas if not arena.asked]
+            for arena in fresh:
                 arena.asked = True
-            return [arena.touching.run for arena in untold]
+            return [arena.touching.run for arena in fresh]
 
     def take(self, nbytes: int, short: Callable[[], None] = lambda: None) -> Lease:
-        """A piece of memory; waits while there is none.
+        """Allocate a piece of memory; wait while there is none.
 
         Args:
             nbytes: a multiple of 4096, at most a chunk and two pages.
-            short: called before waiting, and again after `wake` and whenever what was given back does not suffice;
-                raises what ends the wait.
+            short: called before each wait: at first, after `wake`, and whenever the freed memory does not suffice. May
+                raise an exception to end the wait.
 
         Raises:
-            MemoryError: the system has not so much.
+            MemoryError: the system does not have enough memory.
         """
         assert nbytes % BLOCK == 0, nbytes
         with self._turn:
@@ -185,13 +189,13 @@ class Arenas:
             return lease
 
     def wake(self) -> None:
-        """Let who waits call `short` again."""
+        """Make waiting callers call `short` again."""
         with self._changed:
             self._woken += 1
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Touch nothing any more, and let go of what is not taken."""
+        """Stop prefaulting, and unmap the idle arenas."""
         with self._changed:
             for arena in list(self._arenas):
                 arena.touching.stop()
@@ -204,7 +208,7 @@ class Arenas:
                 if (start := arena.take(nbytes)) is not None:
                     break
             else:
-                if not self._grow(nbytes) and not self._begin_anew(nbytes):
+                if not self._grow(nbytes) and not self._start_over(nbytes):
                     return None
                 arena = self._arenas[-1]
                 start = arena.take(nbytes)
@@ -215,21 +219,21 @@ class Arenas:
         return Lease(arena.memory[start : start + nbytes], lambda: self._give(arena, start, nbytes))
 
     def _grow(self, nbytes: int) -> bool:
-        """One more arena, in which `nbytes` fit, if there may be one."""
+        """Map one more arena that holds `nbytes`, if the limit allows it. Returns whether it did."""
         if self._used + nbytes > self._limit:
             return False
         left = self._limit - self.held
         size = max(nbytes, min(self._at_once, left))
         if size < left < size + LEAST:
-            size = left  # prevents a rest in which no chunk fits, and that nobody can use
+            size = left  # otherwise the rest of the budget would be too small for any chunk
         size = min(size, self._cap - self.held)
         if size < nbytes:
             return False
         self._arenas.append(_Arena(size))
         return True
 
-    def _begin_anew(self, nbytes: int) -> bool:
-        """With nothing taken there is always space, whatever was expected, and however the arenas were cut."""
+    def _start_over(self, nbytes: int) -> bool:
+        """Replace all arenas if nothing is allocated. So an unexpected size or fragmentation cannot block forever."""
         if self._used:
             return False
         for arena in list(self._arenas):

@@ -1,6 +1,6 @@
-"""Single threads beside the work: one job, one job after a time, a job again and again. Pools are in `threads`.
+"""Single background threads: run a job once, after a delay, or periodically. Pools are in `threads`.
 
-All of them are daemons but where it is said: one that hangs on its medium keeps no process from ending.
+They are daemon threads unless the caller says otherwise: a thread that hangs on its medium does not block the exit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ __all__ = ["Periodic", "after", "start"]
 
 
 def start(work: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread:
-    """Begin one job in a thread of its own.
+    """Run one job in a new thread.
 
     Args:
-        name: how the thread is named, after ``ckptstore-``.
-        daemon: whether the process may end without it.
+        name: name of the thread, without the prefix ``ckptstore-``.
+        daemon: whether the process may exit before the job is done.
 
     Raises:
-        RuntimeError: no thread is to be had, or the interpreter is ending.
+        RuntimeError: no thread can be started, or the interpreter is exiting.
     """
     thread = threading.Thread(target=work, name=f"ckptstore-{name}", daemon=daemon)
     thread.start()
@@ -27,31 +27,31 @@ def start(work: Callable[[], object], name: str, *, daemon: bool = True) -> thre
 
 
 def after(seconds: float, work: Callable[[], object]) -> Callable[[], None]:
-    """Begin a job in so many seconds -> what cancels it, unless it has begun.
+    """Run a job after `seconds`. Returns a function that cancels the job if it has not begun.
 
     Raises:
-        RuntimeError: no thread is to be had, or the interpreter is ending.
+        RuntimeError: no thread can be started, or the interpreter is exiting.
     """
     timer = threading.Timer(seconds, work)
     timer.daemon = True
-    timer.name = "ckptstore-timer"  # threads of this package are known by their names (`caller_warnings`)
+    timer.name = "ckptstore-timer"  # `caller_warnings` recognizes the package's threads by name
     timer.start()
     return timer.cancel
 
 
 class Periodic:
-    """Does a job again and again, until it is stopped. Nothing is done before the first interval has passed."""
+    """Runs a job periodically until it is stopped. The first run comes after the first interval."""
 
     def __init__(
         self, seconds: float, work: Callable[[], object], name: str, at_end: Callable[[], object] = lambda: None
     ) -> None:
-        """Begin nothing yet.
+        """Set up the job. `start` starts the thread.
 
         Args:
-            seconds: between the end of one time and the beginning of the next.
-            work: what it raises ends it.
-            name: how its thread is named, after ``ckptstore-``.
-            at_end: the last thing that the thread does, whatever ended it.
+            seconds: from the end of one run to the beginning of the next.
+            work: the job. An exception ends the thread.
+            name: name of the thread, without the prefix ``ckptstore-``.
+            at_end: the thread calls this last, even after an exception.
         """
         self._seconds = seconds
         self._work = work
@@ -62,19 +62,19 @@ class Periodic:
 
     @property
     def started(self) -> bool:
-        """Whether there has been a thread, so that `at_end` is its business."""
+        """Whether the thread was started. If so, the thread calls `at_end`."""
         return self._thread is not None
 
     def start(self) -> None:
-        """Begin. Raises `RuntimeError` where no thread is to be had."""
+        """Start the thread. Raises `RuntimeError` if that is impossible."""
         self._thread = start(self._run, self._name)
 
     def stop(self) -> None:
-        """Do nothing more; waits for nothing, and may be called before `start`, which then only comes to the end."""
+        """Stop after the current run, without waiting. If called before `start`, only `at_end` runs."""
         self._stopped.set()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait for the end, `at_end` included; at most so many seconds."""
+        """Wait until the thread has ended, `at_end` included; at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 

@@ -1,4 +1,4 @@
-"""A limit on bytes per second, where others need the network, the disk or the processor, too."""
+"""Limit the bytes per second of background work, so that it leaves network, disk and processor to others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.host.cancellable_calls import nap
 __all__ = ["PIECE", "Bandwidth", "bytes_per_second", "held_to"]
 
 PIECE: Final = 1 << 20
-"""Bytes of an upload that are let go at once."""
+"""Bytes of an upload that are sent at once."""
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]i?)?B?(?:/s)?")
 _UNITS: Final = {
     "": 1,
@@ -30,25 +30,29 @@ _UNITS: Final = {
 
 
 def bytes_per_second(value: object) -> float:
-    """A number of bytes, or a text as ``50MB``, ``1.5 GiB/s``. Raises `UsageError`."""
+    """Convert a number of bytes or a string such as ``50MB`` or ``1.5 GiB/s`` to bytes per second.
+
+    Raises:
+        UsageError: the value is neither, or less than 1.
+    """
     found: float = 0
     if isinstance(value, int | float) and not isinstance(value, bool):
         found = float(value)
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
         found = float(match[1]) * _UNITS[match[2] or ""]
     if not 1 <= found < float(1 << 63):
-        raise UsageError(f"bandwidth: {value!r:.40}; bytes in a second, at least 1, or a text as 50MB")
+        raise UsageError(f"bandwidth: {value!r:.40}; pass bytes per second, at least 1, or a string such as 50MB")
     return found
 
 
 class Bandwidth:
-    """Lets bytes go, in both directions together, no faster than a rate on average. Thread-safe.
+    """Limits the average rate of bytes, of both directions together. Thread-safe.
 
-    Whoever asks waits until what went before has taken its time; so no more than one piece is ahead.
+    A caller waits until all earlier bytes have used up their time, so at most one piece is ahead of the rate.
 
     Args:
-        rate: bytes in a second.
-        clock, sleep: of this process; seconds.
+        rate: bytes per second.
+        clock, sleep: read the time and wait, in seconds.
     """
 
     def __init__(
@@ -58,10 +62,10 @@ class Bandwidth:
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._free = 0.0  # when all that was let go has taken its time
+        self._free = 0.0  # the time at which all earlier bytes have used up their time
 
     def take(self, nbytes: int) -> None:
-        """Wait for one's turn to send or receive so many bytes."""
+        """Wait until `nbytes` may be sent or received."""
         with self._lock:
             now = self._clock()
             turn = max(now, self._free)
@@ -71,9 +75,13 @@ class Bandwidth:
 
 
 def held_to(rate: float | None, advance: Callable[[int], None]) -> Callable[[int], None]:
-    """`advance`, which is told of bytes, for work that may take no more than `rate` of them in a second; None: any.
+    """Wrap a progress callback so that the work which calls it is limited to `rate` bytes per second.
 
-    Whoever tells waits there until what was told of before has taken its time. Thread-safe if `advance` is.
+    A call waits until all bytes reported before have used up their time. Thread-safe if `advance` is.
+
+    Args:
+        rate: bytes per second; None: no limit.
+        advance: takes the number of bytes done.
     """
     if rate is None:
         return advance

@@ -1,9 +1,10 @@
-"""Many pieces of memory copied to one place: by address, without a Python object for each, beside other threads.
+"""Copy many pieces of memory by address, in parallel, without a Python object for each piece.
 
-Copying ten thousand small tensors one by one costs more for the calls than for the copies, and holds the interpreter
-lock meanwhile. A compiled loop (`formats.uncached_copy.moves`) copies them nearly as fast as one piece. Where there is
-none, Linux copies a thousand pieces in one call (``process_vm_readv``, of the process itself), which takes several
-times as long; where it may not, or does not, each is copied by itself, as large pieces always are then.
+When ten thousand small tensors are copied one by one, the calls cost more than the copies, and they hold the
+interpreter lock. A compiled loop (`formats.uncached_copy.moves`) is nearly as fast as copying one large piece. Without
+it, Linux copies a thousand pieces in one call (``process_vm_readv`` on the process itself), which takes several times
+as long. Where that call is forbidden or fails, each piece is copied with its own call. Without the compiled loop,
+large pieces are always copied with their own calls.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from ckptstore.host.threads import default_threads
 __all__ = ["Gathering", "shared_out"]
 
 _MOST: Final = 1024
-"""Pieces that one call takes (``IOV_MAX``)."""
+"""Most pieces that one call takes (``IOV_MAX``)."""
 _LARGE: Final = 64 << 10
-"""From here on a copy of its own is quicker: the system call looks at every page."""
+"""Bytes of a piece from which its own call is faster: the system call looks at every page."""
 _JOB: Final = 4 << 20
+"""Bytes of a job, unless there are fewer than `_JOBS` jobs of this size."""
 _JOBS: Final = 32
-"""Of less than so many times `_JOB` each job is smaller, for who is ready waits for the other's last one."""
+"""Least number of jobs of a large copy: jobs get smaller, because every thread waits for the others' last job."""
 _ALONE: Final = 1 << 20
-"""So much is copied before another thread has woken up."""
+"""Bytes that one thread copies before another one has woken up."""
 _MUCH: Final = 16 << 20
-"""So much is out of the next caches again before anybody reads it: its large pieces are stored past them."""
+"""Bytes from which a copy leaves the caches before anything reads it. Its large pieces bypass the caches."""
 _PAST: Final = 8 << 10
+"""Bytes of a piece from which it bypasses the caches."""
 _NEVER: Final = 1 << 62
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)  # its calls let other threads of Python run
@@ -45,15 +48,15 @@ if _readv is not None:
 
 
 class Gathering:
-    """One set of copies, which may be done again and again.
+    """One set of copies, which may be run repeatedly.
 
-    The memory must be there as long as this is used: who makes it keeps both sides alive, and their addresses.
+    The caller keeps the memory of both sides alive, at the same addresses, as long as it uses this object.
     """
 
     def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """
         Args:
-            copies: address to copy to, address to copy from, bytes. Those of no bytes are left out.
+            copies: target address, source address, bytes. Copies of zero bytes are left out.
         """
         self.nbytes = sum(nbytes for _, _, nbytes in copies)
         size = max(_ALONE, min(_JOB, self.nbytes // _JOBS))
@@ -73,22 +76,22 @@ class Gathering:
         self._compiled = [_Compiled(part, past) for part in _parted(large + small, len(copies), size)]
 
     def run(self, pool: ThreadPoolExecutor) -> None:
-        """Copy everything, with the threads of `pool` if it is much."""
+        """Copy everything. A large copy also uses the threads of `pool`."""
         jobs: Sequence[Callable[[], None]] = self._compiled if uncached_copy.ready() else self._jobs
         shared_out(pool, jobs, self.nbytes)
 
 
 def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]], nbytes: int = _NEVER) -> None:
-    """Do every job, here and with whichever threads of the pool have woken up by then; raises what one raised.
+    """Run all jobs, in this thread and in the pool's threads as they wake up. Raises the error of a job.
 
     Args:
-        nbytes: that all of them copy: little is copied here alone.
+        nbytes: bytes that all jobs copy together. A small copy is done in this thread alone.
     """
     if nbytes <= _ALONE:
         for job in jobs:
             job()
         return
-    numbers = itertools.count()  # each is taken once: a call of C that no thread interrupts
+    numbers = itertools.count()  # `next` is one C call, which no thread interrupts: each number is taken once
 
     def work() -> None:
         while (number := next(numbers)) < len(jobs):
@@ -105,7 +108,7 @@ def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]], nby
 
 
 def _parted(copies: Sequence[tuple[int, int, int]], most: int, job: int) -> list[list[tuple[int, int, int]]]:
-    """In parts of about `job` bytes, and `most` copies."""
+    """Split the copies into parts of about `job` bytes and at most `most` copies."""
     parts: list[list[tuple[int, int, int]]] = []
     size = job
     for copy in copies:
@@ -118,7 +121,7 @@ def _parted(copies: Sequence[tuple[int, int, int]], most: int, job: int) -> list
 
 
 class _Moves:
-    """Copies, one after the other."""
+    """Copies pieces one after another."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._copies = copies
@@ -129,7 +132,7 @@ class _Moves:
 
 
 class _Compiled:
-    """Copies by the compiled loop."""
+    """Copies pieces with the compiled loop."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int]], past: int) -> None:
         rows = np.array(copies, np.int64).reshape(-1, 3)
@@ -141,7 +144,7 @@ class _Compiled:
 
 
 class _Batch:
-    """Copies in one call of the system."""
+    """Copies pieces with one system call."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._each = _Moves(copies)
@@ -155,10 +158,11 @@ class _Batch:
     def __call__(self) -> None:
         if not self._alone and _readv(os.getpid(), *self._arguments) == self._nbytes:  # type: ignore[misc]
             return
-        self._alone = True  # not allowed here, or memory that it cannot read (a device's): it would not be next time
+        # The call is not allowed, or cannot read this memory (a device's). It would fail the next time, too.
+        self._alone = True
         self._each()
 
 
 def _vectors(pieces: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-    """``struct iovec[]``."""
+    """The pieces as a ``struct iovec[]``."""
     return np.array(pieces, np.uint64).reshape(-1, 2)

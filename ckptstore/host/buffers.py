@@ -1,6 +1,6 @@
-"""Host memory between a state and the disk: aligned blocks under a byte budget.
+"""Aligned host memory between a state and the disk, as blocks under a byte budget.
 
-O_DIRECT wants memory on 4096-byte boundaries; anonymous mappings give it, and huge pages make their first touch cheap.
+O_DIRECT needs memory on 4096-byte boundaries. Anonymous mappings have it, and huge pages make the first touch cheap.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ Bytes = npt.NDArray[np.uint8]
 """One-dimensional bytes."""
 
 BLOCK_BYTES: Final = 16 << 20
-"""Bytes that go to the disk, or come from it, at once: below it disks lose throughput (measured: 16 MiB 1.9 GB/s,
-4 MiB 1.5). It is a number of the machine's, as large as a chunk by chance: what holds chunks asks for `CHUNK`."""
+"""Bytes of one disk read or write. Smaller ones lose throughput (measured: 16 MiB 1.9 GB/s, 4 MiB 1.5 GB/s).
+
+This is a property of the machine. It equals the chunk size by coincidence: code that holds chunks uses `CHUNK`."""
 
 SLACK: Final = 2 * BLOCK
-"""Extra bytes of every block: a chunk that begins and ends inside a page is read with both whole pages, and a payload
-that its codec could not shorten is a few bytes longer than what it restores."""
+"""Extra bytes of every block. A chunk that begins and ends inside a page is read with both whole pages. A payload that
+its codec could not shorten is a few bytes longer than the decoded chunk."""
 
 DEFAULT_BUDGET: Final = 64 << 20
+"""Default budget of `Staging`, in bytes."""
 
 
 class Region:
-    """Mapped memory. It is unmapped when no array shows any of it.
+    """Mapped memory. It is unmapped when no array refers to it any more.
 
     Attributes:
-        nbytes: whole pages.
-        address: where it begins.
+        nbytes: size, whole pages.
+        address: first address.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
@@ -55,16 +57,16 @@ class Region:
         }
 
     def before_unmapping(self, call: Callable[[], object]) -> None:
-        """Call this once, just before the memory is unmapped; not where the interpreter ends first."""
+        """Call `call` once, just before the memory is unmapped. It is not called at interpreter exit."""
         weakref.finalize(self, call).atexit = False
 
     def stay_out_of_forks(self) -> None:
-        """A process that is forked from now on does not have this memory."""
+        """Exclude this memory from processes that are forked from now on."""
         self._mapping.madvise(mmap.MADV_DONTFORK)
 
 
 def region_of(memory: Bytes) -> Region | None:
-    """What a part of an array that `aligned` made lies in; None: it is other memory."""
+    """The region of an array that `aligned` made, or of a part of one. None: it is other memory."""
     owner: object = memory
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -72,29 +74,33 @@ def region_of(memory: Bytes) -> Region | None:
 
 
 def aligned(nbytes: int) -> Bytes:
-    """`nbytes` writable bytes whose address is a multiple of 4096, not yet touched; freed with their last view."""
+    """Map `nbytes` writable bytes at a multiple of 4096. They are untouched, and unmapped with their last view.
+
+    Raises:
+        MemoryError: the system does not have enough memory.
+    """
     if nbytes == 0:
         return np.empty(0, np.uint8)
     try:
         mapping = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{nbytes} bytes of memory are not to be had: {error}") from error
+        raise MemoryError(f"cannot allocate {nbytes} bytes of memory: {error}") from error
     if nbytes >= 4 << 20:
-        with suppress(OSError):  # a kernel that was built without huge pages refuses; the memory is as good
+        with suppress(OSError):  # a kernel built without huge pages refuses; the memory works nevertheless
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.asarray(Region(mapping))[:nbytes]
 
 
 class Staging:
-    """A pool of aligned blocks; `take` waits when the budget is spent. Blocks stay warm for reuse.
+    """A pool of aligned blocks. `take` waits when the budget is used up. Returned blocks are reused.
 
     Args:
-        budget: bytes of host memory at most; two blocks at least.
-        block_bytes: what a block holds; None: `BLOCK_BYTES`.
+        budget: most bytes of host memory; at least two blocks.
+        block_bytes: bytes of a block; None: `BLOCK_BYTES`.
 
     Attributes:
-        blocks: how many there are at most.
-        block_bytes: what each of them holds.
+        blocks: largest number of blocks.
+        block_bytes: bytes of a block.
 
     Raises:
         UsageError: the budget is below two blocks.
@@ -111,37 +117,42 @@ class Staging:
 
     @classmethod
     def for_chunks(cls, blocks: int = 0, budget: int = 0) -> Staging:
-        """At least so many blocks, each for any chunk or payload, and for what the disk is asked for at once.
+        """Make a pool of blocks that hold any chunk or payload, and one disk read or write.
 
         Args:
-            budget: bytes to use if that is more.
+            blocks: smallest number of blocks.
+            budget: bytes of the pool, if that makes more blocks.
 
         Raises:
-            UsageError: both are below two blocks.
+            UsageError: both arguments make less than two blocks.
         """
         block_bytes = max(BLOCK_BYTES, CHUNK)
         return cls(max(budget, blocks * block_bytes), block_bytes)
 
     def take(self) -> Bytes:
-        """A block of `block_bytes + SLACK` bytes with arbitrary contents; waits until one is free."""
+        """Take a block of `block_bytes + SLACK` bytes with arbitrary contents. Waits until one is free.
+
+        Raises:
+            MemoryError: the system does not have enough memory.
+        """
         with self._condition:
             while not self._free:
                 if self._made < self.blocks:
-                    block = aligned(self.block_bytes + SLACK)  # counted once it is there: without memory this raises
+                    block = aligned(self.block_bytes + SLACK)  # may raise MemoryError, so count it afterwards
                     self._made += 1
                     return block
                 self._condition.wait()
             return self._free.pop()
 
     def give(self, block: Bytes) -> None:
-        """Return a block that `take` gave."""
+        """Return a block that `take` returned."""
         with self._condition:
             self._free.append(block)
             self._condition.notify()
 
     @contextmanager
     def block(self) -> Iterator[Bytes]:
-        """A block for the length of a ``with``."""
+        """Take a block for the length of a ``with`` block."""
         block = self.take()
         try:
             yield block

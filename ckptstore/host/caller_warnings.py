@@ -1,8 +1,8 @@
-"""Warnings that blame the line which called into this package, however deep the reason lies.
+"""Warnings that point at the caller's line, however deep in this package they are raised.
 
-A warning may be an error (``warnings.simplefilter("error")``). It must not stop what it tells of: a call that records
-something is declared with `warns_last`, and raises when all of it is done. A thread of this package has no caller who
-could be told by an exception: there the text is logged.
+A filter may turn warnings into errors (``warnings.simplefilter("error")``). Such an error must not interrupt the work
+that it warns about. So a function that records something is decorated with `warns_last`, and raises when its work is
+done. In a thread of this package no caller could catch the error; there the text is logged.
 """
 
 from __future__ import annotations
@@ -42,64 +42,64 @@ _R = TypeVar("_R")
 
 _OURS: Final = __name__.partition(".")[0]
 _BETWEEN: Final = frozenset({contextlib.__name__, functools.__name__})
-"""Modules that are passed on the way from one of ours to another."""
+"""Modules whose frames may lie between two frames of this package."""
 _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
 
 
 class BranchWarning(UserWarning):
-    """Checkpoints of a store never get to its remote: the run was continued elsewhere. They stay readable."""
+    """Some checkpoints will never be drained, because the run was continued elsewhere. They stay readable."""
 
 
 class DamagedLogWarning(UserWarning):
-    """Slots of a store's log are damaged or missing: what they recorded is not known. Names them, and `ckpt verify`."""
+    """Slots of a store's log are damaged or missing, so their records are unknown. Names them and `ckpt verify`."""
 
 
 class DeterminismWarning(UserWarning):
-    """Something that decides a run's bits differs from what the parent's term recorded."""
+    """A setting that determines a run's bits differs from what the parent's term recorded."""
 
 
 class DivergedReplicasWarning(UserWarning):
-    """A tensor that is to be the same on several ranks is not; it was saved nevertheless, as asked for."""
+    """A tensor that should be equal on several ranks differs. It was saved nevertheless, as requested."""
 
 
 class FallbackWarning(UserWarning):
-    """What is stored of a checkpoint is damaged, and it was restored by another of its encodings, bit for bit."""
+    """An encoding of a checkpoint is damaged. The checkpoint was restored from another encoding, bit for bit."""
 
 
 class FreshStartWarning(UserWarning):
-    """A writer that asked for ``latest`` begins from nothing, although the store holds checkpoints of earlier terms."""
+    """A writer opened with ``latest`` starts without a parent, although the store has checkpoints of earlier terms."""
 
 
 class HiddenTensorsWarning(UserWarning):
-    """What was read without ``rank=`` lacks tensors: another rank has something else in their place. Names them."""
+    """A state read without ``rank=`` lacks tensors, because the ranks have different values there. Names them."""
 
 
 class LostStepsWarning(UserWarning):
-    """The term before ended without closing, and steps that waited then (for their batch, or for the term's first
+    """The previous term ended without `close`. Steps that were waiting then (for their batch, or for the term's first
     checkpoint) are not in the store."""
 
 
 class LossyWarning(UserWarning):
-    """What was restored is not what training had: it was stored so on request (`DiffOptions.accumulate`)."""
+    """The restored state differs from the trained one: it was stored lossily on request (`DiffOptions.accumulate`)."""
 
 
 class RemoteWarning(UserWarning):
-    """What is saved does not get to the store's remote: it is gone, refuses, or does not answer. Saves go on."""
+    """Saves do not reach the store's remote: it is gone, refuses, or does not answer. Local saves continue."""
 
 
 class UnexplainedStepWarning(UserWarning):
-    """What was said of a step does not explain all of it: it takes more bytes than it might, and no bit is lost."""
+    """The declared updates do not explain all of a step. It takes more bytes than necessary, but no bit is lost."""
 
 
 class UnpinnedWarning(UserWarning):
-    """A reader that cannot write (no access, no space) claims nothing: gc may delete what it reads, and it says so."""
+    """A reader cannot write its pin (no access, no space), so gc may delete what it reads. Such a read then fails."""
 
 
 class _Held(threading.local):
-    """What one thread has to say when its call is done.
+    """The warnings that one thread gives when its call is done.
 
     Attributes:
-        depth: how many calls are under way that warn last, one within the other.
+        depth: number of nested `WarningsLast` blocks.
     """
 
     def __init__(self) -> None:
@@ -111,10 +111,10 @@ _held = _Held()
 
 
 class WarningsLast:
-    """A ``with`` whose warnings are given when the outermost one ends, in the thread that entered it.
+    """A ``with`` block that delays warnings until the outermost block ends, in the thread that entered it.
 
-    Where warnings are errors the first is raised, with the others as notes. If the body raises, its error is raised,
-    with all of them as notes.
+    If warnings are errors, the first is raised, with the others as notes. If the body raises, its error is raised, with
+    all warnings as notes.
     """
 
     def __enter__(self) -> None:
@@ -124,7 +124,7 @@ class WarningsLast:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _held.depth -= 1
-        # Prevents: a step that a filter of warnings loses, because the warning was raised before the step was recorded.
+        # Prevents: a step that is lost because a warning filter raised an error before the step was recorded.
         if _held.depth:
             return
         said, _held.said = _held.said, []
@@ -132,7 +132,7 @@ class WarningsLast:
         for message, category in said:
             try:
                 warn(message, category)
-            except Warning as warning:  # each of them is to be given
+            except Warning as warning:  # continue, so that every warning is given
                 raised.append(warning)
         first = error if error is not None or not raised else raised.pop(0)
         for other in raised:
@@ -143,7 +143,7 @@ class WarningsLast:
 
 
 def warns_last(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Declare a function that records something: it warns when that is done (see `WarningsLast`)."""
+    """Decorate a function that records something: its warnings come when it is done (see `WarningsLast`)."""
 
     @wraps(call)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -154,15 +154,15 @@ def warns_last(call: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the caller's code; in a thread of this package, at the last line of the package.
+    """Warn at the caller's line outside this package. In a thread of this package: at the package's outermost line.
 
-    Within `WarningsLast` the warning is given at the end. In a thread of this package it is never raised: where
-    warnings are errors, it is logged (``ckptstore``, level WARNING).
+    Inside `WarningsLast` the warning is delayed. In a thread of this package it is never raised: if warnings are
+    errors, it is logged (logger ``ckptstore``, level WARNING).
     """
     if _held.depth:
         _held.said.append((message, category))
         return
-    level = 2  # 1 would be the last line of this function
+    level = 2  # 1 would be a line of this function
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _passed(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -174,7 +174,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     except Warning:
         if not threading.current_thread().name.startswith(f"{_OURS}-"):
             raise
-        # Prevents: a save that fails because its thread had something to say.
+        # Prevents: a save that fails because its thread gave a warning.
         _LOG.warning("%s: %s", category.__name__, message)
 
 

@@ -1,12 +1,12 @@
-"""Calls that may hang for a minute, on behalf of threads that a signal has to reach at once.
+"""Run calls that may hang for a minute in other threads, so that Ctrl-C can interrupt the caller at once.
 
-A signal's handler runs in the main thread, between two lines of Python: never while that thread waits in a library's
-call. So such calls are carried out by daemon threads (*carriers*), and who wants the answer waits in Python. Ctrl-C
-then ends the wait, and the call is left alone: it answers, times out, or ends with the process.
+A signal handler runs in the main thread, between two bytecode instructions, and never while that thread waits inside a
+library call. So daemon threads (*carriers*) make such calls, and the caller waits for the result in Python. Ctrl-C ends
+the wait. The call itself continues: it returns, times out, or ends with the process.
 
-Jobs of a pool that the main thread waits for belong to its *scope*: when that wait is interrupted, those that wait for
-carriers are, too. Threads that nobody waits for (a writer's) belong to the process: what they do is done to its end,
-unless the process ends and its user has given up waiting for that (`abandon_all`).
+Pool jobs that the main thread waits for belong to its *scope*. When that wait is interrupted, their waits for carriers
+are interrupted, too. Threads that no other thread waits for (a writer's) belong to the process: they finish their work,
+unless the process exits and its user has stopped waiting for it (`abandon_all`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["Scope", "abandon_all", "carried", "nap", "scope_here", "within"]
 
 _T = TypeVar("_T")
 _IDLE: Final = 16
-"""Carriers that stay when they have nothing to do."""
+"""Most carriers that are kept when idle."""
 
 
 class AbandonedError(Exception):
-    """The call was given up, because whoever wanted it was interrupted."""
+    """The wait for a call was given up, because the waiting scope was interrupted."""
 
 
 class Scope:
-    """What is done for one wait of the main thread."""
+    """The work that one wait of the main thread depends on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,18 +40,18 @@ class Scope:
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether the wait was interrupted."""
         return self._over.is_set()
 
     def abandon(self) -> None:
-        """Whoever waits for a carrier in this scope, or for time to pass, gets `AbandonedError` now."""
+        """Raise `AbandonedError` in every thread of this scope that waits for a carrier or sleeps in `nap`."""
         with self._lock:
             self._over.set()
             for event in self._waiting:
                 event.set()
 
     def wait(self, event: threading.Event) -> None:
-        """Wait for an event or the end."""
+        """Wait for `event` or for `abandon`."""
         with self._lock:
             if self.abandoned:
                 return
@@ -61,7 +61,7 @@ class Scope:
             self._waiting.discard(event)
 
     def nap(self, seconds: float) -> None:
-        """Let time pass."""
+        """Sleep for `seconds`. Raises `AbandonedError` if the scope is abandoned."""
         if self._over.wait(seconds):
             raise AbandonedError
 
@@ -71,7 +71,7 @@ _process_wide = Scope()
 
 
 def scope_here() -> Scope | None:
-    """The scope of the present thread's work; of the main thread a new one, unless it has one."""
+    """The scope of the current thread. The main thread gets a new one if it has none; other threads may have None."""
     found: Scope | None = getattr(_here, "scope", None)
     if found is None and threading.current_thread() is threading.main_thread():
         return Scope()
@@ -79,7 +79,7 @@ def scope_here() -> Scope | None:
 
 
 def within(scope: Scope | None, call: Callable[[], _T]) -> Callable[[], _T]:
-    """`call`, to be made in another thread, for the same wait."""
+    """Wrap `call` so that it runs in `scope`, for use in another thread."""
     if scope is None:
         return call
 
@@ -95,14 +95,14 @@ def within(scope: Scope | None, call: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def nap(seconds: float) -> None:
-    """Let time pass; less where the wait that this is for is interrupted."""
+    """Sleep for `seconds`. Raises `AbandonedError` if the thread's scope is abandoned."""
     (scope_here() or _process_wide).nap(seconds)
 
 
 def abandon_all() -> None:
-    """Whoever waits for a carrier, or for time to pass, and for no wait of the main thread, gets `AbandonedError` now.
+    """Raise `AbandonedError` in every thread outside a scope that waits for a carrier or sleeps in `nap`.
 
-    For a process that ends: what its threads wait for would keep it from that.
+    For a process that exits: waiting threads would keep it from exiting.
     """
     _process_wide.abandon()
 
@@ -118,7 +118,7 @@ class _Job:
     def run(self) -> None:
         try:
             self.result = self._call()
-        except BaseException as error:  # noqa: BLE001 - raised again by who waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             self.error = error
         self.answered = True
         self.ended.set()
@@ -129,9 +129,13 @@ _idle: list[SimpleQueue[_Job]] = []
 
 
 def carried(call: Callable[[], _T]) -> _T:
-    """What `call` returns or raises. It may still be under way when this is interrupted, and may have its effect.
+    """Make `call` in a carrier. Returns or raises what it does.
 
-    Where there is no carrier to be had, the call is simply made.
+    If this is interrupted, the call continues and may still have its effect. If no carrier thread can be started, the
+    call is made in this thread.
+
+    Raises:
+        AbandonedError: the scope was abandoned.
     """
     scope = scope_here() or _process_wide
     if scope.abandoned:
@@ -139,7 +143,7 @@ def carried(call: Callable[[], _T]) -> _T:
     job = _Job(call)
     try:
         _handed(job)
-    except RuntimeError:  # no thread is to be had, or the interpreter is ending
+    except RuntimeError:  # no thread can be started, or the interpreter is exiting
         return call()
     scope.wait(job.ended)
     if not job.answered:
@@ -150,11 +154,11 @@ def carried(call: Callable[[], _T]) -> _T:
         result: _T = job.result
         return result
     finally:
-        del job  # an error and its traceback would keep each other
+        del job  # otherwise the error and its traceback would keep each other alive
 
 
 def _forget() -> None:
-    """In a child after a fork, which has none of the carriers, nor whoever held a lock."""
+    """Reset the state in a forked child, which has neither the carriers nor the threads that held locks."""
     global _lock, _process_wide
     _lock, _process_wide = threading.Lock(), Scope()
     _idle.clear()

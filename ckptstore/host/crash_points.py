@@ -1,8 +1,8 @@
-"""Named instants at which the crash tests kill the process.
+"""Named points in the code at which the crash tests kill the process.
 
-``CKPTSTORE_CRASH_AT=name[:n]`` kills this process with SIGKILL the n-th time (default first) `crash_point` passes
-`name`. Without the variable a call is one dictionary look-up. Every name is registered below, so that a
-test can visit them all and an unregistered name fails at once. A harness that forks uses `arm` instead.
+``CKPTSTORE_CRASH_AT=name[:n]`` kills this process with SIGKILL at the n-th call (default: the first) of `crash_point`
+with `name`. Without the variable a call only tests one global. Every name is registered below, so that a test can visit
+all of them, and an unregistered name fails at once. A harness that forks uses `arm` instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CRASH_POINTS: Final = (
     "recycle.taken",
     "recycle.cleared",
 )
-"""What one process alone passes."""
+"""Crash points of a single process."""
 UPKEEP_POINTS: Final = (
     "prune.planned",
     "prune.retired",
@@ -57,7 +57,7 @@ UPKEEP_POINTS: Final = (
     "repair.judged",
     "repair.rewritten",
 )
-"""What pruning, copying and repairing pass besides."""
+"""Further crash points of prune, copy and repair."""
 RANK_POINTS: Final = (
     "ranks.joined",
     "ranks.opened",
@@ -74,7 +74,7 @@ RANK_POINTS: Final = (
     "ranks.committed",
     "ranks.told",
 )
-"""What ranks that save together pass besides."""
+"""Further crash points of ranks that save together."""
 TIER_POINTS: Final = (
     "drain.read",
     "drain.segments",
@@ -85,7 +85,7 @@ TIER_POINTS: Final = (
     "tiers.remote-opened",
     "tiers.filled",
 )
-"""What a store with a second tier passes besides; ``replica``: copies, too."""
+"""Further crash points of a store with a second tier. Copies pass those of ``replica``, too."""
 _POINTS: Final = (*CRASH_POINTS, *UPKEEP_POINTS, *RANK_POINTS, *TIER_POINTS)
 _ALL: Final = frozenset(_POINTS)
 _ENVIRONMENT: Final = "CKPTSTORE_CRASH_AT"
@@ -94,7 +94,7 @@ _left = 0
 
 
 def arm(name: str, count: int = 1) -> None:
-    """Kill this process the `count`-th time it passes `name`; an empty name disarms.
+    """Kill this process at the `count`-th call of `crash_point` with `name`. An empty name disarms.
 
     Raises:
         ValueError: no crash point has this name.
@@ -106,7 +106,7 @@ def arm(name: str, count: int = 1) -> None:
 
 
 def crash_point(name: str) -> None:
-    """Kill this process here if it was armed so."""
+    """Kill this process if it was armed for this call."""
     global _left
     if not _name:
         return

@@ -1,12 +1,12 @@
-"""The interpreter's ordinary end: what was given to writers that nobody closed is finished, or it is said what was not.
+"""Finish the saves of open writers at interpreter exit, and report every save that could not be finished.
 
-A script may end without ``close()``: it has no ``with``, calls ``sys.exit``, or an exception goes uncaught. Then every
-open writer finishes what it was given, as closing it would, *before* the thread pools are shut down: `atexit` comes
-after that (measured on 3.11 to 3.13). On 3.12 no thread can be started any more by then; the writers' pools have theirs
-from the beginning (`workers`).
+A script may end without ``close()``: it uses no ``with``, calls ``sys.exit``, or does not catch an exception. Then
+every open writer finishes its saves, as `close` would, *before* the thread pools are shut down. `atexit` hooks run
+later than that (measured on Python 3.11 to 3.13). On 3.12 no thread can be started any more at that point, so the
+writers' pools start all their threads early (`threads.started_pool`).
 
-It takes as long as the medium takes. Whoever does not want to wait presses Ctrl-C, and is told what may be missing. A
-writer whose closing was ended by Ctrl-C already is not waited for again.
+Exit takes as long as the medium takes. The user may press Ctrl-C instead of waiting, and reads which steps may be
+missing. A writer whose `close` was interrupted by Ctrl-C is not waited for again.
 """
 
 from __future__ import annotations
@@ -29,71 +29,78 @@ __all__ = ["ADVICE", "SILENT_SECONDS", "Ending", "await_end", "check", "forget",
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
 SILENT_SECONDS: Final = 5.0
-"""After that people who wait are told what for."""
+"""After this wait a message on stderr says what the process is waiting for."""
 
 
 class Ending(ABC):
-    """What is finished when the interpreter ends in the ordinary way: a writer. What begins with ``_`` is for this
-    module, and for `host.sigterm`.
+    """A writer that is finished at interpreter exit. Methods that begin with ``_`` are called only by this module and
+    by `host.sigterm`.
     """
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """Its store."""
+        """URL of its store."""
 
     @abstractmethod
     def _end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is."""
+        """Refuse new saves. Returns a future that is done when every earlier save is."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for that."""
+        """Refuse new saves, and wait for the earlier ones."""
 
     @abstractmethod
     def _unfinished(self) -> Sequence[int]:
-        """The steps of `save_async` that are on their way, ascending."""
+        """The steps of `save_async` that are in flight, ascending."""
 
     @abstractmethod
     def _unseen(self) -> Sequence[tuple[int, BaseException]]:
-        """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
+        """The steps whose `save_async` failed without anyone having asked for the result, each with its error.
+
+        Returns each of them once.
+        """
 
     @abstractmethod
     def _settle(self) -> None:
-        """Write what waits, and note in the log that nothing is missing if the process ends now. Raises nothing."""
+        """Write the waiting steps, and record in the log that nothing is missing if the process ends now.
+
+        Raises nothing.
+        """
 
 
 _open: Final[set[Ending]] = set()
-"""Held until they are closed: what one was given would be lost with it. Changed by single calls, which no fork cuts."""
+"""Open writers, referenced until they are closed: a collected writer would lose its saves. The set is only changed by
+single calls, so that a fork cannot happen halfway through a change."""
 _given_up: Final[set[Ending]] = set()
-"""Those for which somebody did not want to wait any longer."""
+"""Writers whose `close` was interrupted."""
 _begun = False
 
 
 def watch(writer: Ending) -> None:
-    """Finish `writer` when the interpreter ends, unless `forget` comes first."""
+    """Finish `writer` at interpreter exit, unless `forget` is called first."""
     _open.add(writer)
 
 
 def forget(writer: Ending) -> None:
-    """It is closed."""
+    """Stop watching `writer`, because it is closed."""
     _open.discard(writer)
     _given_up.discard(writer)
 
 
 def give_up(writer: Ending) -> None:
-    """Closing it was interrupted: the interpreter's end does not wait for it, and says what may be missing."""
+    """Note that `close` was interrupted: the exit does not wait for `writer`, and reports what may be missing."""
     _given_up.add(writer)
 
 
 def await_end(writer: Ending, *, interrupted: bool) -> None:
-    """What closing a writer waits for. Ctrl-C meanwhile gives it up.
+    """Wait until every save of `writer` is done, on behalf of its `close`. Ctrl-C during the wait gives it up.
 
     Args:
-        interrupted: by Ctrl-C, so that whoever leaves is told what that waits for.
+        interrupted: the block was left by Ctrl-C, so a message says what it waits for.
     """
-    # Prevents: a second close, after Ctrl-C in the first, that waits no more. A join that is interrupted makes
-    # Python (before 3.13) take the thread for ended, and every later one returns at once.
+    # Prevents: a second close that does not wait, after Ctrl-C in the first. After an interrupted join, Python before
+    # 3.13 takes the thread for ended, and every later join returns at once.
     ended = [writer._end()]
     try:
         if interrupted and wait(ended, SILENT_SECONDS).not_done:
@@ -105,22 +112,22 @@ def await_end(writer: Ending, *, interrupted: bool) -> None:
 
 
 def _tell(writer: Ending, doing: str) -> None:
-    """Say what is waited for, and that one need not."""
+    """Print what the process waits for, and that Ctrl-C ends the wait."""
     _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
 
 def interrupted(writer: Ending, steps: Sequence[int]) -> None:
-    """Say that steps are perhaps not saved, because nobody waits for them any more."""
+    """Print that steps are perhaps not saved, because the wait for them was interrupted."""
     _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
 
 
 def under_way() -> bool:
-    """Whether the interpreter is ending, and this module at work."""
+    """Whether the interpreter is exiting and this module has begun to finish the writers."""
     return _begun
 
 
 def check() -> None:
-    """Raise `WriterClosedError` if the interpreter is ending: no thread pool takes jobs any more, and no hook."""
+    """Raise `WriterClosedError` if the interpreter is exiting: thread pools take no jobs then, and no hook runs."""
     if _begun:
         raise _ending()
 
@@ -132,7 +139,7 @@ def _ending() -> WriterClosedError:
 def _finish_all() -> None:
     global _begun
     _begun = True
-    # Copied at once: other threads may still open and close writers, and a set that changes cannot be gone through.
+    # Copied first: other threads may still open and close writers, and a changing set cannot be iterated.
     writers = [writer for writer in list(_open) if writer not in _given_up]
     try:
         _finish(writers)
@@ -144,11 +151,11 @@ def _finish_all() -> None:
             if steps := writer._unfinished():
                 interrupted(writer, steps)
         if _given_up:
-            abandon_all()  # else their threads, which the interpreter joins, would wait on
+            abandon_all()  # otherwise their threads, which the interpreter joins, would continue to wait
 
 
 def _finish(writers: Sequence[Ending]) -> None:
-    ends = [writer._end() for writer in writers]  # all of them first: one whose medium hangs holds up no other
+    ends = [writer._end() for writer in writers]  # all of them first: a writer whose medium hangs delays no other
     if ends and wait(ends, SILENT_SECONDS).not_done:
         for writer in writers:
             _tell(writer, "the interpreter ends")
@@ -162,7 +169,7 @@ def _close(writer: Ending) -> None:
         _say(writer, f"step {step} was not saved: {error}")
     try:
         writer.close()
-    except Exception as error:  # noqa: BLE001  # the next writer's turn, whatever it is
+    except Exception as error:  # noqa: BLE001  # continue with the next writer after any error
         _say(writer, f"not closed: {error}")
 
 
@@ -178,12 +185,12 @@ def _say(writer: Ending, text: str) -> None:
 
 
 try:
-    import concurrent.futures.thread  # noqa: F401  # first: its own hook has to be called after this module's
+    import concurrent.futures.thread  # noqa: F401  # first: its hook must run after this module's hook
 
-    # Without that name (it is CPython's own) an atexit hook would still say what it cannot finish.
+    # `_register_atexit` is private to CPython. Without it, an atexit hook still reports what it cannot finish.
     getattr(threading, "_register_atexit", atexit.register)(_finish_all)
-except RuntimeError as error:  # the first writer of a script whose main thread has returned
+except RuntimeError as error:  # the script opens its first writer after the main thread has returned
     raise _ending() from error
-# Prevents: a child that waits for threads which only its parent has.
+# Prevents: a forked child that waits for threads of its parent.
 os.register_at_fork(after_in_child=_open.clear)
 os.register_at_fork(after_in_child=_given_up.clear)

@@ -1,4 +1,4 @@
-"""The unit of direct I/O."""
+"""The alignment unit of direct I/O."""
 
 from __future__ import annotations
 

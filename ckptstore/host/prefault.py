@@ -1,7 +1,7 @@
-"""Touching memory before it is needed: the first write to a page of fresh memory costs many times the copy itself.
+"""Prefault memory before it is needed: the first write to a fresh page costs many times as much as the copy.
 
-Linux 5.14 populates memory by one system call that changes no byte (``MADV_POPULATE_WRITE``), so it may run while the
-memory is in use. Without it a byte of every page is written, which only memory that nobody uses yet can bear.
+Linux 5.14 can populate memory with one system call that changes no byte (``MADV_POPULATE_WRITE``). It may run while
+the memory is in use. Without that call a byte of every page is written, which is only safe for unused memory.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ __all__ = ["Touching", "populate"]
 
 _POPULATE_WRITE: Final = 23
 _PIECE: Final = 32 << 20
-"""Bytes at once: between two pieces it may be stopped."""
+"""Bytes populated per call. Prefaulting can be stopped between two calls."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)  # its calls let other threads of Python run
 
 
 def populate(memory: Bytes) -> bool:
-    """Have the system give every page of `memory` a place of its own; its bytes stay -> False: the system cannot.
+    """Have the kernel allocate every page of `memory` without changing its bytes.
 
     Args:
-        memory: at a multiple of 4096.
+        memory: its address is a multiple of 4096.
+
+    Returns:
+        Whether it worked. False: this kernel cannot do it.
 
     Raises:
-        MemoryError: there is not so much.
+        MemoryError: there is not enough memory.
     """
     if not len(memory):
         return True
@@ -44,16 +47,16 @@ def populate(memory: Bytes) -> bool:
         if number == errno.EINTR:
             continue
         if number == errno.ENOMEM:
-            raise MemoryError(f"{len(memory)} bytes cannot be touched: {os.strerror(number)}")
-        return False  # EINVAL: an older system; or whatever else it says, which is no reason to fail
+            raise MemoryError(f"cannot prefault {len(memory)} bytes: {os.strerror(number)}")
+        return False  # EINVAL: an older kernel. No other error is a reason to fail, either
     return True
 
 
 class Touching:
-    """Touches one piece of memory after the other, in a thread of the caller's choice.
+    """Prefaults a buffer piece by piece, in the thread that calls `run`.
 
     Attributes:
-        touched: bytes so far, from the beginning.
+        touched: bytes prefaulted so far, from the start of the buffer.
     """
 
     def __init__(self, memory: Bytes, populate: Callable[[Bytes], bool] = populate) -> None:
@@ -61,28 +64,31 @@ class Touching:
         self._memory: Bytes | None = memory
         self._populate = populate
         self._in_use = False
-        self._lock = threading.Lock()  # held while bytes are written
+        self._lock = threading.Lock()  # held while `_write` writes bytes
 
     def use(self) -> None:
-        """Somebody writes to the memory from now on."""
+        """Note that the memory is in use from now on: `run` must not write to it any more."""
         if self._in_use:
             return
         with self._lock:
             self._in_use = True
 
     def stop(self) -> None:
-        """Touch no more, and let go of the memory."""
+        """Stop prefaulting and drop the reference to the memory."""
         self._memory = None
 
     def run(self) -> None:
-        """Touch all of it, or until it is stopped, or in use where that counts. Raises nothing."""
+        """Prefault until all is done or `stop` is called; without the system call, until `use` is called.
+
+        Raises nothing.
+        """
         while (memory := self._memory) is not None and self.touched < len(memory):
             piece = memory[self.touched : self.touched + _PIECE]
             try:
                 if not self._populate(piece) and not self._write(piece):
                     break
             except MemoryError:
-                break  # whoever needs it will say so
+                break  # the code that needs the memory reports the error
             self.touched += len(piece)
         self._memory = None
 

@@ -1,8 +1,8 @@
-"""Whether a process that named itself has ended: known for certain on its own host alone.
+"""Decide whether a process that recorded its identity has ended, which is only certain on its own host.
 
-A number alone does not name a process. Another host has the same numbers, so has another container, and a number is
-given again. So a process says besides its number which boot of which kernel it runs under, in which namespaces, and
-when it began. Whoever asks compares all of it with his own, and does not know where anything differs or is missing.
+A PID alone does not identify a process: other hosts and containers use the same numbers, and numbers are reused. So an
+identity also has the boot id of the kernel, the namespaces, and the start time of the process. The reader compares them
+with its own. If any of them differs or is missing, the answer is unknown.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ __all__ = ["has_ended", "identity"]
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACES: Final = ("pid", "time")
-"""Of numbers, and of the clock in which the kernel says when a process began."""
+"""The namespaces of PIDs, and of the clock that the kernel uses for start times."""
 _HERE: Final = ("host", "boot", "namespaces")
-_STATE, _THREADS, _BEGAN = 0, 17, 19  # fields of /proc/PID/stat behind the process's name
+_STATE, _THREADS, _BEGAN = 0, 17, 19  # fields of /proc/PID/stat after the process's name
 
 
 def identity() -> dict[str, Any]:
-    """This process, for `has_ended` elsewhere: ``host`` and ``pid``; and ``boot``, ``namespaces``, ``began`` (clock
-    ticks since the boot), where the system says them.
+    """The identity of this process, for `has_ended` in another process.
+
+    Has ``host`` and ``pid``, and where the system provides them ``boot``, ``namespaces`` and ``began`` (clock ticks
+    since the boot).
     """
     pid = os.getpid()
     found: dict[str, Any] = {"host": platform.node(), "pid": pid}
     try:
-        # A /proc of another namespace (a host's, shown in a container) would tell of another process.
+        # A /proc of another namespace (the host's, mounted in a container) would describe another process.
         if str(Path("/proc/self").readlink()) != str(pid):
             return found
         boot = _BOOT.read_text().strip()
@@ -41,7 +43,7 @@ def identity() -> dict[str, Any]:
 
 
 def has_ended(process: Mapping[str, Any]) -> bool:
-    """Whether the process that gave this `identity` has certainly ended. False: it lives, or nobody here can tell."""
+    """Whether the process with this `identity` has certainly ended. False: it lives, or this host cannot know."""
     here = identity()
     if "began" not in here or any(process.get(name) != here[name] for name in _HERE):
         return False
@@ -49,14 +51,14 @@ def has_ended(process: Mapping[str, Any]) -> bool:
     if type(pid) is not int or type(began) is not int or pid < 1:
         return False
     try:
-        os.kill(pid, 0)  # asks the kernel, from which no option of /proc hides a process
+        os.kill(pid, 0)  # asks the kernel: mount options of /proc can hide processes, but not from this call
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # it is another user's
+    except (OSError, OverflowError):  # the process belongs to another user
         pass
     try:
         fields = _fields(pid)
-        # A zombie has ended, if its last thread has: a process may have lost its first thread alone.
+        # A zombie has ended only if its last thread has: in some processes only the first thread has ended.
         over = fields[_STATE] in ("Z", "X") and int(fields[_THREADS]) <= 1
         return over or int(fields[_BEGAN]) != began
     except (OSError, ValueError, IndexError):
@@ -64,5 +66,5 @@ def has_ended(process: Mapping[str, Any]) -> bool:
 
 
 def _fields(pid: int) -> list[str]:
-    """What the kernel says of a process, behind its name, which may hold anything."""
+    """The fields of /proc/PID/stat after the process's name, which may hold any characters."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

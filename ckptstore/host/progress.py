@@ -1,4 +1,4 @@
-"""How long-running work says how far it is: one protocol for every public function, one counter for its threads."""
+"""Progress reports of long calls: one protocol for all public functions, one counter shared by their threads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from typing import Protocol
 __all__ = ["Advance", "Progress", "Tally", "phase", "told"]
 
 Advance = Callable[[int], None]
-"""Within the engine: told how many bytes were just done, from any thread. `Tally.advance` is one."""
+"""Internal callback: takes the number of bytes just done, from any thread. `Tally.advance` is one."""
 
 
 class Progress(Protocol):
-    """What `Store.load`, `Writer.save`, `Store.verify` and every other long call take as ``progress``."""
+    """The type of ``progress`` in `Store.load`, `Writer.save`, `Store.verify` and every other long call."""
 
     def __call__(self, done: int, total: int, /) -> None:
-        """`done` of `total` bytes are done. Called from any thread, one call at a time; `total` may still grow."""
+        """Report that `done` of `total` bytes are done.
+
+        Called from any thread, one call at a time. `total` may still grow.
+        """
 
 
 def phase(progress: Progress | None, name: str, done: int, total: int, unit: str = "checkpoints") -> None:
-    """Tell of work that is not measured in bytes: ``planning``, 120 of 284 ``checkpoints``.
+    """Report work that is not measured in bytes, such as ``planning``: 120 of 284 ``checkpoints``.
 
-    Only a `progress` that has a method ``phase(name, done, total, unit)`` hears of it.
+    Only a `progress` that has a method ``phase(name, done, total, unit)`` receives it.
     """
     tell = getattr(progress, "phase", None)
     if tell is not None:
@@ -32,11 +35,11 @@ def phase(progress: Progress | None, name: str, done: int, total: int, unit: str
 
 
 class Tally:
-    """Adds up what threads have done, and tells it.
+    """Adds up the bytes that threads have done, and reports the sum.
 
     Attributes:
         done: bytes so far.
-        total: bytes in all; may be raised while work goes on.
+        total: bytes in all. May be raised during the work.
     """
 
     def __init__(self, progress: Progress | None, total: int = 0) -> None:
@@ -46,7 +49,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` more are done. Raises what `progress` raises."""
+        """Add `nbytes` and report. Raises what `progress` raises."""
         if self._progress is None:
             return
         with self._lock:
@@ -55,14 +58,17 @@ class Tally:
 
 
 def told(progress: Progress | bool | None) -> Progress | None:
-    """What a public ``progress=`` means: a function as it is; True: a line on stderr; False and None: nothing."""
+    """Convert a public ``progress=`` argument.
+
+    A function is returned as it is. True: a progress line on stderr. False and None: no reports.
+    """
     if progress is True:
         return _Line()
     return progress or None
 
 
 class _Line:
-    """How far something is, on one line of stderr that is written anew at most ten times a second."""
+    """A progress line on stderr, rewritten at most ten times a second."""
 
     def __init__(self) -> None:
         self._next = 0.0

@@ -1,7 +1,7 @@
-"""Calls that would wait for themselves: made by a signal handler that interrupted a call of the same object.
+"""Refuse calls that would deadlock: a signal handler calls a method while it interrupts another of the same object.
 
-Python runs handlers in the main thread, between any two steps of what it was doing there. What that holds (a lock, a
-place in flight, memory) is not given back before the handler returns.
+Python runs signal handlers in the main thread, between any two bytecode instructions. The interrupted call releases
+nothing that it holds (a lock, a slot in flight, memory) before the handler returns.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ __all__ = ["codes_of", "refuse_within"]
 
 
 def codes_of(*methods: Callable[..., object]) -> frozenset[CodeType]:
-    """The code of methods, beneath what decorates them."""
+    """The code objects of methods, without their decorators."""
     return frozenset(inspect.unwrap(method).__code__ for method in methods)
 
 
 def refuse_within(owner: object, calls: Set[CodeType]) -> None:
-    """Refuse the method of `owner` that calls this, if this thread is inside another one already.
+    """Refuse the calling method of `owner` if this thread is already inside one of `calls` on the same object.
 
-    The stack is looked through, a matter of microseconds: a note of who is inside could be left behind by Ctrl-C.
+    Searches the stack, which takes microseconds. Ctrl-C could leave a stale flag behind, but not a stale stack.
 
     Args:
-        calls: the code of methods (`codes_of`) that must not be interrupted by this.
+        calls: code objects of the methods (`codes_of`) that the calling method must not interrupt.
 
     Raises:
-        UsageError: it is called within one of them.
+        UsageError: this thread is inside one of them.
     """
     method: FrameType = sys._getframe(1)
     frame = method.f_back
@@ -39,7 +39,7 @@ def refuse_within(owner: object, calls: Set[CodeType]) -> None:
             inner, outer = method.f_code.co_name, frame.f_code.co_name
             raise UsageError(
                 f"{inner} was called while this thread is inside {outer} of the same writer, by a signal handler or a "
-                f"callback: it would wait for itself for ever; let the handler set a flag, and call {inner} in the "
+                f"callback: it would wait for itself forever; let the handler set a flag, and call {inner} in the "
                 "training loop"
             )
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""Signals that a loop is to act on at its next step: SIGTERM ("end soon") and SIGUSR1 ("save now").
+"""Signals that a training loop acts on at its next step: SIGTERM ("end soon") and SIGUSR1 ("save now").
 
-A handler only notes the signal. What handled it before is put back when SIGTERM comes, and hears of it when the loop
-has acted, or when `grace` seconds are over: until then what is on its way is brought to its end, by a thread.
+The handler only notes the signal. On SIGTERM the previous handler is restored at once, and a thread flushes the saves
+in flight. The previous handler gets the signal when the loop has acted, or after `grace` seconds.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ _NOTICED: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Notices:
-    """Notes SIGTERM and SIGUSR1 from `install` to `remove`. Only the main thread sets handlers; elsewhere none is.
+    """Notes SIGTERM and SIGUSR1 from `install` to `remove`.
+
+    Only the main thread can install handlers; in other threads `install` does nothing.
 
     Attributes:
         ending: SIGTERM came.
-        asked: SIGUSR1 came (or a SIGTERM that was ignored before), and nobody has acted on it yet.
+        asked: SIGUSR1 came (or a SIGTERM that was ignored before), and the loop has not acted on it yet.
     """
 
     def __init__(self, flush: Callable[[], object], grace: float) -> None:
         """
         Args:
-            flush: brings to an end what is on its way; called by a thread when SIGTERM has come.
-            grace: seconds that the loop has to act on SIGTERM.
+            flush: finishes the saves in flight. A thread calls it after SIGTERM.
+            grace: seconds in which the loop must act on SIGTERM.
         """
         self.ending = False
         self.asked = False
@@ -44,7 +46,7 @@ class Notices:
         self._passed = threading.Lock()
 
     def install(self) -> None:
-        """Take the handlers over, in the main thread; those that are not Python's stay."""
+        """Install the handlers, if this is the main thread. Handlers that are not Python functions stay."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _NOTICED:
@@ -54,31 +56,34 @@ class Notices:
                 signal.signal(number, self._on_signal)
 
     def remove(self) -> None:
-        """Put back what was there, where nobody else has taken this one's place since."""
+        """Restore the previous handlers, except where another handler has replaced this one since."""
         self._acted.set()
         if threading.current_thread() is threading.main_thread():
             for number in list(self._before):
                 self._put_back(number)
 
     def acted(self) -> None:
-        """The loop has acted on SIGTERM: hand it on to what handled it before, which by default ends the process."""
+        """Note that the loop has acted on SIGTERM, and send it to the previous handler.
+
+        By default that ends the process.
+        """
         self._acted.set()
         self._hand_on()
 
     def _put_back(self, number: int) -> None:
-        # Compared by equality: a bound method is another object each time.
+        # Compared by equality: each access to a bound method makes a new object.
         if signal.getsignal(number) == self._on_signal:
             signal.signal(number, self._before.pop(number))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number)
         if number == signal.SIGTERM and before is not signal.SIG_IGN:
-            if self.ending:  # it was handed on, and a handler that came later has called this one
+            if self.ending:  # the signal was sent again, and a handler installed later has called this one
                 if callable(before):
                     before(number, frame)
                 return
             self.ending = True
-            self._put_back(number)  # a second signal does not wait
+            self._put_back(number)  # a second SIGTERM takes effect at once
             background_threads.start(self._wait_and_hand_on, "sigterm", daemon=False)
             return
         self.asked = True
@@ -86,7 +91,7 @@ class Notices:
             before(number, frame)
 
     def _wait_and_hand_on(self) -> None:
-        with contextlib.suppress(Exception):  # the saves say what became of them
+        with contextlib.suppress(Exception):  # the saves report their own errors
             self._flush()
         self._acted.wait(self._grace)
         self._hand_on()

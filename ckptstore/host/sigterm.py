@@ -1,8 +1,8 @@
-"""SIGTERM: schedulers send it some seconds before SIGKILL. Steps that wait for their batch are written in that time.
+"""Flush open writers on SIGTERM, so that steps waiting for their batch are written before SIGKILL comes.
 
-The handler only starts a thread: what the main thread was doing may hold any lock. When everything is written the
-signal is sent again to whoever handled it before, which by default ends the process. A handler that was set later and
-calls this one hears of it twice.
+Schedulers send SIGTERM some seconds before SIGKILL. The handler only starts a thread, because the interrupted main
+thread may hold any lock. When everything is written, the signal is sent again, to the handler that was installed
+before; by default that ends the process. A handler that was installed later and calls this one runs twice.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ __all__ = ["forget", "watch"]
 
 _writers: weakref.WeakSet[interpreter_exit.Ending] = weakref.WeakSet()
 _before: object = None
-"""What handled the signal before this module did; None: it does not handle it."""
+"""The handler that this module replaced. None: this module's handler is not installed."""
 _called_back = False
-"""Whether a later handler called this one, so that the signal, sent again, leads here again."""
+"""Whether a handler installed later called this one. If so, the signal that is sent again arrives here again."""
 
 
 def watch(writer: interpreter_exit.Ending) -> None:
-    """Flush `writer` on SIGTERM, until `forget`. Does nothing outside the main thread: only that one sets handlers."""
+    """Flush `writer` on SIGTERM until `forget` is called.
+
+    Does nothing outside the main thread, because only the main thread can install handlers.
+    """
     global _before
     if threading.current_thread() is not threading.main_thread():
         return
     before = signal.getsignal(signal.SIGTERM)
     if not _writers and before is not _on_signal:
-        _before = None  # another handler took the place of this one, and nobody put this one back
+        _before = None  # another handler replaced this one, and this one was never put back
     _writers.add(writer)
-    if _before is None and before is not None:  # None: a handler that is not Python's, and cannot be put back
+    if _before is None and before is not None:  # None: the handler is not a Python one and cannot be restored
         _before = before
         signal.signal(signal.SIGTERM, _on_signal)
 
 
 def forget(writer: interpreter_exit.Ending) -> None:
-    """Stop watching; the last one puts back what was there before."""
+    """Stop flushing `writer`. After the last writer the previous handler is restored."""
     _writers.discard(writer)
     if not _writers and threading.current_thread() is threading.main_thread():
         _put_back()
@@ -62,15 +65,15 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
             _called_back = False
             _hand_on(number, frame)
             return
-        _put_back()  # a second signal does not wait
+        _put_back()  # a second SIGTERM takes effect at once
         _called_back = _before is not None
     if interpreter_exit.under_way():
-        return  # everything is being written already, and the process ends with that
+        return  # everything is being written already, and then the process exits
     background_threads.start(lambda: _flush_all(not ignored), "sigterm", daemon=False)
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:
-    """Do what was done before this module handled the signal: sending it again would only lead here again."""
+    """Run the previous handler directly: sending the signal again would only run this module's handler again."""
     if callable(_before):
         _before(number, frame)
     else:
@@ -81,7 +84,7 @@ def _hand_on(number: int, frame: FrameType | None) -> None:
 def _flush_all(again: bool) -> None:
     try:
         for writer in list(_writers):
-            # Its saves say so; and what goes wrong with one writer is no reason to lose what others wait with.
+            # The writer's saves report the error. An error of one writer must not keep the others from flushing.
             with contextlib.suppress(Exception):
                 writer._settle()
     finally:

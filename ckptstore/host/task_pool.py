@@ -1,4 +1,4 @@
-"""Work that finds more work as it is done: many small pieces, or few that fall apart into many, over some threads."""
+"""A thread pool for tasks that produce further tasks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable
 __all__ = ["Task", "sweep"]
 
 Task = Callable[[], Iterable["Task"]]
-"""Does its work and gives what is to be done next because of it."""
+"""Does its work and returns the tasks that follow from it."""
 
 
 def sweep(tasks: Iterable[Task], threads: int, name: str) -> None:
-    """Do `tasks`, and all that they lead to, in `threads` threads.
+    """Run `tasks`, and all tasks that follow from them, in `threads` threads.
 
-    What a task leads to is done before the next one begins: so no more of `tasks` are begun than there are threads,
-    and what they hold (an open file, a description) is held for few of them at a time.
+    The tasks that follow from one run before the next of `tasks` is begun. So at most `threads` of `tasks` are under
+    way, and only few of them hold resources (an open file, a description) at a time.
 
     Raises:
-        whatever a task raised first; nothing is begun after it, and nothing runs any more when it is raised.
+        BaseException: the first error of a task. No task begins after it, and none runs any more when it is raised.
     """
     _Sweep(iter(tasks)).run(threads, name)
 
@@ -39,7 +39,7 @@ class _Sweep:
                 worker.start()
             for worker in workers:
                 worker.join()
-        except BaseException as error:  # Ctrl-C, here: the threads shall not go on for minutes
+        except BaseException as error:  # Ctrl-C in this thread: the workers must not continue for minutes
             self._fail(error)
             for worker in workers:
                 if worker.ident is not None:

@@ -1,4 +1,4 @@
-"""Pools of threads: jobs that are done together or in order, and pools whose threads run from the beginning."""
+"""Thread pools: run jobs in parallel or in order, on threads that start early, late or on demand."""
 
 from __future__ import annotations
 
@@ -26,29 +26,32 @@ __all__ = [
 
 _T = TypeVar("_T")
 WORTH_THREADS: Final = 1 << 20
-"""Bytes of a state from which on threads copy, hash and write it. Below, waking them takes longer than the work."""
+"""States of at least this many bytes are copied, hashed and written by threads. For smaller ones, waking the threads
+takes longer than the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """A pool, and how many threads it has: so much may be under way at once, and one job more to take next."""
+    """A pool and its number of threads. That many jobs run at once, and one more is queued."""
 
     pool: ThreadPoolExecutor
     threads: int
 
     @classmethod
     def sleeping(cls, threads: int, name: str) -> Workers:
-        """See `SleepingPool`."""
+        """Make a pool that has no threads yet (`SleepingPool`)."""
         return cls(SleepingPool(threads, name), threads)
 
     def wake(self) -> None:
-        """Start the threads of a pool that sleeps."""
+        """Start the threads if this is a `SleepingPool`."""
         if isinstance(self.pool, SleepingPool):
             self.pool.wake()
 
     def in_order(self, jobs: Iterable[Callable[[], _T]]) -> Generator[_T]:
-        """What each job returns, in the order of the jobs, which are taken as results are; `threads` + 1 of them are
-        under way at most. None runs any more once this is exhausted, closed, or has raised what a job raised.
+        """Yield the result of each job, in the order of the jobs.
+
+        At most `threads` + 1 jobs are submitted and not yet consumed: the next job is taken from `jobs` when a result
+        is. No job runs any more when this generator is exhausted, is closed, or raises the error of a job.
         """
         window: deque[Future[_T]] = deque()
         scope = scope_here()
@@ -63,12 +66,12 @@ class Workers:
             if scope is not None:
                 scope.abandon()
             raise
-        finally:  # closed early: nobody may go on reading the state once the save has failed
+        finally:  # when closed early: once the save has failed, no thread may continue to read the state
             let_go(window)
 
 
 def let_go(futures: Iterable[Future[Any]]) -> None:
-    """Wait until none of them runs any more; those that have not begun never do."""
+    """Cancel the futures that have not begun, and wait for those that run."""
     futures = list(futures)
     for future in futures:
         future.cancel()
@@ -76,35 +79,35 @@ def let_go(futures: Iterable[Future[Any]]) -> None:
 
 
 def default_threads() -> int:
-    """How many threads read, decode or code where nobody says it: one for each core, and no more than four.
+    """The default number of threads for reading, decoding and encoding: one per core, at most four.
 
-    That many keep a disk busy; each has a chunk or two in memory.
+    Four threads keep a disk busy. Each holds one or two chunks in memory.
     """
     return min(4, os.cpu_count() or 1)
 
 
 @contextmanager
 def workers(threads: int, name: str) -> Iterator[Workers]:
-    """Threads for the length of a ``with``, each of which begins when a job finds none idle.
+    """A pool that lives as long as the ``with`` block. A thread is started when a job finds no idle one.
 
     Args:
-        name: how its threads are named, after ``ckptstore-``.
+        name: name of the threads, without the prefix ``ckptstore-``.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix=f"ckptstore-{name}") as pool:
         yield Workers(pool, threads)
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool of `threads` threads, all running.
+    """A pool of `threads` threads, all of them started.
 
-    A pool of Python's starts a thread when a job finds none idle. That fails on 3.12 while the interpreter ends, and
-    anywhere in a training run once the machine's limit of threads is reached.
+    `ThreadPoolExecutor` starts a thread when a job finds no idle one. On Python 3.12 that fails while the interpreter
+    exits. It can also fail at any point of a training run when the machine's thread limit is reached.
 
     Args:
-        name: how its threads are named.
+        name: prefix of the thread names.
 
     Raises:
-        RuntimeError: so many threads are not to be had. None is left.
+        RuntimeError: the threads could not be started. None of them is left running.
     """
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     try:
@@ -116,7 +119,7 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 
 def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
-    together = threading.Barrier(threads)  # a thread that waits for the others takes no second job
+    together = threading.Barrier(threads)  # a thread that waits for the others cannot take a second job
     try:
         for job in [ThreadPoolExecutor.submit(pool, together.wait) for _ in range(threads)]:
             job.result()
@@ -126,16 +129,16 @@ def _start_all(pool: ThreadPoolExecutor, threads: int) -> None:
 
 
 class SleepingPool(ThreadPoolExecutor):
-    """A pool without threads until `wake`: till then `submit` does the work at once, in the thread that calls it.
+    """A pool that has no threads until `wake`. Until then `submit` runs the job at once in the calling thread.
 
-    To copy, hash and write a small state takes less time than to wake a thread for it.
+    Copying, hashing and writing a small state takes less time than waking a thread for it.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         """
         Args:
-            threads: how many it has once it is awake.
-            name: how they are named.
+            threads: number of threads after `wake`.
+            name: prefix of their names.
         """
         super().__init__(threads, thread_name_prefix=name)
         self._count = threads
@@ -144,10 +147,10 @@ class SleepingPool(ThreadPoolExecutor):
         self._waking = threading.Lock()
 
     def wake(self) -> None:
-        """Start all threads. A second time does nothing.
+        """Start all threads. A second call does nothing.
 
         Raises:
-            RuntimeError: so many threads are not to be had, or it was shut down.
+            RuntimeError: the threads could not be started, or the pool was shut down.
         """
         with self._waking:
             if not self._awake:
@@ -161,7 +164,7 @@ class SleepingPool(ThreadPoolExecutor):
         done: Future[_T] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001  # whoever asks for the result gets it
+        except Exception as error:  # noqa: BLE001  # `result` raises it
             done.set_exception(error)
         return done
 
@@ -172,7 +175,7 @@ class SleepingPool(ThreadPoolExecutor):
 
 
 def run_all(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> None:
-    """Run every job on the pool; after the first error start no more, wait for the running ones, raise it."""
+    """Run all jobs on the pool. After the first error: start no more jobs, wait for the running ones, raise it."""
     if len(work) == 1:
         work[0]()
         return
@@ -180,7 +183,7 @@ def run_all(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> Non
     futures: list[Future[None]] = [pool.submit(within(scope, job)) for job in work]
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
-    except BaseException:  # Ctrl-C: those that run do not wait for their medium any more
+    except BaseException:  # Ctrl-C: running jobs stop waiting for their medium
         if scope is not None:
             scope.abandon()
         raise

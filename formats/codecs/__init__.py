@@ -1,7 +1,7 @@
-"""Codecs: a chunk's bytes <-> fewer bytes, as pure functions on buffers; docs/codecs.md shows how they are used.
+"""Codecs: compress and decompress a chunk's bytes without loss, as pure functions on buffers.
 
-`kernels` holds the hot loops, in numpy; where numba is installed, compiled forms of them run, to the same bytes.
-Imports what is in `formats` and knows nothing of codecs.
+docs/codecs.md shows how to use them. `kernels` has the hot loops, in numpy. If numba is installed, compiled forms run
+instead and produce the same bytes. This package imports only modules of `formats` that do not know about codecs.
 """
 
 from __future__ import annotations

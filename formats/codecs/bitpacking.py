@@ -1,4 +1,4 @@
-"""Numbers of any width, packed: what the codec ``prefix`` is made of."""
+"""Pack numbers of any bit width, for the codec ``prefix`` (SPEC section 5.4.6)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
 
 
 def pack_bits(values: Words, bits: int) -> Bytes:
-    """The low ``bits`` (0 to 64) of every value, densely: whole low bytes as planes, then the rest bit-packed.
+    """Pack the low ``bits`` (0 to 64) of every value: whole low bytes as planes, then the remaining bits.
 
-    Exactly ``len * (bits // 8) + ceil(len * (bits % 8) / 8)`` bytes. The rest is packed eight values to
-    ``bits % 8`` bytes, all groups of eight at once.
+    Returns exactly ``len * (bits // 8) + ceil(len * (bits % 8) / 8)`` bytes. The remaining bits of eight values take
+    ``bits % 8`` bytes. All groups of eight are packed at once.
     """
     count, whole, rest = len(values), bits // 8, bits % 8
     out = np.empty(packed_size(count, bits), np.uint8)
@@ -32,7 +32,7 @@ def pack_bits(values: Words, bits: int) -> Bytes:
 
 
 def unpack_bits(packed: Bytes, count: int, bits: int, word: int) -> Words:
-    """Undo :func:`pack_bits` into ``count`` words of ``word`` bytes; ``packed`` has the exact length."""
+    """Undo :func:`pack_bits`: return ``count`` words of ``word`` bytes. ``packed`` has the exact length."""
     whole, rest = bits // 8, bits % 8
     out = np.zeros(count, WORDS[word])
     if rest:
@@ -53,5 +53,5 @@ def unpack_bits(packed: Bytes, count: int, bits: int, word: int) -> Words:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """How many bytes :func:`pack_bits` makes of ``count`` values."""
+    """Number of bytes that :func:`pack_bits` returns for ``count`` values."""
     return count * (bits // 8) + -(-count * (bits % 8) // 8)

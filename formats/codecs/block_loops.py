@@ -1,7 +1,6 @@
-"""The loops over a chunk's blocks that all codecs share.
+"""Encode and decode chunks block by block with any codec, check every bound, and apply chains of deltas.
 
-A codec (`codec`) codes one *block* at a time; the functions here cut chunks into blocks, check every bound, and apply
-chains of deltas.
+A codec (`codec`) processes one *block* at a time (SPEC section 5.4.1).
 """
 
 from __future__ import annotations
@@ -25,29 +24,30 @@ _NOTHING = np.empty(0, np.uint8)
 def encode(
     codec: Codec, chunk: Buffer, base: Buffer | None = None, out: Bytes | None = None, level: int = FAST
 ) -> Bytes:
-    """The payload of one chunk.
+    """Encode one chunk.
 
     Args:
+        codec: the codec.
         chunk: at most ``CHUNK`` (16 MiB) bytes of the tensor's little-endian image.
-        base: for deltas, the same range of the base tensor (``codec.base_ratio`` bytes for each of the chunk's).
-        out: memory for the payload, at least ``bound(len(chunk))`` bytes; reusing it saves the page faults of fresh
+        base: for deltas, the same range of the base tensor (``codec.base_ratio`` bytes for each byte of the chunk).
+        out: memory for the payload, at least ``bound(len(chunk))`` bytes. Reusing it avoids the page faults of fresh
             memory, a fifth of the time.
-        level: 0 fast; 1 the smallest planes even where slower; 2 to 19 zstd's levels, for data with repetitions.
-            Only the encoder needs it.
+        level: 0: fast. 1: the smallest planes, even if slower. 2 to 19: zstd's levels, for data with repetitions. Only
+            the encoder needs it.
 
     Returns:
-        A view of ``out`` (or of fresh memory), at most ``len(chunk)`` + 16 bytes per MiB long (one per MiB, except
-        for ``sub`` with context); empty for a chunk that is what its base says.
+        The payload, a view of ``out`` (or of fresh memory). It is at most ``len(chunk)`` + 16 bytes per MiB long (+ one
+        per MiB, except for ``sub`` with context). It is empty if the chunk equals what the base predicts.
 
     Raises:
-        ValueError: a chunk beyond ``CHUNK``, or a base of the wrong length.
+        ValueError: the chunk exceeds ``CHUNK``, or the base or ``out`` has the wrong length.
     """
     data, reference = as_bytes(chunk), _base(codec, len(as_bytes(chunk)), base)
     if len(data) > CHUNK:
         raise ValueError(f"a chunk has at most {CHUNK} bytes, not {len(data)}")
     target = np.empty(bound(len(data)), np.uint8) if out is None else out
     if len(target) < bound(len(data)):
-        raise ValueError(f"{len(target)} bytes of space for a chunk of {len(data)}, {bound(len(data))} needed")
+        raise ValueError(f"out has {len(target)} bytes, but a chunk of {len(data)} needs {bound(len(data))}")
     at, ratio = 0, codec.base_ratio
     for start in range(0, len(data), BLOCK):
         block = data[start : start + BLOCK]
@@ -58,12 +58,12 @@ def encode(
 
 
 def decode(codec: Codec, payload: Buffer, length: int, base: Buffer | None = None, out: Bytes | None = None) -> Bytes:
-    """The ``length`` logical bytes of a payload, into ``out`` if given. ``out`` may be the base of a delta itself.
+    """Decode a payload to its ``length`` logical bytes, into ``out`` if given. ``out`` may be the base of a delta.
 
     Raises:
-        CorruptSegmentError: the payload is not exactly one of this codec for ``length`` bytes.
+        CorruptSegmentError: the payload is not a valid one of this codec for exactly ``length`` bytes.
         FormatError: ``length`` exceeds ``CHUNK``.
-        ValueError: a base or ``out`` of the wrong length.
+        ValueError: the base or ``out`` has the wrong length.
     """
     reference = _base(codec, length, base)
     target = _target(length, out)
@@ -76,18 +76,18 @@ def decode(codec: Codec, payload: Buffer, length: int, base: Buffer | None = Non
 
 
 def apply(links: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
-    """Apply a chain of payloads to ``out`` in one pass: block by block, every link while the block is in cache.
+    """Apply a chain of payloads to ``out`` in one pass: block by block, all links while the block is in cache.
 
-    ``out`` holds the base of the first link, unless that link needs none. Every link codes the same range; a link
-    of ``base_ratio`` 0 replaces what is below it, a delta is added to it. No intermediate state exists.
+    ``out`` holds the base of the first link, unless that link needs none. All links encode the same range. A link of
+    ``base_ratio`` 0 replaces the contents; a delta is added to them. No intermediate state is stored.
 
     Raises:
-        CorruptSegmentError: as ``decode``. ``out`` is then partly changed, and worthless.
-        ValueError: a link whose base is of another size (``derive``) cannot be applied.
+        CorruptSegmentError: as ``decode``. ``out`` is then partly changed, and must not be used.
+        ValueError: a link has a base of another size (``derive``), so it cannot be applied.
     """
     _target(len(out), out)
     if any(codec.base_ratio > 1 for codec, _ in links):
-        raise ValueError("a copy derived from another tensor has no base to be applied to")
+        raise ValueError("a copy derived from another tensor (codec derive) cannot be applied in a chain")
     cursors = [(codec, _cursor(codec, payload, len(out))) for codec, payload in links]
     for start in range(0, len(out), BLOCK):
         block = out[start : start + BLOCK]
@@ -98,10 +98,10 @@ def apply(links: Sequence[tuple[Codec, Buffer]], out: Bytes) -> None:
 
 
 def as_bytes(data: Buffer) -> Bytes:
-    """A flat uint8 view of any contiguous buffer."""
+    """A flat uint8 view of any contiguous buffer. Raises `ValueError` if it is not contiguous."""
     if isinstance(data, np.ndarray):
         if not data.flags.c_contiguous:
-            raise ValueError("codecs work on contiguous memory")
+            raise ValueError("codecs need a contiguous array")
         return data.reshape(-1).view(np.uint8)
     return np.frombuffer(data, np.uint8)
 
@@ -120,7 +120,7 @@ def _target(length: int, out: Bytes | None) -> Bytes:
     if out is None:
         return np.empty(length, np.uint8)
     if len(out) != length or out.dtype != np.uint8:
-        raise ValueError(f"{len(out)} elements of space for a chunk of {length} bytes")
+        raise ValueError(f"out has {len(out)} elements of {out.dtype}, but a chunk needs {length} of uint8")
     return out
 
 
@@ -132,7 +132,7 @@ def _cursor(codec: Codec, payload: Buffer, length: int) -> Cursor:
 
 
 class _Unchanged(Cursor):
-    """The payload of a chunk that equals its base: as many zero groups as are asked for, in no bytes at all."""
+    """Reads the empty payload of a chunk that equals its base: any number of zero groups (SPEC section 5.4.1)."""
 
     __slots__ = ()
 
@@ -146,28 +146,28 @@ def _finished(cursor: Cursor) -> None:
 
 
 class Fields:
-    """Strict reading of a codec's JSON parameters: every problem is a ``FormatError`` naming codec and parameter."""
+    """Reads a codec's JSON parameters strictly: every problem raises a ``FormatError`` naming codec and parameter."""
 
     def __init__(self, codec: str, params: Mapping[str, Any]) -> None:
         self._codec = codec
         self._left = dict(params)
 
     def integer(self, key: str, default: int | None, allowed: range | tuple[int, ...]) -> int:
-        """The integer ``key``, one of ``allowed``; ``default`` if absent (None: it must be there)."""
+        """Read the integer ``key``, one of ``allowed``. If absent, return ``default`` (None: it is required)."""
         value = self._left.pop(key, default)
         if type(value) is not int or value not in allowed:
             raise FormatError(f"codec {self._codec}: parameter {key!r} is {value!r}")
         return value
 
     def choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
-        """The text ``key``, one of ``allowed``."""
+        """Read the string ``key``, one of ``allowed``. If absent, return ``default``."""
         value = self._left.pop(key, default)
         if value not in allowed:
             raise FormatError(f"codec {self._codec}: parameter {key!r} is {value!r}")
         return str(value)
 
     def integers(self, key: str, count: int) -> tuple[int, ...] | None:
-        """A list of ``count`` integers from 0 to 65535, or None if absent."""
+        """Read a list of ``count`` integers from 0 to 65535. If absent, return None."""
         value = self._left.pop(key, None)
         if value is None:
             return None
@@ -178,6 +178,6 @@ class Fields:
         return tuple(value)
 
     def finish(self) -> None:
-        """Raise for parameters that nobody asked for: a newer encoder may have meant something by them."""
+        """Raise `FormatError` if parameters are left: the codec does not know them, a newer encoder might."""
         if self._left:
             raise FormatError(f"codec {self._codec}: unknown parameter {next(iter(self._left))!r}")

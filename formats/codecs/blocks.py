@@ -1,21 +1,21 @@
-"""Words <-> groups of plane pieces: the framing that every plane codec shares.
+"""Encode groups of words as plane pieces: the framing that all plane codecs share (SPEC sections 5.4.1 and 5.4.2).
 
-A chunk of at most ``CHUNK`` logical bytes is coded as consecutive *blocks* of ``BLOCK`` logical bytes, the last
-one shorter. A block fits a core's cache, so that a chain of deltas is applied block by block without going back to
-memory, and a sample decides the modes of its planes anew, because tensors are not the same everywhere.
+A chunk of at most ``CHUNK`` logical bytes is encoded as consecutive *blocks* of ``BLOCK`` logical bytes, the last one
+shorter. A block fits a core's cache, so a chain of deltas is applied block by block without going back to memory. The
+modes of its planes are chosen from a sample of the block, because a tensor differs from place to place.
 
-A *group* is a run of words coded together. Its first byte is its form::
+A *group* is a run of words that are encoded together. Its first byte is its form::
 
-    0, 2, 4, 8  planes: so many low bytes of each word, uncoded, little-endian; then one plane piece (``planecoder``)
-                for each byte above, lowest first. The word size: all bytes, uncoded.
+    0, 2, 4, 8  planes: so many low bytes of each word, unencoded, little-endian; then one piece (``plane_coder``)
+                for each byte above, lowest first. The word size: all bytes, unencoded.
     16 + b      narrow: words below 2**b (b = 0 or 4 bits) as the piece of their packed bytes (none if b = 0),
-                0 for every other; then the others as exceptions: u32 number of steps, u32 number of exceptions,
-                piece of the steps (as in ``planecoder``), group of the words less 2**b (not narrow itself;
-                none without exceptions)
-    255         zero: all words are
+                0 for every other word; then the others as exceptions: u32 number of steps, u32 number of exceptions,
+                piece of the steps (as in ``plane_coder``), group of the words less 2**b (not itself narrow; no group
+                without exceptions)
+    255         zero: every word is 0
 
-No group costs more than its words and one byte. (Other widths of narrow words, and narrow high halves over uncoded low
-ones, were tried: under 1 % of the groups of training states, and less than 0.002 % of their bytes.)
+A group is at most one byte longer than its words. (Other widths of narrow words, and narrow high halves over unencoded
+low ones, were tried. They suited under 1 % of the groups of training states and saved less than 0.002 % of the bytes.)
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from ckptstore.formats.codecs.plane_coder import FILL, PACK4, RAW, SPARSE, ZSTD,
 CHUNK = 16 << 20
 BLOCK = 1 << 20
 OVERHEAD = 16
-"""The most bytes by which a block's payload may exceed the block: one for each group, of which it has at most 16."""
+"""Most bytes by which a block's payload may exceed the block: one byte per group, at most 16 groups."""
 MARGIN = 32
-"""What an encoder may write past the final end of a payload before it falls back to a smaller form."""
+"""Bytes that an encoder may write past the final end of a payload before it falls back to a smaller form."""
 ZERO_GROUP = 255
 NARROW = 16
 _WIDTHS = (0, 4)
 _NARROW_BITS = {FILL: 0, SPARSE: 0, PACK4: 4}
-"""Width of narrow words, by the mode that their low bytes would have as a plane; other modes say: planes."""
+"""Width of narrow words, by the mode that their low bytes would have as a plane. For other modes, use planes."""
 _NOTHING = np.empty(0, np.uint8)
 _counts = struct.Struct("<II")
 
 
 def block_count(length: int) -> int:
-    """How many blocks a chunk of ``length`` logical bytes has."""
+    """The number of blocks of a chunk of ``length`` logical bytes."""
     return -(-length // BLOCK)
 
 
 def bound(length: int) -> int:
-    """The space an encoder needs for a chunk of ``length`` bytes."""
+    """The bytes of space that an encoder needs for a chunk of ``length`` logical bytes."""
     return length + block_count(length) * OVERHEAD + MARGIN
 
 
@@ -60,8 +60,13 @@ def bound(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a sample suggests for a group: narrow words of so many bits, or (None) planes above ``wide`` uncoded bytes,
-    with these modes."""
+    """How to encode a group, as a sample suggests.
+
+    Attributes:
+        narrow: bits of narrow words; None: use planes.
+        wide: number of low bytes that are stored unencoded.
+        modes: the mode of every byte's plane.
+    """
 
     narrow: int | None
     wide: int
@@ -69,7 +74,7 @@ class _Plan:
 
 
 def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = False) -> int:
-    """Write the group of ``words`` to ``out[at:]``; returns where it ends, at most one byte beyond their size."""
+    """Write the group of ``words`` to ``out[at:]``. Returns its end, at most ``at + 1 + words.nbytes``."""
     word, count = words.itemsize, len(words)
     plan = _plan(words, level, nested)
     end = None
@@ -93,7 +98,7 @@ def _plan(words: Words, level: int, nested: bool) -> _Plan:
     word, count = words.itemsize, len(words)
     if level > plane_coder.THRIFTY:
         return _Plan(None, 0, (ZSTD,) * word)
-    if count < plane_coder.SMALL:  # no plane of so few is coded: it is one byte, or left alone
+    if count < plane_coder.SMALL:  # such small planes are only encoded as FILL or RAW
         return _Plan(None if words.any() else 0, 0, (ZSTD,) * word)
     size = min(SAMPLE, max(SAMPLE // 4, count // 16))
     sampled = words
@@ -125,7 +130,7 @@ def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) ->
 
 
 def _write_narrow(words: Words, out: Bytes, at: int, bits: int, level: int) -> int | None:
-    """The narrow form, or None where it might not be smaller than the words."""
+    """Write the narrow form. Returns its end, or None if it might not be smaller than the words."""
     count = len(words)
     rest = kernels.scratch("plane0", count) if bits else _NOTHING
     steps, greater = kernels.take_exceptions(words, 1 << bits, rest)
@@ -145,10 +150,12 @@ def _write_narrow(words: Words, out: Bytes, at: int, bits: int, level: int) -> i
 
 
 def read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> None:
-    """Decode the group at ``cursor`` into ``out``, one word for each it has space for, as ``kernels.combine`` says.
+    """Decode the group at ``cursor``, of ``len(out)`` words, into ``out``; ``how`` is as in ``kernels.combine``.
 
-    ``out`` may be ``base``. Raises ``CorruptSegmentError``, before ``out`` is touched, where the group is not
-    well-formed.
+    ``out`` may be ``base``.
+
+    Raises:
+        CorruptSegmentError: the group is invalid. ``out`` is unchanged.
     """
     form = cursor.byte()
     if form == ZERO_GROUP:
@@ -161,7 +168,7 @@ def read_group(cursor: Cursor, word: int, how: int, base: Words, out: Words) -> 
 
 
 def _read_planes(cursor: Cursor, count: int, word: int, form: int) -> list[Words]:
-    """The planes of a group, lowest first; one plane of all bytes for the narrow form."""
+    """Read the planes of a group, lowest first. The narrow form gives one plane of whole words."""
     if word > 1 and form - NARROW in _WIDTHS:
         return [_read_narrow(cursor, count, word, form - NARROW)]
     if form > word or form not in (0, 2, 4, word):
@@ -171,7 +178,7 @@ def _read_planes(cursor: Cursor, count: int, word: int, form: int) -> list[Words
 
 
 def _read_narrow(cursor: Cursor, count: int, word: int, bits: int) -> Words:
-    """The body of the narrow form."""
+    """Read the body of the narrow form."""
     small = kernels.scratch("narrow", count)
     if bits:
         kernels.unpack_small(plane_coder.decode(cursor, -(-count * bits // 8), "packed", 1), bits, small)

@@ -1,8 +1,8 @@
-"""What a codec is, and what it says of itself, so that nobody else keeps a list of codecs.
+"""The interface of a codec, including the properties that other modules need, so that no module keeps its own list.
 
-A codec is a small frozen value: a name and parameters, both of which go into a segment's metadata. A class of codecs
-carries what others need to know: whether it has a base, which parameters suit a tensor, whether its deltas add up, and
-under which names and colours analyses show it. `codec_table` lists the classes.
+A codec is a small frozen value: a name and parameters, both stored in a segment's metadata. Its class says whether it
+needs a base, which parameters suit a tensor, whether its deltas add up, and which names and colours analyses use.
+`codec_table` lists the classes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The entropy that a method is measured against.
+    """The entropy that a method is compared with.
 
     Attributes:
-        name: how analyses call it.
-        entropy: bits a word, of the tensor's words and its base's (the same words again where there is no base).
+        name: its name in analyses.
+        entropy: returns bits per word, given the tensor's words and the base's words (without a base: the tensor's
+            words again).
     """
 
     name: str
@@ -40,12 +41,12 @@ class Method:
     """One way of using a codec, as analyses, plots and tables show it.
 
     Attributes:
-        name: the label: the codec's name, or that with a variant (``sub-context``).
+        name: the label: the codec's name, perhaps with a variant (``sub-context``).
         colour: ``#rrggbb``.
-        rank: where two methods store about the same, the lower one is recommended: simpler and faster.
-        marker: matplotlib's mark. Methods that have one are compared over training, and when a checkpoint is sent.
-        bound: what it is measured against; None: nothing.
-        context: it needs ``Policy(context=True)``.
+        rank: of two methods with about the same size, the lower rank is recommended: it is simpler and faster.
+        marker: matplotlib's marker. Methods with a marker are compared over training, and for sending a checkpoint.
+        bound: the entropy to compare with; None: none.
+        context: whether it needs ``Policy(context=True)``.
     """
 
     name: str
@@ -57,58 +58,58 @@ class Method:
 
 
 class Codec(Protocol):
-    """One way of coding a tensor's bytes. Implementations are frozen, hashable and free of state."""
+    """One way to encode a tensor's bytes. Implementations are frozen, hashable and stateless."""
 
     name: ClassVar[str]
     base_ratio: ClassVar[int]
     """Bytes of base per byte of chunk: 0 for a codec without a base, 1 for a delta, 2 for a half-width copy."""
     methods: ClassVar[tuple[Method, ...]]
-    """How it may be used; at least one."""
+    """The ways to use it; at least one."""
     tried: ClassVar[bool]
-    """Whether a writer tries it where its policy names no codecs."""
+    """Whether a writer tries it if its policy names no codecs."""
 
     @property
     def word(self) -> int:
-        """Bytes of one number; a chunk's last bytes that make no number are stored as they are."""
+        """Bytes of one word. Trailing bytes of a chunk that make no whole word are stored unchanged."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """JSON parameters; ``codec(name, params)`` makes an equal codec of them."""
+        """JSON parameters. ``codec(name, params)`` makes an equal codec."""
 
     @property
     def method(self) -> str:
-        """The name of that of `methods` which its parameters make it."""
+        """The name of the one of `methods` that its parameters select."""
 
     @property
     def additive(self) -> bool:
-        """Whether its deltas add up: decoding onto zeros gives what decoding onto anything adds."""
+        """Whether its deltas add up: decoding onto zeros gives the amount that decoding adds to any base."""
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Codec:
-        """The codec of JSON parameters. Raises ``FormatError``."""
+        """Make the codec of JSON parameters. Raises ``FormatError``."""
 
     @staticmethod
     def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
-        """The codecs of this class worth trying on a tensor, best guess first; none: it does not suit the dtype.
+        """The codecs of this class to try on a tensor, best guess first. Empty if the class does not suit the dtype.
 
         Args:
             dtype: logical dtype.
             samples: ranges of the tensor, with the base that the class needs.
-            context: also those that need ``Policy(context=True)``.
+            context: whether to include codecs that need ``Policy(context=True)``.
         """
 
     def sum_up(self, later: Words, into: Words) -> None:
-        """Add a later sum of deltas to an earlier one, if the codec is `additive`."""
+        """Add a later sum of deltas to an earlier one, in place. Only for codecs that are `additive`."""
 
     def write(self, block: Bytes, base: Bytes, out: Bytes, at: int, level: int) -> int:
-        """Encode one block to ``out[at:]``; returns the end, at most ``at + len(block) + OVERHEAD``."""
+        """Encode one block to ``out[at:]``. Returns the end, at most ``at + len(block) + OVERHEAD``."""
 
     def read(self, cursor: Cursor, base: Bytes, out: Bytes) -> None:
         """Decode one block into ``out``, which may be ``base`` itself. Raises ``CorruptSegmentError``."""
 
 
 class Kind:
-    """What most codecs say of themselves: one method, tried only where a policy names it, and no sums."""
+    """Defaults for codec classes: one method, tried only if a policy names it, not additive."""
 
     __slots__ = ()
 
@@ -134,18 +135,18 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One range of a tensor: its bytes, the same range of the base tensor, the same elements of an fp32 master."""
+    """One range of a tensor: its bytes, the same range of the base tensor, the same elements of the fp32 master."""
 
     data: Buffer
     base: Buffer | None = None
     master: Buffer | None = None
 
     def base_for(self, codec: Codec | type[Codec]) -> Buffer | None:
-        """What ``encode`` wants as this codec's base."""
+        """The base that ``encode`` needs for this codec; None if the sample lacks it or the codec has no base."""
         return (None, self.base, self.master)[codec.base_ratio]
 
 
 def word_size(dtype: str) -> int:
-    """Bytes of one number of a logical dtype: of the real part, for complex numbers. Raises ``FormatError``."""
+    """Bytes of one number of a logical dtype; for complex dtypes, of the real part. Raises ``FormatError``."""
     found = dtypes.get(dtype)
     return found.itemsize // (2 if found.trailing else 1)

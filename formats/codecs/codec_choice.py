@@ -1,7 +1,7 @@
-"""Choosing a codec for a tensor: code samples of it with every candidate, and compare.
+"""Choose a codec for a tensor: encode samples of it with every candidate, and compare the sizes.
 
-No rule about names or dtypes decides, only what the candidates make of the data itself. First moments, say, are
-smaller as a delta from one step to the next, but not over ten.
+The choice depends on how well the candidates compress the data itself, not on tensor names or roles. First moments, for
+example, are smaller as a delta over one step, but not over ten.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from ckptstore.formats.codecs.plane_coder import FAST, THRIFTY
 from ckptstore.formats.codecs.raw_planes import Raw
 
 SAMPLE_BYTES = 128 << 10
+"""Bytes of one sample."""
 SAMPLES = 6
+"""Most samples of one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What may be chosen, and what for.
+    """Which codecs may be chosen, and by what criterion.
 
     Attributes:
-        codecs: names of the codecs to try; ``raw`` always is. An unknown one raises `UsageError`.
+        codecs: names of the codecs to try. ``raw`` is always a candidate. An unknown name raises `UsageError`.
         context: whether ``sub`` may sort by the base's exponents: 3 to 25 % smaller at half the speed.
         level: the encoder's level (``encode``).
-        gain: the least share of the bytes a codec has to save against ``raw``.
+        gain: the least share of the bytes that a codec must save compared to ``raw``.
         bandwidth: bytes per second at which payloads are written. If given, the candidate with the least time to
-            encode and write wins (encoding by one core, measured on the samples); else the smallest payload.
+            encode and write wins (encoding by one core, measured on the samples). Otherwise the smallest payload wins.
     """
 
     codecs: tuple[str, ...] = TRIED
@@ -48,19 +50,22 @@ class Policy:
 
 
 FAST_POLICY = Policy()
-"""At least as fast as reading and writing what it saves, on a core or two."""
+"""Encodes on one or two cores at least as fast as the saved bytes could be read and written."""
 SMALL_POLICY = Policy(context=True, level=THRIFTY)
-"""The fewest bytes."""
+"""Produces the fewest bytes."""
 PAPER_POLICY = Policy(codecs=("planes", "xor", "prefix"))
-"""What the XOR paper proposes: XOR for weights, prefix dictionaries for moments."""
+"""The codecs that the XOR paper proposes: XOR for weights, prefix dictionaries for moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """A codec, and what it did to the samples.
+    """A codec with its results on the samples.
 
-    ``ratio`` is logical bytes over stored bytes (infinite where nothing is stored), ``throughput`` logical bytes
-    encoded per second of one core.
+    Attributes:
+        codec: the codec, with its parameters.
+        level: the encoder's level.
+        ratio: logical bytes divided by stored bytes; infinite if nothing is stored.
+        throughput: logical bytes encoded per second by one core.
     """
 
     codec: Codec
@@ -79,15 +84,15 @@ class CodecChoice:
         return self.codec.params
 
     def seconds(self, bandwidth: float) -> float:
-        """Time to encode one byte and write what becomes of it."""
+        """Seconds to encode one logical byte and to write the result at `bandwidth` bytes per second."""
         return 1 / self.throughput + 1 / (self.ratio * bandwidth)
 
 
 def sample_ranges(nbytes: int, count: int = SAMPLES, size: int = SAMPLE_BYTES) -> list[tuple[int, int]]:
-    """(start, stop) byte ranges to sample a tensor of ``nbytes`` at, spread evenly; all of a small one.
+    """The byte ranges (start, stop) at which to sample a tensor of ``nbytes``. A small tensor is one range.
 
-    Ranges start at multiples of 16, so that they hold whole numbers of every dtype. A tensor is not the same
-    everywhere (rare tokens' embeddings hardly move), therefore several.
+    The ranges are evenly spread, because a tensor differs from place to place (the embeddings of rare tokens hardly
+    change). They start at multiples of 16, so that they contain whole elements of every dtype.
     """
     if nbytes <= count * size:
         return [(0, nbytes)] if nbytes else []
@@ -97,22 +102,22 @@ def sample_ranges(nbytes: int, count: int = SAMPLES, size: int = SAMPLE_BYTES) -
 
 
 def candidates(dtype: str, samples: Sequence[Sample], policy: Policy) -> list[Codec]:
-    """The codecs worth trying on a tensor of this dtype under this policy, with their parameters."""
+    """The codecs to try on a tensor of this dtype under this policy, with their parameters."""
     found: list[Codec] = []
     for name in policy.codecs:
         kind = KINDS[name]
         if kind.base_ratio and not (samples and all(sample.base_for(kind) is not None for sample in samples)):
             continue
-        if kind is not Raw:  # which needs no trial
+        if kind is not Raw:  # its size is known
             found += kind.suited(dtype, samples, context=policy.context)
     return found
 
 
 def evaluate(samples: Sequence[Sample], tried: Sequence[Codec], level: int = FAST) -> list[CodecChoice]:
-    """What each codec makes of the samples, smallest payload first (then in the order given).
+    """Encode the samples with each codec. Returns the results, smallest payload first (ties in the order given).
 
-    Costs about 1 ms per codec and MiB. Sizes are exact for the samples; throughput is one measurement of this
-    thread's processor time.
+    Takes about 1 ms per codec and MiB. The sizes are exact for the samples. The throughput is a single measurement of
+    this thread's processor time.
     """
     choices = []
     for codec in tried:
@@ -133,15 +138,15 @@ def evaluate(samples: Sequence[Sample], tried: Sequence[Codec], level: int = FAS
 
 
 def choose(dtype: str, samples: Sequence[Sample], policy: Policy = FAST_POLICY) -> CodecChoice:
-    """The codec for a tensor, from samples of it.
+    """Choose the codec for a tensor from samples of it.
 
     Args:
         dtype: logical dtype of the tensor (``dtypes``).
-        samples: ranges of the tensor (``sample_ranges`` says which), with the base where there is one.
-        policy: what may be chosen, and what for.
+        samples: ranges of the tensor (at ``sample_ranges``), with the base if there is one.
+        policy: which codecs may be chosen, and by what criterion.
 
     Returns:
-        The choice; ``raw`` where nothing saves ``policy.gain`` of the bytes, or there is nothing to sample.
+        The choice. It is ``raw`` if no codec saves ``policy.gain`` of the bytes, or if there are no samples.
     """
     raw = CodecChoice(Raw(), policy.level, 1.0, float("inf"))
     found = evaluate(samples, candidates(dtype, samples, policy), policy.level) if samples else []

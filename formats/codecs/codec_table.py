@@ -1,4 +1,4 @@
-"""The codecs, in one table. A class in `KINDS` is all that another codec needs to be written, read, tried and shown."""
+"""The table of codecs. A class listed here is written, read, tried by writers and shown in analyses."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ __all__ = [
 
 _KINDS: tuple[type[Codec], ...] = (Raw, Planes, Xor, Sub, Prefix, Derive)
 KINDS: Final[Mapping[str, type[Codec]]] = MappingProxyType({kind.name: kind for kind in _KINDS})
-"""Every class of codecs, by name."""
+"""Every codec class, by name."""
 CODECS: Final[Mapping[str, Callable[[Mapping[str, Any]], Codec]]] = MappingProxyType(
     {name: kind.parse for name, kind in KINDS.items()}
 )
-"""Every codec's parser of parameters, by name."""
+"""The parameter parser of every codec, by name."""
 WITHOUT_BASE: Final = frozenset(name for name, kind in KINDS.items() if kind.base_ratio != 1)
-"""Codecs of tensors that build on no tensor of another checkpoint."""
+"""Codecs that need no tensor of another checkpoint."""
 FROM_MASTER: Final = frozenset(name for name, kind in KINDS.items() if kind.base_ratio == 2)
-"""Codecs of tensors that are restored from an fp32 master of the same step."""
+"""Codecs that restore a tensor from an fp32 master of the same step."""
 TRIED: Final = tuple(name for name, kind in KINDS.items() if kind.tried)
-"""What a writer tries where its policy names no codecs."""
+"""Codecs that a writer tries if its policy names none."""
 _ORDER: Final = (0, 2, 1)
 METHODS: Final[Mapping[str, Method]] = MappingProxyType(
     {method.name: method for ratio in _ORDER for kind in _KINDS if kind.base_ratio == ratio for method in kind.methods}
 )
-"""Every method by name, in the order of tables: those without a base, copies of a master, deltas."""
+"""Every method by name, in the order of tables: without a base, copies of a master, deltas."""
 _KIND_OF: Final = {method.name: kind for kind in _KINDS for method in kind.methods}
 
 
 def kind_of(method: str) -> type[Codec]:
-    """The class that a method uses. Raises `KeyError`."""
+    """The codec class of a method. Raises `KeyError` for an unknown method."""
     return _KIND_OF[method]
 
 
@@ -58,14 +58,16 @@ def methods_of(ratio: int) -> tuple[str, ...]:
 
 
 def copies_of(dtype: str) -> list[Codec]:
-    """The codecs that store a tensor of this dtype as the copy of an fp32 master; none: it is no copy."""
+    """The codecs that store a tensor of this dtype as a copy of an fp32 master. Empty if no codec can."""
     return [found for name in sorted(FROM_MASTER) for found in KINDS[name].suited(dtype, (), context=False)]
 
 
 def codec(name: str, params: Mapping[str, Any]) -> Codec:
-    """The codec that a segment's metadata names.
+    """Make the codec that a segment's metadata names (SPEC section 5.4).
 
-    Raises ``IncompatibleFormatError`` for an unknown name, ``FormatError`` for an unknown parameter.
+    Raises:
+        IncompatibleFormatError: the name is unknown.
+        FormatError: a parameter is unknown, missing or invalid.
     """
     if name not in CODECS:
         raise IncompatibleFormatError(f"unknown codec {name!r:.80}: this version knows {', '.join(CODECS)}")

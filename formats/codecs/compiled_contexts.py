@@ -1,4 +1,4 @@
-"""Contexts and narrower floats as loops for numba: see ``kernels``, ``rounding``, and ``codecs.compiled``."""
+"""Compiled forms (numba) of the context kernels in ``kernels`` and of ``rounding`` (see ``compiled_planes``)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _classify(base: Words, shift: int, low: int, high: int, labels: Bytes, count
 
 @loops("u", "u1", "u8!", "u!")
 def _sort(words: Words, labels: Bytes, places: Words, out: Words) -> None:
-    """Four quarters at once: each place follows from the one before, but four such sequences overlap.
+    """Sort four quarters at once: each place depends on the one before, but four such sequences run in parallel.
 
-    (Unsigned places and slices: an index that might be negative costs a comparison.)
+    Places are unsigned, and slices are used, because an index that might be negative costs a comparison.
     """
     one, classes, quarter = np.uint64(1), len(places) // 4, len(words) // 4
     p, q, r, s = places[:classes], places[classes:], places[2 * classes :], places[3 * classes :]
@@ -95,7 +95,7 @@ def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: 
 
 
 def _first_places(counts: Counts) -> Words:
-    """Where in the sorted words those of each quarter and class begin: class by class, quarter by quarter."""
+    """The start of each quarter's part of each class in the sorted words. They lie class by class, then by quarter."""
     sizes = counts.T.reshape(-1)
     return (sizes.cumsum() - sizes).reshape(-1, 4).T.reshape(-1).astype(np.uint64)
 

@@ -1,7 +1,7 @@
-"""Words and planes as loops for numba: what ``kernels`` defines, in as few passes as there can be.
+"""Compiled forms (numba) of the word and plane kernels in ``kernels``, with as few passes as possible.
 
-Imported at the first call of a hot kernel, and only where numba is. Each loop is compiled for the word sizes that
-occur; words of eight bytes are two of four.
+Imported at the first call of a hot kernel, and only if numba is installed. Each loop is compiled for the word sizes
+that occur. Words of eight bytes are processed as two words of four.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.kernels import ADD, PUT, ROTATE, UNZIGZAG, WORDS, XOR, Bytes, Words, scratch
 from ckptstore.formats.kernel_choice import Loop, inner, loop, loops
 
-_TILE = 4096  # words that are merged, and then combined while they are in the first-level cache
-_ADD_HERE, _XOR_HERE = ADD + 2, XOR + 2  # where the base is overwritten
+_TILE = 4096  # words that are merged and then combined while they are in the first-level cache
+_ADD_HERE, _XOR_HERE = ADD + 2, XOR + 2  # `out` is the base, and is overwritten
 _NOTHING = {word: np.empty(0, kind) for word, kind in WORDS.items()}
 
 
@@ -112,13 +112,16 @@ def split(words: Words, planes: list[Words]) -> None:
 
 
 def _below(planes: list[Words], size: int) -> int:
-    """How many planes make up the low ``size`` bytes of a word."""
+    """The number of planes that make up the low ``size`` bytes of a word."""
     return next(count for count in range(1, len(planes)) if sum(plane.itemsize for plane in planes[:count]) == size)
 
 
 @inner
 def _finish(tile: Words, how: int, base: Words, out: Words) -> None:
-    """What ``kernels.combine`` does with merged words. (Slices, not sums of indices: those might be negative.)"""
+    """Apply the operation ``how`` of ``kernels.combine`` to merged words.
+
+    The callers pass slices, because numba would check sums of indices for negative values.
+    """
     word, last = out.dtype.type, out.dtype.type(8 * out.itemsize - 1)
     if how == PUT:
         for i in range(len(out)):
@@ -207,7 +210,7 @@ def _combine(planes: list[Words], how: int, base: Words, out: Words) -> None:
         _combine_whole[out.itemsize](planes[0], how, base, out)
     elif sizes in _COMBINE:
         _COMBINE[sizes](*planes, how, base, out, scratch("tile", _TILE, out.itemsize))
-    else:  # eight bytes: each half by itself
+    else:  # eight bytes: merge each half separately
         below = _below(planes, 4)
         low = planes[0] if below == 1 else scratch("low words", len(out), 4)
         high = scratch("high words", len(out), 4)

@@ -1,4 +1,4 @@
-"""Small numbers, exceptions and samples as loops for numba: see ``kernels``, and ``codecs.compiled``."""
+"""Compiled forms (numba) of the kernels for small numbers, exceptions and samples in ``kernels``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SMALL: dict[int, tuple[Loop[..., Any], Loop[..., Any]]] = {
 
 
 def pack_small(values: Bytes, bits: int) -> Bytes:
-    """See ``kernels.pack_small``. numpy's own packing of bits is as fast as can be."""
+    """See ``kernels.pack_small``. For single bits, numpy's packing is as fast as a compiled loop."""
     if bits == 1:
         return kernels.pack_small.reference(values, bits)
     per = 8 // bits
@@ -76,7 +76,7 @@ def unpack_small(packed: Bytes, bits: int, out: Bytes) -> None:
 
 @loops("u", "int", "u4!")
 def _find(values: Words, limit: int, where: Words) -> int:
-    """Positions of the values from ``limit`` up. Writing every one and moving on past some needs no branch."""
+    """Find the positions of values of at least ``limit``. Every position is written, so the loop needs no branch."""
     found, least = 0, values.dtype.type(limit)
     for i in range(len(values)):
         where[found] = i
@@ -122,7 +122,7 @@ def _put(steps: Bytes, greater: Words, limit: int, out: Words) -> bool:
 
 @inner
 def _count(values: Bytes, tables: Words) -> None:
-    """A histogram in the first of four tables: adding to one place twice in a row waits for the first sum."""
+    """Make a histogram in the first of four tables. With one table, equal neighbours would wait for each other."""
     one = np.uint32(1)
     tables[:] = 0
     for i in range(len(values) // 4):

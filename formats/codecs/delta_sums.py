@@ -1,5 +1,5 @@
-"""Deltas on deltas: chains of additive codecs may be summed up in any grouping, so that halves of a chain can be
-decoded by different threads and then added (a tree instead of a line)."""
+"""Add up deltas of additive codecs, so that threads can decode parts of a chain separately and then add them (a tree
+instead of a line)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from ckptstore.formats.codecs.kernels import WORDS, Bytes
 
 
 def add(codec: Codec, later: Bytes, into: Bytes) -> None:
-    """Lay a sum of deltas over ``into``, a sum of earlier ones, or the base itself. Both have one length.
+    """Add a sum of deltas to ``into``: a sum of earlier deltas, or the base itself. Both have the same length.
 
     Raises:
-        ValueError: not an additive codec.
+        ValueError: the codec is not additive, or the lengths differ.
     """
     if not codec.additive or len(later) != len(into):
-        raise ValueError(f"{codec.name} is not summed up, or {len(later)} and {len(into)} bytes are not")
+        raise ValueError(
+            f"deltas of {codec.name}, of {len(later)} and {len(into)} bytes, do not add up: the codec must be additive "
+            "and the lengths equal"
+        )
     whole = len(into) // codec.word * codec.word
     codec.sum_up(later[:whole].view(WORDS[codec.word]), into[:whole].view(WORDS[codec.word]))
-    into[whole:] = later[whole:]  # bytes that make no word are stored as they are
+    into[whole:] = later[whole:]  # trailing bytes that make no whole word are stored unchanged

@@ -1,8 +1,8 @@
-"""``derive``: a bf16 or fp16 tensor that is the rounded copy of an fp32 master. It costs nothing.
+"""The codec ``derive``: a bf16 or fp16 tensor that is the rounded copy of an fp32 master. An exact copy needs no bytes.
 
-Mixed-precision training keeps both. The decoder rounds the master again (to nearest, ties to even, in integers,
-so that no processor mode matters) and adds what is stored of the difference: nothing at all where the encoder
-found the copy exact, otherwise the exceptions, coded as ``sub`` does.
+Mixed-precision training keeps both tensors. The decoder rounds the master again (to nearest, ties to even, in integer
+arithmetic, so that no processor mode matters) and adds the stored difference. The difference is empty if the copy is
+exact. Otherwise it has the exceptions, encoded as in ``sub``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TARGETS = tuple(_ROUND)
 
 @dataclass(frozen=True, slots=True)
 class Derive(Kind):
-    """The base is an fp32 tensor of the same shape, twice as long; ``to`` is what its words are rounded to."""
+    """The base is an fp32 tensor of the same shape, so it has twice the bytes. ``to`` is the dtype to round to."""
 
     to: str
     name: ClassVar[str] = "derive"
@@ -41,7 +41,7 @@ class Derive(Kind):
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Derive:
-        """The codec of JSON parameters. Raises ``FormatError``."""
+        """Make the codec of JSON parameters. Raises ``FormatError``."""
         fields = Fields(Derive.name, params)
         codec = Derive(fields.choice("to", "", TARGETS))
         fields.finish()

@@ -1,4 +1,4 @@
-"""What can be known of data without coding it: the order-0 entropy of its byte planes."""
+"""Estimate compressed sizes without encoding: the order-0 entropy of byte planes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEGMENT = 1 << 16
 
 
 class Classes(Protocol):
-    """Classes of words by their base: a `deltas.Context`."""
+    """Classes of words by their base: an `xor_sub.Context`."""
 
     @property
     def shift(self) -> int: ...  # noqa: D102
@@ -26,10 +26,10 @@ class Classes(Protocol):
 
 
 def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
-    """Order-0 entropy of the byte planes in bits per word, histograms taken anew every ``segment`` words.
+    """Order-0 entropy of the byte planes, in bits per word, with a new histogram every ``segment`` words.
 
-    The bound that ``planes`` over the same words is measured against: what a perfect entropy coder of bytes, with
-    tables that cost nothing, would spend. A coder with context (``sub`` with ``context``) may go below it.
+    This is the bound that ``planes`` over the same words is compared with: the size from a perfect entropy coder of
+    bytes whose tables cost nothing. A coder with context (``sub`` with ``context``) may go below it.
     """
     bits = 0.0
     for start in range(0, len(words), segment):
@@ -39,10 +39,7 @@ def plane_entropy(words: Words, segment: int = SEGMENT) -> float:
 
 
 def best_entropy(words: Words, segment: int = SEGMENT) -> float:
-    """`plane_entropy` of the numbers as they are, rotated by one bit or as zigzag, whichever is least.
-
-    These are the maps of ``planes``.
-    """
+    """The least `plane_entropy` of the maps of ``planes``: the words unchanged, rotated by one bit, zigzag-mapped."""
     mapped, found = np.empty(len(words), words.dtype), [plane_entropy(words, segment)]
     for forward in (kernels.rotate_left, kernels.zigzag):
         forward(words, mapped)
@@ -51,14 +48,14 @@ def best_entropy(words: Words, segment: int = SEGMENT) -> float:
 
 
 def difference_entropy(new: Words, base: Words, segment: int = SEGMENT) -> float:
-    """``plane_entropy`` of the integer difference as zigzag: the bound for ``sub``."""
+    """``plane_entropy`` of the zigzag-mapped integer difference: the bound for ``sub``."""
     delta = np.empty(len(new), new.dtype)
     kernels.difference(new, base, delta)
     return plane_entropy(delta, segment)
 
 
 def context_entropy(new: Words, base: Words, context: Classes, segment: int = SEGMENT) -> float:
-    """``difference_entropy`` with a histogram for every class of the base: the bound for ``sub`` with ``context``."""
+    """``difference_entropy`` with one histogram per class of the base: the bound for ``sub`` with ``context``."""
     delta, labels = np.empty(len(new), new.dtype), np.empty(len(new), np.uint8)
     kernels.difference(new, base, delta)
     kernels.classify(base, context.shift, context.low, context.high, labels)

@@ -1,12 +1,12 @@
 """The hot loops of the codecs, in numpy: the reference that compiled forms must match bit for bit.
 
-Those marked ``hot`` have a compiled form in a ``compiled`` module beside this one, which runs instead where numba is
+A function marked ``hot`` has a compiled form in one of the ``compiled_*`` modules. It runs instead if numba is
 installed (``formats.kernel_choice``). Every function works on contiguous one-dimensional little-endian unsigned arrays,
-at any address, and fills arrays that the caller owns; none keeps state. The reference goes over *tiles* of at most
-``TILE`` bytes, which stay in a core's second-level cache while several passes go over them: on blocks beyond it the
-same passes run at memory speed. numpy releases the interpreter lock inside each pass, so threads scale.
+at any address, and fills arrays that the caller owns. No function keeps state. The reference processes *tiles* of at
+most ``TILE`` bytes. A tile stays in a core's second-level cache during several passes. On larger blocks the same passes
+run at memory speed. numpy releases the interpreter lock inside each pass, so threads scale.
 
-Names: a *word* is one number of the tensor (1, 2, 4 or 8 bytes), a *plane* holds the same byte or bytes of every word.
+A *word* is one number of the tensor (1, 2, 4 or 8 bytes). A *plane* has the same byte or bytes of every word.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CONTEXTS: Final = "ckptstore.formats.codecs.compiled_contexts"
 TILE = 1 << 18
 WORDS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 PUT, UNZIGZAG, ROTATE, ADD, XOR = range(5)
-"""What :func:`combine` does with the words that it merges."""
+"""The operations that :func:`combine` applies to the merged words."""
 _SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 _QUARTERS = np.bitwise_or.reduce([((np.arange(256, dtype="<u4") >> 2 * lane) & 3) << 8 * lane for lane in range(4)])
 SAMPLE: Final = 4096
-"""The most values that :func:`survey` takes."""
+"""Most values that :func:`survey` accepts."""
 N_LOG_N: Final[Counts] = np.rint(
     np.concatenate([[0], np.arange(1, SAMPLE + 1) * np.log2(np.arange(1, SAMPLE + 1))]) * (1 << 20)
 ).astype(np.int64)
@@ -41,10 +41,10 @@ _local = threading.local()
 
 
 def scratch(role: str, count: int, word: int = 1) -> Words:
-    """``count`` words of this thread's buffer for ``role``; what was there before is overwritten.
+    """This thread's buffer for ``role``, as ``count`` words with arbitrary contents.
 
-    A role is lent to one caller at a time. Buffers grow to the largest request, at most a few MiB each: fresh
-    memory for every block would cost more in page faults than the passes themselves.
+    Only one caller may use a role at a time: the next call returns the same memory. Buffers grow to the largest
+    request, at most a few MiB each. Fresh memory for every block would cost more in page faults than the passes.
     """
     buffers: dict[str, Bytes] = _local.__dict__
     buffer = buffers.get(role)
@@ -54,7 +54,7 @@ def scratch(role: str, count: int, word: int = 1) -> Words:
 
 
 def tiles(count: int, word: int) -> list[slice]:
-    """Runs of words that stay in a core's cache."""
+    """Cut ``count`` words into runs of at most ``TILE`` bytes, which stay in a core's cache."""
     step = TILE // word
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
@@ -64,9 +64,9 @@ def tiles(count: int, word: int) -> list[slice]:
 
 @hot(PLANES)
 def difference(new: Words, base: Words, out: Words) -> None:
-    """``out = zigzag(new - base)``: the wrapping difference of the bit patterns, mapped so that small means small.
+    """``out = zigzag(new - base)``: the wrapping difference of the bit patterns, as small unsigned numbers.
 
-    Zigzag maps 0, -1, 1, -2 … to 0, 1, 2, 3 …: the sign goes to the lowest bit. A bijection for every pattern,
+    Zigzag maps 0, -1, 1, -2 … to 0, 1, 2, 3 …: the sign moves to the lowest bit. It is a bijection for every pattern,
     NaN payloads and -0 included.
     """
     for tile in tiles(len(out), out.itemsize):
@@ -76,7 +76,7 @@ def difference(new: Words, base: Words, out: Words) -> None:
 
 @hot(PLANES)
 def zigzag(values: Words, out: Words) -> None:
-    """``out = zigzag(values)``: two's complement to sign in the lowest bit. ``out`` may be ``values``."""
+    """``out = zigzag(values)``: two's complement to a sign in the lowest bit. ``out`` may be ``values``."""
     bits, kind = out.itemsize * 8, _SIGNED[out.itemsize]
     for tile in tiles(len(out), out.itemsize):
         sign = scratch("sign", tile.stop - tile.start, out.itemsize)
@@ -87,7 +87,7 @@ def zigzag(values: Words, out: Words) -> None:
 
 @hot(PLANES)
 def rotate_left(values: Words, out: Words) -> None:
-    """Move the sign bit below the lowest bit, so that a float's exponent fills the top byte."""
+    """Rotate words left by one bit: the sign becomes the lowest bit, and a float's exponent fills the top byte."""
     for tile in tiles(len(out), out.itemsize):
         top = scratch("sign", tile.stop - tile.start, out.itemsize)
         np.right_shift(values[tile], out.itemsize * 8 - 1, out=top)
@@ -100,9 +100,10 @@ def rotate_left(values: Words, out: Words) -> None:
 
 @hot(PLANES)
 def split(words: Words, planes: list[Words]) -> None:
-    """Split words into planes, lowest first, whose item sizes add up to a word's: 1, 2 or 4 bytes each, not growing.
+    """Split words into planes, lowest bytes first.
 
-    The conversions truncate, which is twice as fast as strided copies.
+    Planes have 1, 2 or 4 bytes per word, in non-increasing order. Their item sizes add up to the word size. The
+    conversions truncate, which is twice as fast as strided copies.
     """
     for tile in tiles(len(words), words.itemsize):
         position = 0
@@ -115,14 +116,14 @@ def split(words: Words, planes: list[Words]) -> None:
             position += plane.itemsize
 
 
-# Not compared: `base`, which `out` may overlap. A copy of `base` does not change with `out`.
+# `base` is not compared: `out` may overlap it, and a copy of `base` would not change with `out`.
 @hot(PLANES, destroys=("base",))
 def combine(planes: list[Words], how: int, base: Words, out: Words) -> None:
-    """Undo :func:`split` and what was done before it.
+    """Merge planes into words (the inverse of :func:`split`), and undo the map that was applied before the split.
 
-    ``how`` is ``PUT`` (the words as they are), ``UNZIGZAG`` (zigzag undone), ``ROTATE`` (rotated right by a bit),
-    ``ADD`` (undone and added to ``base``) or ``XOR`` (with ``base``). ``out`` may be ``base``; only ``ADD`` and
-    ``XOR`` look at that. ``planes`` may end early: bytes above them are zero. They do not overlap ``out``.
+    ``how`` is ``PUT`` (no map), ``UNZIGZAG`` (undo zigzag), ``ROTATE`` (rotate right by one bit), ``ADD`` (undo zigzag
+    and add to ``base``) or ``XOR`` (with ``base``). Only ``ADD`` and ``XOR`` read ``base``, and ``out`` may be
+    ``base``. ``planes`` may lack the top bytes; these are zero. The planes do not overlap ``out``.
     """
     for tile in tiles(len(out), out.itemsize):
         parts, words = [plane[tile] for plane in planes], out[tile]
@@ -144,10 +145,10 @@ def _merge(planes: list[Words], out: Words) -> None:
 
 
 def _merge_zigzag(planes: list[Words], out: Words) -> None:
-    """``out = unzigzag(merge(planes))`` in fewer passes: the sign is in the low half, so most are half as wide.
+    """``out = unzigzag(merge(planes))`` in fewer passes: the sign is in the low half, so most passes are half as wide.
 
-    With ``t`` all ones where the value z is odd, unzigzag(z) = (z >> 1) ^ t; sign-extending the low half's
-    (low >> 1) ^ t gives all of that but the high half, whose bits start one lower than in z.
+    Let ``t`` be all ones if the value z is odd, else zero. Then unzigzag(z) = (z >> 1) ^ t. Sign-extending the low
+    half's (low >> 1) ^ t gives all of it except the high half, whose bits start one position lower than in z.
     """
     half, below = out.itemsize // 2, 1
     while below < len(planes) and sum(plane.itemsize for plane in planes[:below]) < half:
@@ -159,7 +160,7 @@ def _merge_zigzag(planes: list[Words], out: Words) -> None:
     low = scratch("low half", len(out), half)
     _merge(planes[:below], low)
     _unzigzag(low)
-    # A conversion and an operation, each in one type, are faster than an operation on two.
+    # A conversion followed by an operation on one type is faster than an operation on two types.
     extended = out
     if planes[below:]:
         _merge(planes[below:], out)
@@ -190,7 +191,7 @@ def _rotate_right(values: Words) -> None:
 
 @hot(VALUES)
 def pack_small(values: Bytes, bits: int) -> Bytes:
-    """Pack bytes below ``2**bits`` (``bits`` 1, 2 or 4) into bytes, first value lowest; the last is padded with 0."""
+    """Pack values below ``2**bits`` (``bits`` 1, 2 or 4) into bytes, first value in the lowest bits, padded with 0."""
     if bits == 1:
         return np.packbits(values.view(np.bool_), bitorder="little")
     per = 8 // bits
@@ -207,7 +208,7 @@ def pack_small(values: Bytes, bits: int) -> Bytes:
 
 @hot(VALUES)
 def unpack_small(packed: Bytes, bits: int, out: Bytes) -> None:
-    """Undo :func:`pack_small`: fill ``out``, whose length says how many values there are."""
+    """Undo :func:`pack_small`: fill ``out``. Its length is the number of values."""
     if bits == 1:
         out[:] = np.unpackbits(packed, count=len(out), bitorder="little")
     elif bits == 2:
@@ -230,10 +231,10 @@ def unpack_small(packed: Bytes, bits: int, out: Bytes) -> None:
 
 
 def positions(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Where a mask is set, ascending.
+    """The indices at which a mask is set, ascending.
 
-    Below a density of a tenth ``flatnonzero`` calls a search for every hit; going over the packed mask first and
-    then over its non-zero bytes, both dense, takes half the time.
+    Below a density of one tenth ``flatnonzero`` runs a search for every hit. Two dense passes, over the packed mask and
+    then over its non-zero bytes, take half the time.
     """
     if 10 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
@@ -247,14 +248,16 @@ def positions(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
 
 
 def steps(mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.intp], Bytes]:
-    """Where a mask is set, and the same as steps: a byte s < 255 passes s entries over and meets one that is set;
-    255 passes over 255 entries and meets none."""
+    """The indices at which a mask is set, and the same as steps (SPEC section 5.4.4).
+
+    A step s < 255 skips s entries and then meets one that is set. A step of 255 skips 255 entries and meets none.
+    """
     where = positions(mask)
     return where, steps_to(where)
 
 
 def steps_to(where: npt.NDArray[np.integer[Any]]) -> Bytes:
-    """The steps (:func:`steps`) to ascending positions."""
+    """Convert ascending positions to steps (:func:`steps`)."""
     strides = np.empty(len(where), np.intp)
     strides[:1] = where[:1] + 1
     np.subtract(where[1:], where[:-1], out=strides[1:])
@@ -265,7 +268,7 @@ def steps_to(where: npt.NDArray[np.integer[Any]]) -> Bytes:
     skips = strides[far] // 255
     near = strides.astype(np.uint8)
     near[far] = strides[far] - 255 * skips
-    # What lies between two far ones moves by the skips before it.
+    # The steps between two far positions move back by the number of skips before them.
     shift = np.repeat(np.append(0, np.cumsum(skips)), np.diff(np.concatenate([[0], far, [len(near)]])))
     out = np.full(len(near) + int(skips.sum()), 255, np.uint8)
     shift += np.arange(len(near))
@@ -274,7 +277,7 @@ def steps_to(where: npt.NDArray[np.integer[Any]]) -> Bytes:
 
 
 def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:
-    """Undo :func:`steps`: where the mask is set. Ascending, but unchecked against the mask's length."""
+    """Undo :func:`steps`: return the indices, ascending. They are not checked against the mask's length."""
     meets = stepped != 255
     where = np.cumsum(stepped + meets, dtype=np.intp)
     where -= 1
@@ -283,9 +286,9 @@ def positions_of_steps(stepped: Bytes) -> npt.NDArray[np.intp]:
 
 @hot(VALUES)
 def take_exceptions(values: Words, limit: int, rest: Bytes) -> tuple[Bytes, Words]:
-    """Separate the values from ``limit`` up: the steps to them (:func:`steps`), and what they exceed ``limit`` by.
+    """Separate the exceptions, the values of at least ``limit``. Returns the steps to them, and each less ``limit``.
 
-    ``rest``, if it has space for all values, takes those below ``limit``, and 0 in place of each exception.
+    ``rest`` is either empty or as long as ``values``. It receives the values below ``limit``, and 0 for each exception.
     """
     where, stepped = steps(values >= limit)
     if len(rest):
@@ -296,9 +299,11 @@ def take_exceptions(values: Words, limit: int, rest: Bytes) -> tuple[Bytes, Word
 
 @hot(VALUES)
 def put_exceptions(stepped: Bytes, greater: Words, limit: int, out: Words) -> bool:
-    """Undo :func:`take_exceptions`: write the exceptions over ``out``.
+    """Undo :func:`take_exceptions`: write the exceptions into ``out``.
 
-    False, if the steps do not meet exactly as many values as there are, all within ``out``; some may be written.
+    Returns:
+        Whether the steps lead to exactly ``len(greater)`` positions, all within ``out``. If False, some exceptions may
+        have been written.
     """
     where = positions_of_steps(stepped)
     if len(where) != len(greater) or (len(where) and int(where[-1]) >= len(out)):
@@ -311,22 +316,30 @@ def put_exceptions(stepped: Bytes, greater: Words, limit: int, out: Words) -> bo
 
 
 def histogram(values: Bytes) -> Counts:
-    """How often each of the 256 byte values occurs."""
+    """Count how often each of the 256 byte values occurs."""
     return np.bincount(values, minlength=256)
 
 
 @hot(VALUES)
 def survey(values: Bytes) -> tuple[int, int, int]:
-    """Of at most ``SAMPLE`` values: how many are zero, how often the most frequent occurs, and the sum of n log n
-    over the histogram, in 2**-20 bits (integers, so that every machine makes the same choices)."""
+    """Statistics of at most ``SAMPLE`` values.
+
+    Returns:
+        The number of zeros, the count of the most frequent value, and the sum of n log n over the histogram, in 2**-20
+        bits (an integer, so that every machine makes the same choices).
+    """
     counts = histogram(values)
     return int(counts[0]), int(counts.max()), int(N_LOG_N.take(counts).sum())
 
 
 @hot(VALUES)
 def survey_packed(values: Bytes, bits: int) -> tuple[int, int, int, int]:
-    """What packing a sample would make of it: how many values are ``2**bits`` or more, and their sum of n log n;
-    then, of the bytes that the others are packed into, how often the most frequent occurs, and the sum of n log n."""
+    """Statistics of a sample after packing it into ``bits`` bits per value.
+
+    Returns:
+        The number of exceptions (values of at least ``2**bits``) and their sum of n log n; then, of the packed bytes,
+        the count of the most frequent one and the sum of n log n.
+    """
     greater = histogram(values)[1 << bits :]
     packed = histogram(pack_small.reference(np.where(values >> bits, np.uint8(0), values), bits))
     information = int(N_LOG_N.take(greater).sum()), int(N_LOG_N.take(packed).sum())
@@ -338,10 +351,13 @@ def survey_packed(values: Bytes, bits: int) -> tuple[int, int, int, int]:
 
 @hot(CONTEXTS)
 def classify(base: Words, shift: int, low: int, high: int, out: Bytes) -> Counts:
-    """``out = clip(magnitude(base) >> shift, low, high) - low``: the class of every word.
+    """``out = clip(magnitude(base) >> shift, low, high) - low``: the class of every word (SPEC section 5.4.5).
 
-    For floats ``shift`` is the width of the mantissa, so that the class is the exponent. Returns how many words of
-    each quarter have each class: four rows (compiled forms sort the quarters at once), the last with the remainder.
+    For floats ``shift`` is the width of the mantissa, so the class is the exponent.
+
+    Returns:
+        How many words of each quarter have each class, as four rows, because compiled forms sort the quarters
+        concurrently. The last row includes the remainder.
     """
     bits = base.itemsize * 8
     for tile in tiles(len(base), base.itemsize):
@@ -371,7 +387,7 @@ def sort(words: Words, labels: Bytes, counts: Counts, out: Words) -> None:
 
 @hot(CONTEXTS)
 def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: Words) -> None:
-    """Undo :func:`sort`, undo zigzag in the words and add them to ``base``, which may be ``out``."""
+    """Undo :func:`sort`, undo zigzag, and add the words to ``base``. ``out`` may be ``base``."""
     for tile, order, places in _places(labels, counts, words.itemsize):
         ordered = scratch("low", len(order), words.itemsize)
         np.concatenate([words[place] for place in places], out=ordered)
@@ -381,9 +397,9 @@ def add_unsorted(words: Words, labels: Bytes, counts: Counts, base: Words, out: 
 
 
 def _places(labels: Bytes, counts: Counts, word: int) -> list[tuple[slice, npt.NDArray[np.intp], list[slice]]]:
-    """For each tile: the order that sorts it, and where the words of each of its classes lie in the sorted whole.
+    """For each tile: the permutation that sorts it, and the range of each of its classes in the sorted block.
 
-    A counting sort of a tile that fits the cache is nearly three times as fast as one of a block.
+    A counting sort of a tile that fits the cache is nearly three times as fast as a sort of the whole block.
     """
     totals = counts.sum(axis=0)
     starts = np.cumsum(totals) - totals

@@ -1,7 +1,7 @@
-"""One plane of bytes <-> a *piece*: the entropy coder under every codec.
+"""The entropy coder of all codecs: encodes a plane of bytes as a *piece* (SPEC section 5.4.3).
 
-A piece is one mode byte and a body; the number of values is known to whoever reads it, so a piece is
-self-delimiting and no length is ever trusted::
+A piece is one mode byte and a body. The reader knows the number of values, so a piece is self-delimiting, and the
+reader trusts no stored length::
 
     RAW     the values
     FILL    one byte: every value
@@ -12,13 +12,13 @@ self-delimiting and no length is ever trusted::
     PACK4
 
     exceptions  u32 number of steps, u32 number of exceptions, piece of the steps, piece of the values less 2**b
-                (SPARSE: less 1). A step s < 255 passes s values over and meets an exception; 255 passes over 255.
+                (SPARSE: less 1). A step s < 255 skips s values and meets an exception; 255 skips 255 values.
 
-The zstd frames are made with parameters that leave almost only its Huffman coder: on byte planes of numbers
-matches do not exist, and looking for them costs nine tenths of the time. Huffman codes spend at least one bit
-a value; packing several small values into one symbol is what brings skewed planes down to their entropy, and
-packing nests, at most ``DEPTH`` deep. Exceptions have positions of their own rather than an escape among the packed
-values, because finding escapes in a plane costs more than everything else; the information is the same.
+The zstd parameters leave almost only its Huffman coder: byte planes of numbers have no matches, and searching for them
+takes nine tenths of the time. Huffman codes take at least one bit per value. Packing several small values into one
+symbol brings skewed planes down to their entropy. Packing nests, at most ``DEPTH`` deep. Exceptions are stored with
+their positions, not as an escape among the packed values: finding escapes in a plane takes longer than everything else,
+and the information is the same.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from ckptstore.formats.codecs.kernels import N_LOG_N, SAMPLE, Bytes
 
 RAW, FILL, ZSTD, SPARSE, PACK1, PACK2, PACK4 = range(7)
 DEPTH = 2
+"""Deepest nesting of packed parts."""
 FAST, THRIFTY = 0, 1
-_INCOMPRESSIBLE = 7.88  # bits per value of a sample; below it coding gains at least 1 %
+_INCOMPRESSIBLE = 7.88  # bits per value of a sample; below it encoding saves at least 1 %
 _PIECES = 8
 SMALL = 48
-"""Fewer values than this are only filled or left alone."""
+"""Planes of fewer values are only encoded as FILL or RAW."""
 SAMPLED = 512
+"""Planes of fewer values are not sampled to choose a mode."""
 _FRAME_WINDOW = 1 << 20
 _NOTHING = np.empty(0, np.uint8)
 _local = threading.local()
@@ -49,8 +51,8 @@ _length = struct.Struct("<I")
 _counts = struct.Struct("<II")
 PACKED_BITS = {SPARSE: 0, PACK1: 1, PACK2: 2, PACK4: 4}
 
-# What zstd does when all that counts is its literal coder. target_length > 0 would turn literal coding off;
-# smaller windows make more blocks, each with a table of its own.
+# zstd's parameters when only its literal coder matters. target_length > 0 would turn literal coding off. A smaller
+# window would make more blocks, each with its own table.
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     window_log=17,
     chain_log=6,
@@ -64,7 +66,7 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
 
 
 class Cursor:
-    """A bounds-checked reader of a payload. Every ``take`` beyond the end raises ``CorruptSegmentError``."""
+    """A bounds-checked reader of a payload. A ``take`` beyond the end raises ``CorruptSegmentError``."""
 
     __slots__ = ("data", "position", "size")
 
@@ -75,19 +77,19 @@ class Cursor:
 
     @property
     def left(self) -> int:
-        """Bytes not yet taken."""
+        """Number of bytes not yet taken."""
         return self.size - self.position
 
     def take(self, count: int) -> Bytes:
-        """The next ``count`` bytes, as a view."""
+        """Take the next ``count`` bytes, as a view."""
         start, end = self.position, self.position + count
         if end > self.size:
-            raise CorruptSegmentError(f"payload ends early: {count} bytes wanted at {start}, {self.left} left")
+            raise CorruptSegmentError(f"payload ends early: {count} bytes needed at {start}, {self.left} left")
         self.position = end
         return self.data[start:end]
 
     def byte(self) -> int:
-        """The next byte."""
+        """Take the next byte."""
         start = self.position
         if start >= self.size:
             self.take(1)  # raises
@@ -95,7 +97,7 @@ class Cursor:
         return int(self.data.item(start))
 
     def length(self) -> int:
-        """The next four bytes, as a little-endian number."""
+        """Take the next four bytes as a little-endian number."""
         return int(_length.unpack(self.take(4).data)[0])
 
 
@@ -103,7 +105,7 @@ class Cursor:
 
 
 def sample(values: Bytes, count: int = SAMPLE) -> Bytes:
-    """``count`` values in eight equal runs spread over the plane (all of it, if it is not larger)."""
+    """Sample about ``count`` values, in eight equal runs spread over the plane. A smaller plane is returned whole."""
     if len(values) <= count:
         return values
     run, stride = count // _PIECES, len(values) // _PIECES
@@ -111,11 +113,11 @@ def sample(values: Bytes, count: int = SAMPLE) -> Bytes:
 
 
 def _frame_cost(total: int, top: int, information: int) -> float:
-    """Bits that a zstd frame is expected to spend on ``total`` values of a sample (``kernels.survey``).
+    """Estimate the bits that a zstd frame takes for ``total`` values of a sample (``kernels.survey``).
 
-    A Huffman code spends one bit a value at least, however skewed they are; and where one value takes more than a
-    quarter, zstd finds short matches in its runs that cost up to a third of a bit more than the codes would. Very
-    long runs make up for that: some 22 bits for each value that ends one (all of this is measured, not derived).
+    A Huffman code takes at least one bit per value, however skewed the values are. If one value makes up more than a
+    quarter, zstd finds short matches in its runs, which cost up to a third of a bit more than the codes would. Very
+    long runs cost less: some 22 bits for each value that ends a run. (All of this is measured, not derived.)
     """
     matches = 0.33 * total * min(1.0, max(0.0, 5 * (top / total - 0.27)))
     if 5 * top <= 2 * total:
@@ -126,7 +128,7 @@ def _frame_cost(total: int, top: int, information: int) -> float:
 
 
 def _exceptions_cost(count: int, information: int, total: int) -> float:
-    """Bits that ``count`` exceptions among ``total`` values cost: where they are, and what."""
+    """Estimate the bits of ``count`` exceptions among ``total`` values: their positions and their values."""
     positions = _n_log_n(total) - _n_log_n(count) - _n_log_n(total - count)
     return 1.05 * positions + _n_log_n(count) - information / _ONE + 0.2 * count
 
@@ -136,9 +138,9 @@ def _n_log_n(count: int) -> float:
 
 
 def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
-    """The mode expected to make the smallest piece of a plane, of which ``values`` are at most ``SAMPLE``.
+    """Choose the mode that should make the smallest piece of a plane, from a sample of at most ``SAMPLE`` ``values``.
 
-    At ``FAST`` a slower mode has to save a twentieth of a bit per value, and more inside another packed plane.
+    At ``FAST`` a slower mode must save a twentieth of a bit per value, and more inside another packed plane.
     """
     zeros, top, information = kernels.survey(values)
     total = len(values)
@@ -174,10 +176,10 @@ def choose_mode(values: Bytes, level: int = FAST, depth: int = 0) -> int:
 
 
 def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: int = FAST, depth: int = 0) -> int:
-    """Write the piece of ``values`` to ``out[at:]``; returns where it ends, at most ``at + 1 + len(values)``.
+    """Write the piece of ``values`` to ``out[at:]``. Returns its end, at most ``at + 1 + len(values)``.
 
-    ``mode`` is a choice already made from a sample; it is only a hint. ``level`` is ``FAST``, ``THRIFTY`` (the
-    smallest mode, even if slower) or 2 to 19: zstd's own level, for data with repetitions that no histogram shows.
+    ``mode`` is a hint: the choice made from a sample. ``level`` is ``FAST``, ``THRIFTY`` (the smallest mode, even if
+    slower), or 2 to 19: zstd's level, for data with repetitions that no histogram shows.
     """
     count = len(values)
     if mode is None:
@@ -205,7 +207,7 @@ def encode(values: Bytes, out: Bytes, at: int, mode: int | None = None, level: i
 
 
 def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, depth: int) -> int | None:
-    """The packed or sparse form, or None where it might not be smaller than the values."""
+    """Write the packed or sparse form. Returns its end, or None if it might not be smaller than the values."""
     bits = PACKED_BITS[mode]
     rest = kernels.scratch(f"small{depth}", len(values)) if bits else _NOTHING
     steps, greater = kernels.take_exceptions(values, 1 << bits, rest)
@@ -221,7 +223,7 @@ def _encode_packed(values: Bytes, out: Bytes, at: int, mode: int, level: int, de
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """This thread's compressor (they are not thread-safe, and cost 16 microseconds to make)."""
+    """This thread's compressor. Compressors are not thread-safe, and making one takes 16 microseconds."""
     cache: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in cache:
         cache[level] = zstandard.ZstdCompressor(
@@ -234,11 +236,13 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
 
 
 def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> Bytes:
-    """The ``count`` values of the piece at ``cursor``.
+    """Decode the ``count`` values of the piece at ``cursor``.
 
-    The result is a view of the payload, or scratch memory named by ``role`` that the next call with this role
-    overwrites. Raises ``CorruptSegmentError`` for anything that is not exactly such a piece; never allocates more
-    than a small multiple of ``count``.
+    Returns a view of the payload, or the scratch memory of ``role``, which the next call with this role overwrites.
+    Never allocates more than a small multiple of ``count``.
+
+    Raises:
+        CorruptSegmentError: the piece is invalid.
     """
     mode = cursor.byte()
     if mode == RAW:
@@ -264,7 +268,7 @@ def decode(cursor: Cursor, count: int, role: str = "plane", depth: int = 0) -> B
 
 
 def decode_steps(cursor: Cursor, count: int, role: str, depth: int) -> tuple[Bytes, int]:
-    """The steps to the exceptions among ``count`` values, and how many exceptions there are: no more than values."""
+    """Decode the steps to the exceptions among ``count`` values. Returns them and the number of exceptions."""
     step_count, exceptions = _counts.unpack(cursor.take(8).data)
     if exceptions > count or step_count > exceptions + count // 255:
         raise CorruptSegmentError(f"{exceptions} exceptions in {step_count} steps among {count} values")
@@ -272,7 +276,7 @@ def decode_steps(cursor: Cursor, count: int, role: str, depth: int) -> tuple[Byt
 
 
 def _decode_frame(frame: Bytes, count: int) -> Bytes:
-    """Decompress a frame whose header must declare exactly ``count`` bytes, before anything is allocated for it."""
+    """Decompress a frame. Its header must declare exactly ``count`` bytes; this is checked before any allocation."""
     decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
     if decompressor is None:
         decompressor = _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME_WINDOW)
@@ -280,7 +284,7 @@ def _decode_frame(frame: Bytes, count: int) -> Bytes:
         parameters = zstandard.get_frame_parameters(frame.data)
         if parameters.content_size != count:
             raise CorruptSegmentError(f"a zstd frame declares {parameters.content_size} bytes where {count} belong")
-        # It makes just as many, or an error; so does a dictionary that it names.
+        # zstd returns exactly that many bytes or fails. It also fails if the frame names a dictionary.
         return np.frombuffer(decompressor.decompress(frame.data, allow_extra_data=False), np.uint8)
     except zstandard.ZstdError as error:
         raise CorruptSegmentError(f"a zstd frame of {len(frame)} bytes does not decode: {error}") from error

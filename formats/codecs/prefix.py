@@ -1,14 +1,14 @@
-"""``prefix``: the XOR paper's coding of optimizer moments (section 3.3, figures 7 and 8).
+"""The codec ``prefix``: the XOR paper's encoding of optimizer moments (section 3.3, figures 7 and 8).
 
-Small numbers share few prefixes of sign and exponent bits. Each word's ``bits`` highest bits become an index into
-a dictionary of those that occur, as narrow as the dictionary allows; the lower bits follow unchanged. With
-``group`` consecutive words to a dictionary of their own the indices are narrower still (at best none at all).
-``planes`` codes the same prefixes with a Huffman code and is smaller and faster on every tensor measured: this
-codec is here to reproduce the paper, and for what it tells about data.
+Small numbers have few different prefixes of sign and exponent bits. The ``bits`` highest bits of each word become an
+index into a dictionary of the prefixes that occur, as narrow as the dictionary allows. The lower bits follow unchanged.
+If every ``group`` consecutive words have their own dictionary, the indices are narrower still (at best zero bits).
+``planes`` encodes the same prefixes with a Huffman code and is smaller and faster on every tensor measured. This codec
+exists to reproduce the paper, and to analyze data.
 
-A block is one form byte and a body::
+A block is one form byte and a body (SPEC section 5.4.6)::
 
-    0   the words, uncoded
+    0   the words, unencoded
     1   sizes       dictionary size less 1 of every group, ``bits`` bits each
         entries     the dictionaries, ascending, one group after another, ``bits`` bits each
         indices     for every width k from 1 to ``bits``: the indices of all groups whose dictionary has more than
@@ -41,7 +41,7 @@ GROUPS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True)
 class Prefix(Kind):
-    """Dictionary coding of the ``bits`` highest bits of each word; ``group`` words to a dictionary, 0 for the block."""
+    """Encodes the ``bits`` highest bits of each word with a dictionary per ``group`` words (0: per block)."""
 
     word: int
     bits: int = 9
@@ -60,7 +60,7 @@ class Prefix(Kind):
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Prefix:
-        """The codec of JSON parameters. Raises ``FormatError``."""
+        """Make the codec of JSON parameters. Raises ``FormatError``."""
         fields = Fields(Prefix.name, params)
         word, bits = fields.integer("word", None, WORD_SIZES), fields.integer("bits", None, BITS)
         group = fields.integer("group", 0, GROUPS)
@@ -158,21 +158,21 @@ class Prefix(Kind):
         np.bitwise_or(words, entries[starts[owner] + indices].astype(WORDS[self.word]) << suffix, out=words)
 
     def _groups(self, count: int) -> tuple[int, npt.NDArray[np.intp]]:
-        """How many groups ``count`` words have, and the group of each."""
+        """The number of groups of ``count`` words, and the group of each word."""
         if not self.group:
             return 1, np.zeros(count, np.intp)
         return -(-count // self.group), np.arange(count) // self.group
 
 
 def distinct_prefixes(words: Words, bits: int) -> int:
-    """How many different prefixes of ``bits`` bits the words have (the paper's figure 7)."""
+    """The number of different prefixes of ``bits`` bits in the words (the paper's figure 7)."""
     present = np.zeros(1 << bits, np.bool_)
     present[words >> (8 * words.itemsize - bits)] = True
     return int(np.count_nonzero(present))
 
 
 def _widths(sizes: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """Bits of an index into dictionaries of these sizes: 0 for one entry."""
+    """The bits of an index into dictionaries of these sizes; 0 for one entry."""
     return np.searchsorted(1 << np.arange(17), sizes).astype(np.intp)
 
 

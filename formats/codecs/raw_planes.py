@@ -1,4 +1,4 @@
-"""Codecs without a base: ``raw`` and ``planes``."""
+"""The codecs without a base: ``raw`` stores the bytes, ``planes`` compresses byte planes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BACKWARD = {"none": kernels.PUT, "rotate": kernels.ROTATE, "fold": kernels.UNZI
 
 @dataclass(frozen=True, slots=True)
 class Raw(Kind):
-    """The bytes themselves."""
+    """Stores the bytes unchanged."""
 
     name: ClassVar[str] = "raw"
     base_ratio: ClassVar[int] = 0
@@ -37,7 +37,7 @@ class Raw(Kind):
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Raw:
-        """The codec of JSON parameters (there are none). Raises ``FormatError``."""
+        """Make the codec. It has no JSON parameters. Raises ``FormatError`` for any."""
         Fields(Raw.name, params).finish()
         return Raw()
 
@@ -61,11 +61,11 @@ class Raw(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Planes(Kind):
-    """Byte planes of the numbers themselves.
+    """Compresses the byte planes of the numbers.
 
-    ``word`` is the size of one number in bytes (of a complex number's real part). ``map`` says what is done to it
-    first: ``rotate`` moves a float's sign below its lowest bit, so that the exponent fills the top plane; ``fold``,
-    zigzag, makes small negative integers small; ``none`` suits unsigned integers and floats that are all positive.
+    ``word`` is the size of one number in bytes (of a complex number's real part). ``map`` is applied first: ``rotate``
+    moves a float's sign below its lowest bit, so that the exponent fills the top plane. ``fold`` (zigzag) maps small
+    negative integers to small numbers. ``none`` suits unsigned integers, and floats that are all positive.
     """
 
     word: int
@@ -84,7 +84,7 @@ class Planes(Kind):
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Planes:
-        """The codec of JSON parameters. Raises ``FormatError``."""
+        """Make the codec of JSON parameters. Raises ``FormatError``."""
         fields = Fields(Planes.name, params)
         codec = Planes(fields.integer("word", None, WORD_SIZES), fields.choice("map", "none", MAPS))
         fields.finish()
@@ -119,12 +119,12 @@ class Planes(Kind):
 
 
 def words_of(block: Bytes, word: int) -> tuple[Words, Bytes]:
-    """The block's whole words, and the bytes left over (of a pooled or damaged tensor; usually none)."""
+    """Split a block into its whole words and the trailing bytes (of a pooled or damaged tensor; usually none)."""
     whole = len(block) // word * word
     return block[:whole].view(WORDS[word]), block[whole:]
 
 
 def write_tail(tail: Bytes, out: Bytes, at: int) -> int:
-    """Store the bytes that make no whole word as they are."""
+    """Copy the trailing bytes that make no whole word to ``out[at:]``. Returns the end."""
     out[at : at + len(tail)] = tail
     return at + len(tail)

@@ -1,4 +1,4 @@
-"""fp32 bit patterns rounded to narrower floats, in integers, so that no processor mode matters."""
+"""Round fp32 bit patterns to bf16 and fp16 in integers, so that no processor mode matters (SPEC section 5.4)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptstore.formats.kernel_choice import hot
 
 @hot(CONTEXTS)
 def to_bfloat16(values: Words, out: Words) -> None:
-    """Round fp32 bit patterns to bf16, nearest and even on ties; every NaN becomes 7fc0.
+    """Round fp32 bit patterns to bf16, to nearest, ties to even. Every NaN becomes 7fc0.
 
-    In integers: what the processor does with denormals and NaN depends on its mode, and a decoder must not.
+    Uses integers, because float arithmetic on denormals and NaN depends on the processor's mode. A decoder must not.
     """
     rounding = scratch("sign", len(values), 4)
     np.right_shift(values, 16, out=rounding)
@@ -27,13 +27,13 @@ def to_bfloat16(values: Words, out: Words) -> None:
 
 @hot(CONTEXTS)
 def to_float16(values: Words, out: Words) -> None:
-    """Round fp32 bit patterns to IEEE half precision, nearest and even on ties; every NaN becomes 7e00.
+    """Round fp32 bit patterns to IEEE half precision, to nearest, ties to even. Every NaN becomes 7e00.
 
-    In integers throughout, for the reason given at :func:`to_bfloat16`.
+    Uses integers throughout, for the reason given at :func:`to_bfloat16`.
     """
     magnitude, work = scratch("sign", len(values), 4), scratch("shifted", len(values), 4)
     np.bitwise_and(values, 0x7FFFFFFF, out=magnitude)
-    # Normal halves: rebias the exponent by 112, then round off 13 bits; beyond the range lies infinity.
+    # Normal halves: rebias the exponent by 112, then round off 13 bits. Magnitudes beyond the range become infinity.
     np.right_shift(magnitude, 13, out=work)
     np.bitwise_and(work, 1, out=work)
     np.add(work, magnitude, out=work)

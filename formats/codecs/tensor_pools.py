@@ -1,8 +1,8 @@
-"""Tiny tensors coded together.
+"""Pools of tiny tensors that are encoded together.
 
-A tensor of a few hundred numbers costs 70 microseconds to code alone and 7 as part of a pool, and has no space for
-code tables. A pool is one run of bytes: the images of tensors of one class, end to end. It is coded like any
-tensor's, against the pool of the same members of the base.
+Encoding a tensor of a few hundred numbers takes 70 microseconds alone and 7 as part of a pool. Alone, its code tables
+would cost more than they save. A pool is one run of bytes: the images of tensors of one kind, concatenated. It is
+encoded like a tensor, with the pool of the same members of the base as its base.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TINY = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor in a pool: its bytes are ``[offset, offset + nbytes)`` of the pool's."""
+    """A tensor in a pool: its bytes are ``[offset, offset + nbytes)`` of the pool."""
 
     name: str
     offset: int
@@ -32,18 +32,18 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Tensors coded as one. ``kind`` is the class that they share."""
+    """Tensors that are encoded as one. ``kind`` is what they have in common."""
 
     kind: Hashable
     members: tuple[Member, ...]
 
     @property
     def nbytes(self) -> int:
-        """The size of the pool, at most one block (1 MiB): reading one member decodes them all."""
+        """Size of the pool in bytes, at most one block (1 MiB). Reading one member decodes the whole pool."""
         return self.members[-1].offset + self.members[-1].nbytes
 
     def gather(self, images: Mapping[str, Buffer], out: Bytes | None = None) -> Bytes:
-        """The pool's bytes, from its members' by name. Raises ``ValueError`` where one has another size."""
+        """Concatenate the members' bytes, given by name. Raises ``ValueError`` if a member has another size."""
         target = np.empty(self.nbytes, np.uint8) if out is None else out
         for member in self.members:
             image = as_bytes(images[member.name])
@@ -53,17 +53,17 @@ class Pool:
         return target
 
     def split(self, data: Bytes) -> dict[str, Bytes]:
-        """The members' bytes by name, as views of the pool's."""
+        """The members' bytes by name, as views of the pool's bytes."""
         return {member.name: data[member.offset : member.offset + member.nbytes] for member in self.members}
 
 
 def plan_pools(tensors: Iterable[tuple[str, Hashable, int]], tiny: int = TINY) -> list[Pool]:
-    """Pools for the tiny ones among ``(name, kind, nbytes)``.
+    """Group the tiny tensors among ``(name, kind, nbytes)`` into pools.
 
-    ``kind`` says what may share a pool: dtype, and what the tensor is (weight, moment …), because one codec is
-    chosen for all. Pools hold at least two tensors and at most ``BLOCK`` bytes; empty tensors and those left alone
-    are in none. The plan depends on nothing but the tensors and their order, so a base with the same tensors has
-    the same pools.
+    Only tensors of the same ``kind`` share a pool, because one codec is chosen for all of them. The kind is the dtype
+    and the role (weight, moment …). A pool has at least two tensors and at most ``BLOCK`` bytes. Empty tensors are in
+    no pool, and neither is a tensor without a partner. The plan depends only on the tensors and their order, so a base
+    with the same tensors has the same pools.
     """
     filling: dict[Hashable, list[Member]] = {}
     full: list[Pool] = []

@@ -1,14 +1,14 @@
-"""Codecs against a base tensor of the same dtype and shape: ``xor`` and ``sub``.
+"""The codecs ``xor`` and ``sub``, which encode a tensor against a base tensor of the same dtype and shape.
 
-Both make a number of every pair of words, small where the words are close, and code the numbers as byte planes.
-``xor`` is the delta of the XOR paper (section 3.2): links commute. ``sub`` subtracts the bit patterns as
-integers, which is also a bijection for every pattern, and spends 0.6 to 0.7 bits per weight less, because a carry
-does not flip the bits above it.
+Both turn each pair of words into a number that is small if the words are close, and encode the numbers as byte planes.
+``xor`` is the delta of the XOR paper (section 3.2): its links commute. ``sub`` subtracts the bit patterns as integers,
+which is also a bijection for every pattern. It takes 0.6 to 0.7 bits per weight less, because a carry does not flip the
+bits above it.
 
-``sub`` may take the base's exponents as *context*: an optimizer moves weights of every magnitude by similar
-amounts, so the difference in units of the last place depends on the exponent. Sorting a block's words by the
-exponent of their base (which the decoder knows) and coding each class on its own brings the planes 3 to 10 % of
-their size (bf16: up to a quarter) below their order-0 entropy, at half the speed.
+``sub`` may use the base's exponents as *context*. An optimizer moves weights of every magnitude by similar amounts, so
+the difference in units of the last place depends on the exponent. A block's words are sorted by the exponent of their
+base (which the decoder knows), and each class is encoded separately. That makes the planes 3 to 10 % smaller than their
+order-0 entropy (bf16: up to a quarter), at half the speed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ckptstore.formats.codecs.raw_planes import WORD_SIZES, words_of, write_tail
 
 MAX_CLASSES = 16
 RUN = 4096
-"""A class of fewer words in a block is coded with the next: its code tables would cost more than it saves."""
+"""A class of fewer words in a block is encoded with the next class: its code tables would cost more than it saves."""
 _MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, "C32": 10}
 
 
 @dataclass(frozen=True, slots=True)
 class Xor(Kind):
-    """Exclusive or with the base."""
+    """Encodes the exclusive or with the base."""
 
     word: int
     name: ClassVar[str] = "xor"
@@ -54,7 +54,7 @@ class Xor(Kind):
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Xor:
-        """The codec of JSON parameters. Raises ``FormatError``."""
+        """Make the codec of JSON parameters. Raises ``FormatError``."""
         fields = Fields(Xor.name, params)
         codec = Xor(fields.integer("word", None, WORD_SIZES))
         fields.finish()
@@ -104,13 +104,13 @@ class Context:
 
     @property
     def count(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         return self.high - self.low + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sub(Kind):
-    """Difference of the bit patterns as integers, wrapping, as zigzag; with ``context``, class by class."""
+    """Encodes the wrapping integer difference of the bit patterns, zigzag-mapped; with ``context``, class by class."""
 
     word: int
     context: Context | None = None
@@ -130,7 +130,7 @@ class Sub(Kind):
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Sub:
-        """The codec of JSON parameters. Raises ``FormatError``."""
+        """Make the codec of JSON parameters. Raises ``FormatError``."""
         fields = Fields(Sub.name, params)
         word = fields.integer("word", None, WORD_SIZES)
         numbers = fields.integers("context", 3)
@@ -149,12 +149,12 @@ class Sub(Kind):
 
     @property
     def additive(self) -> bool:
-        """See `Codec.additive`: not where the base decides how to decode."""
+        """See `Codec.additive`. With a context the base determines the decoding, so deltas do not add up."""
         return self.context is None
 
     @staticmethod
     def suited(dtype: str, samples: Sequence[Sample], *, context: bool) -> list[Codec]:
-        """See `Codec.suited`; with `context`, also with the exponents that most words of the base have."""
+        """See `Codec.suited`. With `context`, includes the codec with the exponents of most words of the base."""
         word = word_size(dtype)
         contexts = _contexts(word, _MANTISSA[dtype], samples) if context and dtype in _MANTISSA else []
         return [Sub(word), *contexts]
@@ -195,13 +195,13 @@ class Sub(Kind):
 
 
 def _classes(reference: Words, context: Context) -> tuple[Bytes, Counts]:
-    """The class of every word of a block, and how many words of each quarter of it have each class."""
+    """The class of every word of a block, and the number of words of each class in each quarter of the block."""
     labels = kernels.scratch("labels", len(reference))
     return labels, kernels.classify(reference, context.shift, context.low, context.high, labels)
 
 
 def _runs(counts: Counts) -> list[tuple[int, int]]:
-    """Ranges of the sorted words that are coded together: one class, or neighbours that are few."""
+    """Ranges of the sorted words that are encoded together: one class, or several small neighbouring classes."""
     ends = counts.sum(axis=0).cumsum().tolist()
     cuts = [0]
     for end in ends:
@@ -211,7 +211,7 @@ def _runs(counts: Counts) -> list[tuple[int, int]]:
 
 
 def _contexts(word: int, mantissa: int, samples: Sequence[Sample]) -> list[Sub]:
-    """``sub`` with the exponents that most of the base's words have, all others in the outermost classes."""
+    """``sub`` with the exponents of most of the base's words as classes. Other exponents join the outermost classes."""
     exponents = [np.empty(0, kernels.WORDS[word])]
     for sample in samples:
         words, _ = words_of(as_bytes(sample.base if sample.base is not None else b""), word)

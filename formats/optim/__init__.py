@@ -1,7 +1,8 @@
-"""Optimizer steps: from one state of a parameter to the next, in a fraction of its bits; docs/optimizer.md shows how.
+"""Store an optimizer step, from one state of a parameter to the next, in a fraction of the state's bits.
 
-Lossless, whatever the state holds: what the arithmetic here gets wrong is stored beside it.
-Imports `codecs`, and what is in `formats` and knows nothing of steps.
+docs/optimizer.md shows how. The encoding is lossless for every state: where the arithmetic here does not reproduce the
+new state, the difference is stored, too. This package imports `codecs`, and only modules of `formats` that do not know
+about steps.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ __all__ = [
 RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType(
     {**optimizer_table.RULES, step_settings.SKIP: Skip.parse}
 )
-"""Every rule's parser of parameters, by the id of its arithmetic."""
+"""The parameter parser of every rule, by the id of its arithmetic."""
 
 
 def rule(params: Mapping[str, Any]) -> Rule:
-    """The rule of JSON parameters (``Rule.params``).
+    """Make the rule of JSON parameters (``Rule.params``; SPEC section 5.5.1).
 
-    Raises ``IncompatibleFormatError`` for an unknown rule, ``FormatError`` for an unknown parameter.
+    Raises:
+        IncompatibleFormatError: the rule is unknown.
+        FormatError: a parameter is unknown, missing or invalid.
     """
     name = params.get("rule")
     if not isinstance(name, str) or name not in RULES:

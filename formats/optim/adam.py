@@ -1,22 +1,22 @@
-"""Adam and AdamW as torch's kernels compute them, in fp32.
+"""Adam and AdamW in fp32, bit for bit as torch's kernels compute them (SPEC section 5.5.2).
 
-With g the gradient after scaling (``settings.scale_gradient``), all numbers fp32 and every operation rounded::
+g is the gradient after scaling (``step_settings.scale_gradient``). All numbers are fp32, every operation is rounded::
 
     Adam, weight decay:     g  = g + w * decay              AdamW:  w = w * (1 - lr * decay)
     m' = m + (1 - b1) * (g - m)                 if 1 - b1 >= 1/2:   g + ((1 - b1) - 1) * (g - m)
     v' = v * b2 + ((1 - b2) * g) * g
-    x' = max(x, v')                                     (amsgrad; it takes the place of v' below; of two zeros, v')
+    x' = max(x, v')                                     (amsgrad; it replaces v' below; if both are zero, v')
     w' = w + (-(lr / (1 - b1**t)) * m') / (sqrt(v') / sqrt(1 - b2**t) + eps)
 
-The scalars in brackets are computed in fp64 and rounded once. The variants differ in what is rounded together:
+The scalars in brackets are computed in fp64 and rounded once. The variants differ in their roundings:
 
-``fma``     the products added to something are not rounded: torch on a CPU with AVX2 or AVX-512
+``fma``     a product that is an addend is not rounded: torch on a CPU with AVX2 or AVX-512
 ``plain``   every product is rounded: torch on other CPUs
-``divide``  ``fma``, with (1 - b2) * (g * g), and -(lr / …) * (m' / …): the order of torch's CUDA foreach kernels
-            by their source (not yet compared with one)
+``divide``  ``fma``, with (1 - b2) * (g * g), and -(lr / …) * (m' / …): the order in the source of torch's CUDA
+            foreach kernels (not yet compared with a run)
 
-torch's for-loop and foreach implementations take their square root from a library that is not always correctly
-rounded, so 0.01 to 0.1 % of w' differ from this; the fused one's are equal.
+torch's for-loop and foreach implementations use a library's square root that is not always correctly rounded. So
+0.01 to 0.1 % of their w' differ from this. Those of the fused implementation are equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckptstore.formats.optim.arithmetic import Floats, doubles, floats, fma, mul
 from ckptstore.formats.optim.step_settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
 ID = "adam/1"
-"""Of the arithmetic above. Other arithmetic gets another version: see `Rule.params`."""
+"""Id of the arithmetic above. Other arithmetic gets another version (`Rule.params`)."""
 VARIANTS = ("fma", "plain", "divide")
 SLOTS = ("weight", "exp_avg", "exp_avg_sq")
 _NUMBERS = ("l2", "shrink", "weight1", "beta2", "weight2", "root", "eps", "rate")
@@ -40,10 +40,10 @@ _NUMBERS = ("l2", "shrink", "weight1", "beta2", "weight2", "root", "eps", "rate"
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """One step of Adam or AdamW (`settings.Rule`). The numbers are fp32's.
+    """One step of Adam or AdamW (`step_settings.Rule`). The numbers are fp32.
 
-    ``l2`` is Adam's decay and ``shrink`` AdamW's factor 1 - lr * decay (0 and 1 for none); ``weight1`` and
-    ``weight2`` are 1 - b1 and 1 - b2; ``root`` is sqrt(1 - b2**t), ``rate`` -(lr / (1 - b1**t)).
+    ``l2`` is Adam's decay and ``shrink`` AdamW's factor 1 - lr * decay (0 and 1 for none). ``weight1`` and ``weight2``
+    are 1 - b1 and 1 - b2. ``root`` is sqrt(1 - b2**t), and ``rate`` is -(lr / (1 - b1**t)).
     """
 
     variant: str
@@ -71,7 +71,7 @@ class AdamRule:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """See `Rule.kept`: the first moment is what tells the gradient."""
+        """See `Rule.kept`: the first moment, because the gradient is inferred from it."""
         return (1,)
 
     @property
@@ -88,7 +88,7 @@ class AdamRule:
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> AdamRule:
-        """The rule of JSON parameters. Raises ``FormatError``."""
+        """Make the rule of JSON parameters. Raises ``FormatError``."""
         reader = Reader(ID, params)
         rule = AdamRule(
             reader.choice("variant", VARIANTS),
@@ -112,7 +112,7 @@ class AdamRule:
         move(self, weight, first, state[-1])
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
-        """See `Rule.predict`: exact but for the second moment, which a rounded first moment does not determine."""
+        """See `Rule.predict`: exact except for the second moment, which a rounded first moment does not determine."""
         if slot == 2:
             second_moment(self, new[1], old[1], old[2], out)
         elif slot == 3:
@@ -124,7 +124,7 @@ class AdamRule:
 
 @hot("ckptstore.formats.optim.compiled_steps", destroys=["gradient"])
 def moments(rule: AdamRule, first: Floats, second: Floats, gradient: Floats) -> None:
-    """m' and v', in place. ``gradient`` is scaled; it is destroyed."""
+    """Compute m' and v' in place. ``gradient`` is already scaled, and is overwritten."""
     add: _MultiplyAdd = multiply_add if rule.variant == "plain" else fma
     step = floats("step", len(gradient))
     np.subtract(gradient, first, out=step)
@@ -145,7 +145,7 @@ def moments(rule: AdamRule, first: Floats, second: Floats, gradient: Floats) -> 
 
 @hot("ckptstore.formats.optim.compiled_steps")
 def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: Floats, out: Floats) -> None:
-    """v' from the gradient that the change of m implies, in fp64 but for the product that training rounds."""
+    """Predict v' from the gradient that the change of m implies, in fp64 except for the product v * b2."""
     count = len(out)
     gradient, before = doubles("product", count), doubles("total", count)
     np.copyto(gradient, first)
@@ -164,7 +164,7 @@ def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: 
 
 @hot("ckptstore.formats.optim.compiled_steps")
 def move(rule: AdamRule, weight: Floats, first: Floats, second: Floats) -> None:
-    """The new weight, in place, from the new moments."""
+    """Compute the new weight in place from the new moments."""
     below, step = floats("below", len(weight)), floats("step", len(weight))
     np.sqrt(second, out=below)
     np.divide(below, np.float32(rule.root), out=below)
@@ -182,7 +182,7 @@ def move(rule: AdamRule, weight: Floats, first: Floats, second: Floats) -> None:
 
 
 def _largest(old: Floats, second: Floats, out: Floats) -> None:
-    """amsgrad's x'; of two zeros the second moment's: processors disagree."""
+    """Compute amsgrad's x'. If both are zeros, it is the second moment's, because processors differ there."""
     equal = old == second
     np.maximum(old, second, out=out)
     np.copyto(out, second, where=equal)
@@ -206,7 +206,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ValueError(f"betas {self.beta1}, {self.beta2}: at least 0 and below 1")
+            raise ValueError(f"betas {self.beta1}, {self.beta2}: must be at least 0 and below 1")
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -230,9 +230,9 @@ class AdamW(Adam):
 
 
 def _rule(group: Adam, step: Step, variant: str, l2: float, shrink: float) -> Rule:
-    """The scalars, computed in fp64 as torch's Python and C++ do."""
+    """Make the rule of a step. Its scalars are computed in fp64, as in torch's Python and C++ code."""
     if variant not in VARIANTS:
-        raise ValueError(f"Adam has no variant {variant!r}")
+        raise ValueError(f"Adam has no variant {variant!r}; choose from {', '.join(VARIANTS)}")
     if step.skipped:
         return Skip((*SLOTS, "max_exp_avg_sq") if group.amsgrad else SLOTS)
     correction1 = 1 - group.beta1**step.count

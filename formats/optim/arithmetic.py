@@ -1,12 +1,12 @@
-"""fp32 arithmetic whose bits do not depend on the machine: the floor that optimizer steps stand on.
+"""fp32 arithmetic with the same bits on every machine, for optimizer steps (SPEC section 5.5.2).
 
-Every operation is one IEEE 754 operation, rounded once to nearest-even: fp32 add, subtract, multiply, divide and
-square root as numpy has them, and ``fma``. numpy has none; a product of fp32 numbers is exact in fp64, and the sum
-is made correct there (see ``fma``). So a compiled implementation may use the processor's instruction, and this one
-stays its reference.
+Every operation is one IEEE 754 operation, rounded once to nearest, ties to even: numpy's fp32 add, subtract, multiply,
+divide and square root, and ``fma``. numpy has no fma. A product of fp32 numbers is exact in fp64, and the sum is
+corrected there (see ``fma``). So a compiled implementation may use the processor's instruction, with this module as its
+reference.
 
-Two things of the machine would show, and are taken out: the pattern of a NaN (``settle`` makes every predicted one
-7fc00000), and a thread that flushes denormals or rounds otherwise (``exactly`` resets it for the time of a call).
+Two properties of the machine could change the bits. The pattern of a NaN: ``settle`` makes every predicted NaN
+7fc00000. A thread that flushes denormals or rounds differently: ``exactly`` resets its mode during a call.
 
 Functions work on *tiles*: runs of ``TILE`` numbers, whose temporaries stay in a core's second-level cache. numpy
 releases the interpreter lock within them, so threads scale.
@@ -35,8 +35,8 @@ CANONICAL_NAN = 0x7FC00000
 FLOAT = np.dtype("<f4")
 PATTERN = np.dtype("<u4")
 _DOUBLE = np.dtype("<f8")
-# The least denormal twice, and 1 and -1 with a 2**25th added: as patterns, since this module may be imported by a
-# thread that would flush them.
+# The addends: the least denormal twice, and 1 and -1 with 2**-25 and -2**-25. Given as patterns, because a thread that
+# flushes denormals may import this module.
 _PROBE = np.array([1, 0x3F800000, 0xBF800000], PATTERN).view(FLOAT)
 _ADDED = np.array([1, 0x33000000, 0xB3000000], PATTERN).view(FLOAT)
 _EXPECTED = np.array([2, 0x3F800000, 0xBF800000], PATTERN).tobytes()
@@ -46,40 +46,40 @@ _DEFAULT_ENVIRONMENT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl, on x
 
 
 def tiles(count: int) -> Iterator[slice]:
-    """``range(count)`` in runs of ``TILE``."""
+    """Cut ``range(count)`` into runs of ``TILE``."""
     for start in range(0, count, TILE):
         yield slice(start, min(start + TILE, count))
 
 
 def floats(role: str, count: int) -> Floats:
-    """Scratch memory of this thread for ``count`` fp32 numbers; ``role`` is lent to one caller at a time."""
+    """This thread's scratch memory for ``count`` fp32 numbers. Only one caller may use a role at a time."""
     return cast(Floats, kernels.scratch(f"optim {role}", count, 4).view(FLOAT))
 
 
 def patterns(role: str, count: int) -> Patterns:
-    """The same memory as bit patterns."""
+    """The memory of ``floats``, as bit patterns."""
     return cast(Patterns, kernels.scratch(f"optim {role}", count, 4))
 
 
 def doubles(role: str, count: int) -> Doubles:
-    """Scratch memory of this thread for ``count`` fp64 numbers."""
+    """This thread's scratch memory for ``count`` fp64 numbers."""
     return cast(Doubles, kernels.scratch(f"optim {role}", count, 8).view(_DOUBLE))
 
 
 def single(value: float) -> float:
-    """``value`` rounded to fp32, as torch's kernels round their scalars."""
+    """Round ``value`` to fp32, as torch's kernels round their scalars."""
     with np.errstate(all="ignore"):
         return float(np.float32(value))
 
 
 @hot("ckptstore.formats.optim.compiled_steps")
 def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
-    """``out = a * b + c``, rounded once. ``out`` may be any of the arguments; a scalar ``b`` is an fp32 number.
+    """``out = a * b + c``, rounded once. ``out`` may be any of the arguments. A scalar ``b`` is an fp32 number.
 
-    The product is exact in fp64, the sum is rounded there and again to fp32. Rounding twice is wrong only where the
-    fp64 sum lies exactly half-way between two fp32 numbers and was itself rounded; the low 28 bits of such a sum
-    are zero, also where the fp32 result is denormal. These are looked for, and moved by one fp64 unit towards the
-    exact sum. (Products by 1 would meet the test all the time.)
+    The product is exact in fp64. The sum is rounded to fp64 and then to fp32. Rounding twice is wrong only if the fp64
+    sum lies exactly half-way between two fp32 numbers and was itself rounded. The low 28 bits of such a sum are zero,
+    even if the fp32 result is denormal. Such sums are found and moved by one fp64 unit towards the exact sum. (A scalar
+    ``b`` of 1 is handled first, because its sums would often have zero bits.)
     """
     if isinstance(b, float) and b == 1.0:
         np.add(a, c, out=out)
@@ -105,9 +105,11 @@ def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
 
 
 def _half_way(ends_in_zeros: npt.NDArray[np.bool_], total: Doubles) -> npt.NDArray[np.intp]:
-    """Where sums whose low 28 bits are zero may be half-way between fp32 numbers: if the 29th is set, or if they are
-    fp32 denormals. Sums that are fp32 numbers themselves (products with 0: gradients that are) are left out here,
-    because there may be many."""
+    """The indices of sums that may be half-way between fp32 numbers, among those whose low 28 bits are zero.
+
+    These are sums with the 29th bit set, and fp32 denormals. Sums that are fp32 numbers are left out, because there may
+    be many (zero gradients make zero products).
+    """
     doubtful = (total.view("<u8") & _HALF) != 0
     magnitude = np.abs(total)
     doubtful |= (magnitude < _SMALLEST_NORMAL) & (magnitude > 0)
@@ -116,7 +118,7 @@ def _half_way(ends_in_zeros: npt.NDArray[np.bool_], total: Doubles) -> npt.NDArr
 
 
 def _round_to_side(where: npt.NDArray[np.intp], product: Doubles, addend: Floats, total: Doubles) -> None:
-    """Move the inexact ones among the sums at ``where`` one unit towards the exact sum (Knuth's two-sum)."""
+    """Move the inexact sums at ``where`` by one fp64 unit towards the exact sum (Knuth's two-sum)."""
     x, y, rounded = product[where], addend[where].astype(_DOUBLE), total[where]
     virtual = rounded - x
     error = (x - (rounded - virtual)) + (y - virtual)
@@ -126,27 +128,27 @@ def _round_to_side(where: npt.NDArray[np.intp], product: Doubles, addend: Floats
 
 
 def multiply_add(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
-    """``out = a * b + c``, the product rounded and then the sum. ``out`` may be any of the arguments."""
+    """``out = a * b + c``, rounding the product and then the sum. ``out`` may be any of the arguments."""
     product = floats("rounded", len(out))
     np.multiply(a, np.float32(b) if isinstance(b, float) else b, out=product)
     np.add(product, c, out=out)
 
 
 def settle(values: Floats) -> None:
-    """Make every NaN the canonical one: which NaN an operation makes is the processor's choice."""
+    """Replace every NaN by the canonical one, because the processor chooses which NaN an operation makes."""
     if len(values) and np.isnan(np.maximum.reduce(values)):
         values.view(PATTERN)[np.isnan(values)] = CANONICAL_NAN
 
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """Run the body with IEEE arithmetic: denormals kept, nearest-even, no warnings for what training may hold.
+    """Run the body with IEEE 754 arithmetic: denormals kept, ties to even, no warnings for NaN and infinities.
 
     ``torch.set_flush_denormal(True)``, and libraries built with fast-math, make the calling thread flush denormals.
-    Such a thread would predict other bits than one that does not; its mode is reset, and restored at the end.
+    Such a thread would predict other bits. So its mode is reset here, and restored at the end.
 
     Raises:
-        CkptError: the thread's arithmetic is not IEEE's and cannot be made so on this platform.
+        CkptError: the thread's arithmetic does not follow IEEE 754 and cannot be reset on this platform.
     """
     with np.errstate(all="ignore"):
         if _is_exact():
@@ -161,7 +163,7 @@ def exactly() -> Iterator[None]:
             raise CkptError("this thread flushes denormals, and the platform has no fesetenv to reset it") from error
         try:
             if not _is_exact():
-                raise CkptError("this thread's fp32 arithmetic is not IEEE 754's, and stays so after fesetenv")
+                raise CkptError("this thread's fp32 arithmetic does not follow IEEE 754, even after fesetenv")
             yield
         finally:
             library.fesetenv(saved)

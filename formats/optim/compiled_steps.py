@@ -1,8 +1,8 @@
-"""The hot loops of optimizer arithmetic for numba: what the other modules define, in one pass each.
+"""Compiled forms (numba) of the optimizer arithmetic in ``adam``, ``sgd``, ``arithmetic`` and ``residuals``.
 
-Imported at the first call of a hot kernel, and only where numba is. fp32 numbers stay fp32 in every operation, each is
-rounded once, and what has to be fused is the processor's own instruction (or the C library's ``fmaf``, where it has
-none). Which NaN an operation makes is of no consequence: what is stored is 7fc00000.
+Imported at the first call of a hot kernel, and only if numba is installed. Each kernel is one pass. Every operation is
+in fp32 and rounded once. A fused operation is the processor's instruction (or the C library's ``fmaf`` if there is
+none). The NaN that an operation produces does not matter, because 7fc00000 is stored for all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAN = np.float32("nan")
 
 
 def _typed_fma(_: Any, a: Any, b: Any, c: Any) -> Any:
-    """llvm.fma.f32, for the compiler."""
+    """Generate llvm.fma.f32 for the compiler."""
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         return builder.fma(*values)
@@ -69,7 +69,7 @@ def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
 
 
 def _moments(plain: bool, divide: bool) -> Loop[..., None]:
-    """The loop of one variant: the compiler leaves out what is not of it."""
+    """Make the loop of one variant. The compiler removes the branches of the others."""
 
     @loop("f4!", "f4!", "f4", "bool", "float", "float", "float")
     def run(

@@ -1,11 +1,11 @@
-"""Gradients as bytes: dense or sparse, fp32, bf16 or fp16, as training held them before scaling.
+"""Encode gradients losslessly: dense or sparse, fp32, bf16 or fp16, as they were before scaling (SPEC section 5.5.4).
 
-One *gradient block* codes the gradient of one block of numbers (256 Ki)::
+One *gradient block* encodes the gradient of one block of numbers (256 Ki)::
 
     dense    the numbers, as the codec ``planes`` with ``rotate`` writes them
-    sparse   positions (``residuals.write_positions``), then the values there in the same way; other numbers are +0
+    sparse   positions (``residuals.write_positions``), then their values as above; all other numbers are +0
 
-Which of the forms it is, the payload's first byte says (``FORMS``).
+The first byte of the payload gives the form (``FORMS``).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class SparseGradient:
-    """A gradient that is zero but for the entries that top-k compression kept, as the optimizer applied it.
+    """A gradient of which top-k compression kept some entries and set the others to zero, as the optimizer used it.
 
     Attributes:
-        indices: where, within the chunk: integers, ascending, none twice.
+        indices: positions of the entries in the chunk: integers, strictly ascending.
         values: the gradient there: fp32 (or uint32 patterns), fp16, or bf16 (ml_dtypes' or uint16 patterns).
-        size: numbers of the chunk.
+        size: numbers in the chunk.
     """
 
     indices: npt.NDArray[np.integer[Any]]
@@ -47,14 +47,20 @@ class SparseGradient:
         kind_of(self.values)
         count = len(self.indices)
         if self.indices.ndim != 1 or self.indices.dtype.kind not in "iu" or self.values.shape != (count,):
-            raise ValueError(f"{self.indices.shape} indices of {self.indices.dtype}, {self.values.shape} values")
+            raise ValueError(
+                f"a sparse gradient has {self.indices.dtype} indices of shape {self.indices.shape} and values of shape "
+                f"{self.values.shape}; pass integers and values of the same length, one-dimensional"
+            )
         if count and (int(self.indices[0]) < 0 or int(self.indices[-1]) >= self.size):
-            raise ValueError(f"indices from {self.indices[0]} to {self.indices[-1]} in a chunk of {self.size}")
+            raise ValueError(
+                f"a sparse gradient has indices from {self.indices[0]} to {self.indices[-1]}, "
+                f"outside a chunk of {self.size}"
+            )
         if not bool((self.indices[1:] > self.indices[:-1]).all()):
-            raise ValueError("the indices of a sparse gradient ascend, and none occurs twice")
+            raise ValueError("the indices of a sparse gradient must be strictly ascending")
 
     def part(self, start: int, stop: int) -> SparseGradient:
-        """The gradient of numbers ``start`` to ``stop`` alone."""
+        """The gradient of the numbers from ``start`` to ``stop``."""
         first, last = np.searchsorted(self.indices, (start, stop))
         indices = self.indices[first:last].astype(np.int64) - start
         return SparseGradient(indices, self.values[first:last], min(stop, self.size) - start)
@@ -66,7 +72,7 @@ class SparseGradient:
         return out
 
     def expand(self, out: Floats) -> None:
-        """Make ``out``, of ``size`` fp32 numbers, the gradient."""
+        """Write the dense gradient into ``out``, of ``size`` fp32 numbers."""
         values = np.empty(len(self.values), FLOAT)
         widen(self.values, values)
         patterns_of(out).fill(0)
@@ -78,7 +84,7 @@ Gradient: TypeAlias = "Array | SparseGradient"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a gradient's blocks hold: numbers of which kind, and whether of all positions."""
+    """The form of a gradient's blocks: the dtype of the numbers, and whether they are sparse."""
 
     kind: str
     sparse: bool
@@ -90,29 +96,29 @@ class Form:
 
 
 FORMS = tuple(Form(kind, sparse) for sparse in (False, True) for kind in KINDS)
-"""The forms, by number."""
+"""The forms, by the number that payloads store."""
 
 
 def kind_of(values: Array) -> str:
-    """``F32``, ``BF16`` or ``F16``: what kind of gradient an array holds. Raises ``ValueError``."""
+    """The dtype of a gradient array: ``F32``, ``BF16`` or ``F16``. Raises ``ValueError`` for others."""
     if values.dtype in (FLOAT, PATTERN):
         return "F32"
     if values.dtype == np.float16:
         return "F16"
     if values.dtype.name in ("bfloat16", "uint16"):
         return "BF16"
-    raise ValueError(f"gradients are fp32, fp16 or bf16, not {values.dtype}")
+    raise ValueError(f"gradients must be fp32, fp16 or bf16, not {values.dtype}")
 
 
 def form_of(gradient: Gradient) -> Form:
-    """The form in which a gradient is stored: as it is. Raises ``ValueError``."""
+    """The form in which a gradient is stored, without conversion. Raises ``ValueError`` for other dtypes."""
     if isinstance(gradient, SparseGradient):
         return Form(kind_of(gradient.values), True)
     return Form(kind_of(gradient), False)
 
 
 def write_gradient(gradient: Gradient, start: int, stop: int, out: Bytes, at: int, level: int) -> int:
-    """Write the block of numbers ``start`` to ``stop`` to ``out[at:]``; returns its end."""
+    """Write the block of numbers from ``start`` to ``stop`` to ``out[at:]``. Returns its end."""
     if isinstance(gradient, SparseGradient):
         part = gradient.part(start, stop)
         at = write_positions(part.indices, out, at, level)
@@ -125,7 +131,7 @@ def _write_values(values: Array, out: Bytes, at: int, level: int) -> int:
 
 
 def read_gradient(form: Form, cursor: Cursor, out: Floats) -> None:
-    """Read one block as fp32. Raises ``CorruptSegmentError`` where it is not well-formed."""
+    """Read one block as fp32. Raises ``CorruptSegmentError`` if it is invalid."""
     if not form.sparse:
         _read_values(form, cursor, out)
         return

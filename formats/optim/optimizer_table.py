@@ -1,6 +1,6 @@
-"""The optimizers whose arithmetic is known, in one table. A row is all that another one needs here.
+"""The table of optimizers whose arithmetic is known. A new optimizer needs one row here.
 
-Torch itself is not needed: a parameter group is a dictionary, and names are those of torch's classes and slots.
+It does not import torch: a parameter group is a dictionary, and names are those of torch's classes and slots.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ class Kind:
     """One optimizer.
 
     Attributes:
-        settings: what holds its settings; ``settings(...).rule(step)`` is the arithmetic of a step.
-        slots: what torch keeps for a parameter before its first step is taken again, ``step`` included.
-        read: the settings of one entry of ``optimizer.param_groups``. Raises `KeyError`, `TypeError`, `ValueError`.
+        settings: the class of its settings. ``settings(...).rule(step)`` is the arithmetic of a step.
+        slots: the entries of a parameter's state that must exist before torch can repeat its first step, ``step``
+            included.
+        read: makes the settings from one entry of ``optimizer.param_groups``. Raises `KeyError`, `TypeError` or
+            `ValueError`.
     """
 
     settings: type[SGD | Adam]
@@ -46,7 +48,7 @@ def _sgd(group: Mapping[str, Any]) -> Optimizer:
 
 def _adam(group: Mapping[str, Any], *, decoupled: bool) -> Optimizer:
     beta1, beta2 = group["betas"]
-    # torch's Adam takes AdamW's decay by a flag.
+    # torch's Adam has a flag for AdamW's decay.
     return (AdamW if group.get("decoupled_weight_decay", decoupled) else Adam)(
         beta1=float(beta1),
         beta2=float(beta2),
@@ -64,32 +66,32 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         "AdamW": Kind(AdamW, ("step", "exp_avg", "exp_avg_sq"), lambda group: _adam(group, decoupled=True)),
     }
 )
-"""By the name of the class in ``torch.optim``."""
+"""The optimizers, by the name of the class in ``torch.optim``."""
 
 RULES: Final[Mapping[str, Callable[[Mapping[str, Any]], Rule]]] = {
     adam.ID: adam.AdamRule.parse,
     sgd.ID: sgd.SGDRule.parse,
 }
-"""Parsers of the rules that these make, by the id of their arithmetic."""
+"""Parsers of these optimizers' rules, by the id of their arithmetic."""
 
 
 def listed() -> str:
-    """Their names, for messages: ``SGD, Adam and AdamW``."""
+    """The optimizers' names for messages: ``SGD, Adam and AdamW``."""
     *names, last = KINDS
     return f"{', '.join(names)} and {last}"
 
 
 def from_group(optimizer: str, group: Mapping[str, Any]) -> Optimizer:
-    """The settings of one entry of ``optimizer.param_groups``.
+    """Make the settings from one entry of ``optimizer.param_groups``.
 
     Args:
         optimizer: the class's name, one of `KINDS`.
-        group: its settings by torch's names. The learning rate is the step's, not the group's (`Step.lr`); which
-            implementation runs (``foreach``, ``fused``) is for ``choose_variant`` to see. Numbers may be anything
-            that ``float`` takes, one-element tensors included.
+        group: its settings by torch's names. The learning rate is not read: it belongs to the step (`Step.lr`). Nor is
+            the implementation (``foreach``, ``fused``): ``choose_variant`` finds it. Numbers may be anything that
+            ``float`` accepts, one-element tensors included.
 
     Raises:
-        UnsupportedStateError: another optimizer, or a setting that is no number. Such a state is stored as deltas
+        UnsupportedStateError: the optimizer is unknown, or a setting is not a number. Store such a state as deltas
             (``Skip``).
     """
     kind = KINDS.get(optimizer)
@@ -98,4 +100,4 @@ def from_group(optimizer: str, group: Mapping[str, Any]) -> Optimizer:
     try:
         return kind.read(group)
     except (KeyError, TypeError, ValueError) as error:
-        raise UnsupportedStateError(f"a parameter group of {optimizer} is not understood: {error!r}") from error
+        raise UnsupportedStateError(f"a parameter group of {optimizer} has an invalid setting: {error!r}") from error

@@ -1,11 +1,11 @@
-"""``predicted``: a step's new state without its gradient.
+"""The encoding ``predicted``: a step's new state, stored without its gradient (SPEC sections 5.5.3 and 5.5.4).
 
-The new first moment says what the gradient was, up to rounding; so, given the old state, it is all that is new. It is
-stored as an integer difference to the old one; the second moment is predicted from the gradient so inferred and misses
-by 0.3 bits; the weight is predicted from the new moments, and all but 0.1 % of weights are exact.
+The new first moment determines the gradient up to rounding. So, given the old state, it has all the new information. It
+is stored as an integer difference to the old one. The second moment is predicted from the inferred gradient; its
+residual takes 0.3 bits per number. The weight is predicted from the new moments; all but 0.1 % of weights are exact.
 
-A payload codes a *chunk* of the parameter: at most 4 Mi numbers of every slot. Block by block (256 Ki numbers) it
-holds one residual (``residuals``) for each slot, in ``rule.order``.
+A payload encodes a *chunk* of the parameter: at most 4 Mi numbers of every slot. For each block (256 Ki numbers) it has
+one residual (``residuals``) per slot, in the order ``rule.order``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHUNK_NUMBERS = CHUNK // 4
 
 
 def bound(rule: Rule, count: int) -> int:
-    """The space that ``encode`` needs for a chunk of ``count`` numbers."""
+    """The bytes of space that ``encode`` needs for a chunk of ``count`` numbers."""
     blocks = -(-count // BLOCK_NUMBERS)
     return len(rule.slots) * (4 * count + blocks * residuals.OVERHEAD) + 64
 
@@ -39,16 +39,16 @@ def bound(rule: Rule, count: int) -> int:
 def encode(
     rule: Rule, old: Sequence[Array], new: Sequence[Array], *, out: Bytes | None = None, level: int = FAST
 ) -> Bytes:
-    """The payload that makes ``new`` of ``old``.
+    """Encode the step from ``old`` to ``new``. Returns the payload.
 
     Args:
-        rule: the step's arithmetic. A wrong one costs bytes, never bits.
+        rule: the step's arithmetic. A wrong rule makes the payload larger, but the restored bits are correct.
         old, new: fp32 arrays, one for each of ``rule.slots``, at most ``CHUNK_NUMBERS`` numbers each.
-        out: memory for the payload, at least ``bound`` bytes; reusing it spares page faults.
-        level: as ``codecs.encode``'s.
+        out: memory for the payload, at least ``bound`` bytes. Reusing it avoids page faults.
+        level: as in ``codecs.encode``.
 
     Raises:
-        ValueError: arrays of other sizes or dtypes.
+        ValueError: the arrays have the wrong sizes or dtypes.
     """
     before, after = slots_of(rule, old), slots_of(rule, new)
     count = chunk_of(before, after)
@@ -66,13 +66,13 @@ def encode(
 
 
 def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
-    """Make the new state of the old one, in place.
+    """Turn the old state into the new one, in place.
 
     Raises:
-        CorruptSegmentError: the payload is not one of this rule for so many numbers. ``state`` is then partly
-            changed, and worthless.
-        FormatError: a state of more than ``CHUNK_NUMBERS`` numbers.
-        ValueError: arrays of other sizes or dtypes.
+        CorruptSegmentError: the payload is not valid for this rule and number of elements. ``state`` is then partly
+            changed, and must not be used.
+        FormatError: the state has more than ``CHUNK_NUMBERS`` numbers.
+        ValueError: the arrays have the wrong sizes or dtypes.
     """
     parts = slots_of(rule, state)
     cursor = Cursor(as_bytes(payload))
@@ -94,7 +94,7 @@ def read_block(rule: Rule, cursor: Cursor, state: Sequence[Floats]) -> None:
 
 
 def _predict(rule: Rule, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> Floats:
-    """One block's prediction: in ``out``, unless it is the old slot itself."""
+    """Predict one block of a slot. Returns ``out``, or the old slot itself if `Rule.kept` has the slot."""
     if slot in rule.kept:
         return old[slot]
     for tile in tiles(len(out)):
@@ -106,26 +106,26 @@ def _predict(rule: Rule, slot: int, old: Sequence[Floats], new: Sequence[Floats]
 
 
 def chunk_of(before: Sequence[Floats], after: Sequence[Floats]) -> int:
-    """The numbers of a chunk to encode. Raises ``ValueError`` for states that do not match, or are too large."""
+    """The number of elements of a chunk. Raises ``ValueError`` if the states differ in size or are too large."""
     count = len(before[0])
     if len(after[0]) != count:
-        raise ValueError(f"an old state of {count} numbers, a new one of {len(after[0])}")
+        raise ValueError(f"the old state has {count} numbers, the new one {len(after[0])}; they must be equal")
     if count > CHUNK_NUMBERS:
         raise ValueError(f"a chunk has at most {CHUNK_NUMBERS} numbers, not {count}")
     return count
 
 
 def space(out: Bytes | None, size: int) -> Bytes:
-    """Memory for a payload. Raises ``ValueError`` if ``out`` is too small."""
+    """Return ``out``, or new memory for a payload. Raises ``ValueError`` if ``out`` is too small."""
     if out is None:
         return np.empty(size, np.uint8)
     if len(out) < size:
-        raise ValueError(f"{len(out)} bytes of space for a payload, {size} needed")
+        raise ValueError(f"out has {len(out)} bytes, but the payload needs {size}")
     return out
 
 
 def blocks_of(parts: Sequence[Floats]) -> list[list[Floats]]:
-    """A chunk's slots, block by block. Raises ``FormatError`` for too large a chunk."""
+    """Cut a chunk's slots into blocks. Raises ``FormatError`` if the chunk is too large."""
     count = len(parts[0])
     if count > CHUNK_NUMBERS:
         raise FormatError(f"a chunk of {count} numbers; at most {CHUNK_NUMBERS} are allowed")
@@ -134,6 +134,6 @@ def blocks_of(parts: Sequence[Floats]) -> list[list[Floats]]:
 
 
 def finished(cursor: Cursor) -> None:
-    """Raise ``CorruptSegmentError`` if anything follows the last block."""
+    """Raise ``CorruptSegmentError`` if bytes follow the last block."""
     if cursor.left:
         raise CorruptSegmentError(f"{cursor.left} bytes follow the last block of an optimizer step's payload")

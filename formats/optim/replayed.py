@@ -1,8 +1,8 @@
-"""``replayed``: a step's gradient; the new state is what the optimizer makes of it and of the old state.
+"""The encoding ``replayed``: a step's gradient. The decoder repeats the optimizer step (SPEC section 5.5.4).
 
-A payload codes a chunk: at most 4 Mi numbers. Its first byte is the gradient's form (``gradients.FORMS``), plus 128
-if residuals follow. Block by block (256 Ki numbers) it holds the gradient, and a residual for each of ``rule.slots``.
-The residuals hold what training's own kernel rounded otherwise: nothing, or 0.1 % of the weights.
+A payload encodes a chunk: at most 4 Mi numbers. Its first byte is the gradient's form (``gradients.FORMS``), plus 128
+if residuals follow. For each block (256 Ki numbers) it has the gradient, and a residual for each of ``rule.slots``. The
+residuals correct the numbers that training's kernel rounded differently: none, or 0.1 % of the weights.
 
 ``sparse`` is the same with a ``SparseGradient``.
 """
@@ -32,7 +32,7 @@ _RESIDUALS = 128
 
 
 def bound(rule: Rule, count: int) -> int:
-    """The space that ``encode`` needs for a chunk of ``count`` numbers."""
+    """The bytes of space that ``encode`` needs for a chunk of ``count`` numbers."""
     return _bound_of_state(rule, count) + 8 * count + -(-count // BLOCK_NUMBERS) * residuals.OVERHEAD
 
 
@@ -46,25 +46,27 @@ def encode(
     out: Bytes | None = None,
     level: int = FAST,
 ) -> Bytes:
-    """The payload that makes ``new`` of ``old`` by taking the step with ``gradient``.
+    """Encode the step from ``old`` to ``new`` by its ``gradient``. Returns the payload.
 
     Args:
-        rule: the step's arithmetic. A wrong one costs bytes, never bits.
-        old, new: fp32 arrays, one for each of ``rule.slots``, at most ``CHUNK_NUMBERS`` numbers each. Without
-            ``new`` there are no residuals: the payload says what to replay, and whether that gives training's own
-            state is for a digest to tell. ``old`` is then only looked at for its size.
-        gradient: as training had it before loss scale and clipping were undone; dense (fp32, bf16, fp16) or sparse.
-        out: memory for the payload, at least ``bound`` bytes; reusing it spares page faults.
-        level: as ``codecs.encode``'s.
+        rule: the step's arithmetic. A wrong rule makes the payload larger, but the restored bits are correct.
+        old, new: fp32 arrays, one for each of ``rule.slots``, at most ``CHUNK_NUMBERS`` numbers each. If ``new`` is
+            None, there are no residuals, and only the size of ``old`` is used: a digest must tell whether the replayed
+            state equals the trained one.
+        gradient: the gradient before the loss scale was undone and before clipping; dense (fp32, bf16, fp16) or sparse.
+        out: memory for the payload, at least ``bound`` bytes. Reusing it avoids page faults.
+        level: as in ``codecs.encode``.
 
     Raises:
-        ValueError: arrays of other sizes or dtypes.
+        ValueError: the arrays have the wrong sizes or dtypes.
     """
     form, before = form_of(gradient), slots_of(rule, old)
     after = None if new is None else slots_of(rule, new)
     count = chunk_of(before, before if after is None else after)
     if gradient.size != count or (isinstance(gradient, np.ndarray) and not _is_flat(gradient)):
-        raise ValueError(f"a gradient of {gradient.size} numbers, flat and contiguous, for a chunk of {count}?")
+        raise ValueError(
+            f"the gradient has {gradient.size} numbers; it must be a flat, contiguous array of {count}, as the chunk"
+        )
     target = space(out, bound(rule, count))
     target[0] = FORMS.index(form) + (0 if after is None else _RESIDUALS)
     at = 1
@@ -86,13 +88,13 @@ def encode(
 
 
 def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
-    """Make the new state of the old one, in place.
+    """Turn the old state into the new one, in place.
 
     Raises:
-        CorruptSegmentError: the payload is not one of this rule for so many numbers. ``state`` is then partly
-            changed, and worthless.
-        FormatError: a state of more than ``CHUNK_NUMBERS`` numbers.
-        ValueError: arrays of other sizes or dtypes.
+        CorruptSegmentError: the payload is not valid for this rule and number of elements. ``state`` is then partly
+            changed, and must not be used.
+        FormatError: the state has more than ``CHUNK_NUMBERS`` numbers.
+        ValueError: the arrays have the wrong sizes or dtypes.
     """
     parts = slots_of(rule, state)
     cursor = Cursor(as_bytes(payload))
@@ -104,7 +106,11 @@ def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
 
 
 def read_form(cursor: Cursor) -> tuple[Form, bool]:
-    """A payload's first byte: the gradient's form, and whether residuals follow. Raises ``CorruptSegmentError``."""
+    """Read a payload's first byte: the gradient's form, and whether residuals follow.
+
+    Raises:
+        CorruptSegmentError: the form is unknown.
+    """
     first = cursor.byte()
     number = first % _RESIDUALS
     if number >= len(FORMS):
@@ -128,7 +134,7 @@ def _apply(rule: Rule, state: Sequence[Floats], gradient: Floats) -> None:
 
 
 def _expand(gradient: Gradient, start: int, stop: int, out: Floats) -> None:
-    """One block of a gradient as fp32."""
+    """Write one block of a gradient into ``out`` as fp32."""
     if isinstance(gradient, np.ndarray):
         widen(gradient[start:stop], out)
     else:

@@ -1,8 +1,8 @@
-"""What a prediction missed: the words that make it right, in as few bytes as there is to say.
+"""Encode the difference between a block and its prediction, which makes a prediction lossless (SPEC section 5.5.4).
 
-A *residual* is the difference of one block of one tensor to its prediction, as the codec ``sub`` writes it: one byte
-where every word was predicted, positions and differences where few were missed, narrow words where all are close.
-Whatever was predicted, adding it gives the true bits.
+A *residual* is the difference of one block of one tensor to its prediction, as the codec ``sub`` writes it. It takes
+one byte if every word was predicted, positions and differences if few words were missed, and narrow words if all are
+close. Adding it to the prediction gives the true bits, however good the prediction is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ckptstore.formats.optim.arithmetic import Floats, Patterns
 from ckptstore.formats.optim.step_tiles import patterns_of
 
 OVERHEAD = 64
-"""The most bytes by which a block of anything may exceed its words, space for unfinished forms included."""
-_FEW = 64  # one in so many
-_HEAD = 2048
+"""Most bytes by which an encoded block may exceed its words, including the space for forms that are given up."""
+_FEW = 64  # few words are missed: fewer than one in so many
+_HEAD = 2048  # words that are compared first
 _DIFFERENCE = Sub(4)
 _STEPS = Planes(1)
 _NOTHING = np.empty(0, np.uint8)
@@ -33,13 +33,14 @@ _counts = struct.Struct("<II")
 
 
 def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: int) -> int:
-    """Write the residual of one block to ``out[at:]``; returns its end.
+    """Write the residual of one block to ``out[at:]``. Returns its end.
 
-    Most are of moments that a replay makes exactly: looking first takes a tenth of the time of coding nothing. Where
-    few are missed, most of the bytes say where, and to pack those well costs next to nothing.
+    Most residuals are of moments that a replay reproduces exactly. Comparing first takes a tenth of the time of
+    encoding zeros. If few words are missed, most of the bytes are positions, and packing those well takes hardly any
+    time.
     """
     wanted, found = patterns_of(true), patterns_of(predicted)
-    if _FEW * missed(wanted[:_HEAD], found[:_HEAD]) < _HEAD:  # else the whole is not worth a look
+    if _FEW * missed(wanted[:_HEAD], found[:_HEAD]) < _HEAD:  # otherwise do not compare the rest
         count = missed(wanted, found)
         if not count:
             out[at] = ZERO_GROUP
@@ -51,22 +52,24 @@ def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: 
 
 @hot("ckptstore.formats.optim.compiled_steps")
 def missed(true: Patterns, predicted: Patterns) -> int:
-    """How many words differ."""
+    """The number of words that differ."""
     return int(np.count_nonzero(true != predicted))
 
 
 def read_residual(cursor: Cursor, predicted: Floats, out: Floats) -> None:
-    """Add the residual at ``cursor`` to one block; ``out`` may be ``predicted``.
+    """Add the residual at ``cursor`` to one block. ``out`` may be ``predicted``.
 
-    Raises ``CorruptSegmentError`` where it is not well-formed.
+    Raises:
+        CorruptSegmentError: the residual is invalid.
     """
     _DIFFERENCE.read(cursor, as_bytes(predicted), as_bytes(out))
 
 
 def write_positions(where: npt.NDArray[np.integer[Any]], out: Bytes, at: int, level: int) -> int:
-    """Write positions, which ascend, to ``out[at:]``; returns the end.
+    """Write ascending positions to ``out[at:]``. Returns the end.
 
-    u32 number of steps, u32 number of positions, the steps (``kernels.steps``) as the codec ``planes`` writes bytes.
+    The format: u32 number of steps, u32 number of positions, the steps (``kernels.steps``) as the codec ``planes``
+    writes bytes.
     """
     steps = kernels.steps_to(where)
     _counts.pack_into(out.data, at, len(steps), len(where))
@@ -74,7 +77,7 @@ def write_positions(where: npt.NDArray[np.integer[Any]], out: Bytes, at: int, le
 
 
 def read_positions(cursor: Cursor, count: int) -> npt.NDArray[np.intp]:
-    """Positions among ``count`` words: ascending, and in range. Raises ``CorruptSegmentError``."""
+    """Read positions among ``count`` words, ascending and in range. Raises ``CorruptSegmentError``."""
     step_count, set_count = _counts.unpack(cursor.take(8).data)
     if set_count > count or step_count > set_count + count // 255:
         raise CorruptSegmentError(f"{set_count} positions in {step_count} steps among {count} words")

@@ -1,14 +1,14 @@
-"""SGD as torch's kernels compute it, in fp32.
+"""SGD in fp32, bit for bit as torch's kernels compute it (SPEC section 5.5.2).
 
-With g the gradient after scaling (``settings.scale_gradient``), all numbers fp32 and every operation rounded::
+g is the gradient after scaling (``step_settings.scale_gradient``). All numbers are fp32, every operation is rounded::
 
     g  = g + w * decay
     b' = b * momentum + g * (1 - dampening)             the first step: b' = g
     u  = b'                                             nesterov: g + b' * momentum; without momentum: g
     w' = w + u * -lr
 
-Variant ``fma`` does not round the products of the first, third and fourth line and the second product of the second
-line (torch on a CPU with AVX2 or AVX-512: for-loop, foreach and fused alike); ``plain`` rounds all of them.
+Variant ``plain`` rounds all products. Variant ``fma`` does not round those of the first, third and fourth line and the
+second product of the second line (torch on a CPU with AVX2 or AVX-512, with for-loop, foreach and fused kernels).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ckptstore.formats.optim.arithmetic import Floats, floats, fma, multiply_add
 from ckptstore.formats.optim.step_settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
 ID = "sgd/1"
-"""Of the arithmetic above. Other arithmetic gets another version: see `Rule.params`."""
+"""Id of the arithmetic above. Other arithmetic gets another version (`Rule.params`)."""
 VARIANTS = ("fma", "plain")
 _NUMBERS = ("decay", "momentum", "share", "rate")
 
 
 @dataclass(frozen=True, slots=True)
 class SGDRule:
-    """One step of SGD (`settings.Rule`). ``share`` is 1 - dampening, ``rate`` -lr; the numbers are fp32's.
+    """One step of SGD (`step_settings.Rule`). ``share`` is 1 - dampening, ``rate`` is -lr. The numbers are fp32.
 
-    ``buffer`` says whether there is a momentum buffer, ``first`` that this step makes it.
+    ``buffer``: whether there is a momentum buffer. ``first``: whether this step creates it.
     """
 
     variant: str
@@ -59,7 +59,7 @@ class SGDRule:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """See `Rule.kept`: without a buffer nothing tells the gradient."""
+        """See `Rule.kept`: without a buffer, nothing determines the gradient, so the weight is not predicted."""
         return () if self.buffer else (0,)
 
     @property
@@ -78,7 +78,7 @@ class SGDRule:
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> SGDRule:
-        """The rule of JSON parameters. Raises ``FormatError``."""
+        """Make the rule of JSON parameters. Raises ``FormatError``."""
         reader = Reader(ID, params)
         rule = SGDRule(
             reader.choice("variant", VARIANTS),
@@ -113,7 +113,7 @@ class SGDRule:
             settle(state[1])
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
-        """See `Rule.predict`: a weight that the buffer moves is exact; with nesterov its gradient is inferred first."""
+        """See `Rule.predict`: the new buffer determines the weight; nesterov also needs the inferred gradient."""
         if slot == 1:
             np.multiply(old[1], np.float32(0.0 if self.first else self.momentum), out=out)
             settle(out)
@@ -128,7 +128,7 @@ class SGDRule:
         settle(out)
 
     def _gradient(self, old: Sequence[Floats], buffer: Floats, out: Floats) -> None:
-        """The gradient (decay included) that the change of the buffer implies."""
+        """Infer the gradient (decay included) from the change of the buffer."""
         if self.first:
             np.copyto(out, buffer)
             return
@@ -140,7 +140,10 @@ class SGDRule:
 
 @hot("ckptstore.formats.optim.compiled_steps", destroys=["gradient"])
 def buffered(rule: SGDRule, weight: Floats, buffer: Floats, gradient: Floats) -> None:
-    """b' and w', in place, of any step but the first. ``gradient`` is scaled and decayed; it is destroyed."""
+    """Compute b' and w' in place, for any step but the first.
+
+    ``gradient`` is already scaled, with the decay added. It is overwritten.
+    """
     add = multiply_add if rule.variant == "plain" else fma
     kept, update = floats("step", len(gradient)), buffer
     np.multiply(buffer, np.float32(rule.momentum), out=kept)
@@ -171,7 +174,7 @@ class SGD:
     def rule(self, step: Step, variant: str = "fma") -> Rule:
         """See `Optimizer.rule`."""
         if variant not in VARIANTS:
-            raise ValueError(f"SGD has no variant {variant!r}")
+            raise ValueError(f"SGD has no variant {variant!r}; choose from {', '.join(VARIANTS)}")
         buffer = self.momentum != 0
         if step.skipped:
             return Skip(("weight", "momentum_buffer") if buffer else ("weight",))

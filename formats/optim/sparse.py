@@ -1,8 +1,8 @@
-"""``sparse``: ``replayed`` with a gradient that top-k compression left almost empty.
+"""The encoding ``sparse``: like ``replayed``, with a gradient that top-k compression made sparse (SPEC section 5.5.4).
 
-The gradient is stored exactly as training applied it, so the replay is exact too: a third of a bit per parameter and
-step at k = 1 % with fp32 values, half of that with bf16 values. Whether error feedback keeps what was left out is
-training's affair: what it fed to the optimizer is what counts.
+The gradient is stored exactly as training applied it, so the replay is exact, too. It takes a third of a bit per
+parameter and step at k = 1 % with fp32 values, and half of that with bf16 values. Training may keep the dropped entries
+for error feedback; only the gradient that the optimizer received matters here.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def encode(
 
 
 def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
-    """See `replayed.decode`. Raises ``CorruptSegmentError`` for the payload of a dense gradient too."""
+    """See `replayed.decode`. Also raises ``CorruptSegmentError`` if the payload has a dense gradient."""
     form, _ = replayed.read_form(Cursor(as_bytes(payload)))
     if not form.sparse:
-        raise CorruptSegmentError("a sparse step's payload holds a dense gradient")
+        raise CorruptSegmentError("the payload of a sparse step has a dense gradient")
     replayed.decode(rule, payload, state)

@@ -1,4 +1,4 @@
-"""Several steps on end: a chain of payloads decoded in one pass over the state."""
+"""Decode a chain of step payloads in one pass over the state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Encoding: TypeAlias = Literal["predicted", "replayed", "sparse"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Link:
-    """One step of one chunk: how its payload was made, by which rule, and the payload."""
+    """One step of one chunk: its encoding, its rule and its payload."""
 
     encoding: Encoding
     rule: Rule
@@ -29,16 +29,16 @@ class Link:
 
 
 def decode(links: Sequence[Link], state: Sequence[Array]) -> None:
-    """Take the steps of all links, in place: block by block, every link while the block is in cache.
+    """Apply the steps of all links in place: block by block, all links while the block is in cache.
 
     Raises:
         CorruptSegmentError, FormatError: as the encodings' ``decode``. ``state`` is then partly changed.
-        ValueError: links whose rules have different slots, or a state that is not theirs.
+        ValueError: the links' rules have different slots, or the state does not match them.
     """
     if not links:
         return
     if any(link.rule.slots != links[0].rule.slots for link in links):
-        raise ValueError("the links of a chain are steps of one parameter, with the same slots")
+        raise ValueError("all links of a chain must be steps of one parameter, with the same slots")
     readers = [_Reader(link) for link in links]
     with exactly():
         for block in predicted.blocks_of(slots_of(links[0].rule, state)):
@@ -49,7 +49,7 @@ def decode(links: Sequence[Link], state: Sequence[Array]) -> None:
 
 
 class _Reader:
-    """Where the decoding of one link has come to."""
+    """Decodes one link, block by block."""
 
     def __init__(self, link: Link) -> None:
         self.rule = link.rule

@@ -1,6 +1,6 @@
-"""Choosing how to store a step: which kernel's arithmetic training used, and which encoding is smallest.
+"""Choose how to store a step: find the kernel arithmetic that training used, and the smallest encoding.
 
-As with codecs, nothing is assumed: samples are encoded in every way, and the bytes counted.
+Nothing is assumed, as in `codec_choice`: samples are encoded in every way, and the sizes compared.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptstore.formats.optim.step_tiles import Array
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A way to store one step of one parameter, and what it did to the samples.
+    """A way to store one step of one parameter, with its results on the samples.
 
     Attributes:
-        encoding, rule: for ``chains.Link``. With rule ``Skip``, ``predicted`` is a plain integer delta.
+        encoding, rule: for ``step_chain.Link``. With rule ``Skip``, ``predicted`` is a plain integer delta.
         variant: the optimizer's variant that the rule was made with; "" for ``Skip``.
-        bits: stored bits per number of the parameter (of 32 for each slot).
-        throughput: bytes of state encoded per second of one core: one measurement on this thread.
+        bits: stored bits per number of the parameter (the state has 32 bits per slot).
+        throughput: bytes of state encoded per second by one core: one measurement on this thread.
     """
 
     encoding: Encoding
@@ -45,10 +45,10 @@ def choose_variant(
     new: Sequence[Array],
     gradient: Gradient | None = None,
 ) -> str:
-    """The variant whose predictions miss least, on samples of one step; the first of equals.
+    """Choose the variant whose encoding of sampled ranges is smallest; the first of equals.
 
-    It depends on the machine that trains and on the optimizer's implementation, not on the step: ask once for a
-    tensor, and again when training moved elsewhere.
+    The variant depends on the machine that trains and on the optimizer's implementation, not on the step. So call this
+    once per tensor, and again when training moves to another machine.
     """
     ranges = _ranges(old)[:2]
     encoding: Encoding = "predicted" if gradient is None else "replayed"
@@ -67,10 +67,10 @@ def evaluate(
     gradient: Gradient | None = None,
     variant: str | None = None,
 ) -> list[Choice]:
-    """Every way to store the step that ``choose`` looks at, smallest first.
+    """Try every way to store the step on samples. Returns them, smallest first.
 
-    Without ``variant`` it is found first. The arguments are as for ``predicted.encode`` and ``replayed.encode``, but
-    of any length: two to six ranges of 32 Ki numbers are looked at.
+    The arguments are those of ``predicted.encode`` and ``replayed.encode``, but of any length: two to six ranges of
+    32 Ki numbers are sampled. Without ``variant``, ``choose_variant`` finds it first.
     """
     found = choose_variant(optimizer, step, old, new, gradient) if variant is None else variant
     rule = optimizer.rule(step, found)
@@ -99,12 +99,12 @@ def choose(
     gradient: Gradient | None = None,
     variant: str | None = None,
 ) -> Choice:
-    """The smallest way to store the step, by samples (``evaluate``)."""
+    """Choose the smallest way to store the step, by samples (``evaluate``)."""
     return evaluate(optimizer, step, old, new, gradient, variant)[0]
 
 
 def _ranges(old: Sequence[Array]) -> list[tuple[int, int]]:
-    """At most 6 ranges of 32 Ki numbers, and of a large tensor an eighth: it is encoded in several ways."""
+    """Choose 2 to 6 ranges of 32 Ki numbers, at most an eighth of a large tensor: each is encoded in several ways."""
     nbytes = 4 * old[0].size
     count = min(SAMPLES, max(2, nbytes // (8 * SAMPLE_BYTES)))
     return [(start // 4, stop // 4) for start, stop in sample_ranges(nbytes, count)]
@@ -118,7 +118,7 @@ def _size(
     gradient: Gradient | None,
     ranges: Sequence[tuple[int, int]],
 ) -> int:
-    """Bytes of the ranges' payloads."""
+    """The bytes of all payloads of the ranges."""
     size = 0
     for start, stop in ranges:
         before = [np.ascontiguousarray(part).reshape(-1)[start:stop] for part in old]

@@ -1,4 +1,4 @@
-"""What a training script sets: a group's optimizer, and the numbers of one step. And what of it goes into metadata."""
+"""The settings of optimizers and steps in a training script, and the rules made from them for the metadata."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Step:
     """One call of ``optimizer.step()`` for one parameter group.
 
     Attributes:
-        count: how often it was called, this time included: torch's ``state["step"]`` afterwards. For SGD, 1 says
-            that the momentum buffer is made by this step; what a larger number is does not matter.
+        count: number of calls so far, this one included: torch's ``state["step"]`` afterwards. For SGD, 1 means that
+            this step creates the momentum buffer; larger numbers are all equivalent.
         lr: the learning rate of this step.
-        clip: the factor the gradient was multiplied by before the step (``clip_grad_norm_``'s; 1 for none).
-        loss_scale: what the gradient was divided by before that (``GradScaler``'s; 1 for none).
-        skipped: the step was not taken (the scaler found an infinity): nothing changes.
+        clip: the factor by which clipping multiplied the gradient before the step (``clip_grad_norm_``; 1 for none).
+        loss_scale: the number by which the gradient was divided before that (``GradScaler``; 1 for none).
+        skipped: whether the step was skipped, because the scaler found an infinity. Then nothing changes.
     """
 
     count: int
@@ -44,44 +44,46 @@ class Step:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """What the gradient is multiplied by, in order, as fp32 numbers; factors of exactly 1 are left out."""
+        """The factors of the gradient, in order, as fp32 numbers. Factors of exactly 1 are left out."""
         factors = (single(1.0 / self.loss_scale), single(self.clip))
         return tuple(factor for factor in factors if factor != 1.0)
 
 
 class Rule(Protocol):
-    """One step's arithmetic with every scalar already rounded to fp32: all that decoding needs.
+    """One step's arithmetic, with every scalar already rounded to fp32. Decoding needs nothing else.
 
-    Python's powers come from the platform's C library and may differ in the last bit; so the scalars made of them
-    are computed once, by the encoder, and stored as bit patterns. Implementations are frozen and hashable.
+    Python computes powers with the platform's C library, whose last bit may differ. So the encoder computes the scalars
+    once, and stores their bit patterns. Implementations are frozen and hashable.
     """
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The tensors of a parameter's state, by torch's names, the weight first. All have its shape."""
+        """The tensors of a parameter's state, by torch's names, the weight first. All have the weight's shape."""
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The order in which slots are predicted: each from old state and the new ones before it."""
+        """The order in which slots are predicted: each from the old slots and the new slots before it."""
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The slots that are predicted to stay as they are."""
+        """The slots that are predicted not to change."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """JSON parameters; ``optim.rule(params)`` makes an equal rule of them.
+        """JSON parameters. ``optim.rule(params)`` makes an equal rule.
 
-        ``rule`` is the arithmetic's id, a name and a version. What an id computes never changes: other arithmetic (when
-        torch changes its kernels, say) gets another version, and readers keep the old one.
+        ``rule`` is the id of the arithmetic, a name and a version. The arithmetic of an id never changes. Other
+        arithmetic gets another version (if torch changes its kernels, for example), and readers keep the old one.
         """
 
     def apply(self, state: Sequence[Floats], gradient: Floats) -> None:
-        """Take the step on one tile, in place. ``gradient`` is as training stored it, and is destroyed."""
+        """Take the step on one tile, in place. ``gradient`` is not yet scaled, and is overwritten."""
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
-        """What slot ``slot`` of a tile, none of ``kept``, becomes without the gradient. ``new`` holds the slots earlier
-        in ``order``."""
+        """Predict the new slot ``slot`` of a tile without the gradient, into ``out``.
+
+        ``slot`` is not in ``kept``. ``new`` has the new slots that come earlier in ``order``.
+        """
 
 
 class Optimizer(Protocol):
@@ -89,14 +91,14 @@ class Optimizer(Protocol):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The ways the same formulas are rounded by different kernels; ``choose_variant`` finds which."""
+        """The ways in which different kernels round the same formulas. ``choose_variant`` finds the one in use."""
 
     def rule(self, step: Step, variant: str = "fma") -> Rule:
-        """The arithmetic of one step. Raises ``ValueError`` for a variant it does not have."""
+        """Make the arithmetic of one step. Raises ``ValueError`` for an unknown variant."""
 
 
 def scale_gradient(gradient: Floats, scales: Sequence[float], maximize: bool) -> None:
-    """Undo the loss scale, clip, and turn around for ``maximize``: in place, in torch's order."""
+    """Undo the loss scale, clip, and negate the gradient for ``maximize``: in place, in torch's order."""
     for factor in scales:
         np.multiply(gradient, np.float32(factor), out=gradient)
     if maximize:
@@ -105,7 +107,7 @@ def scale_gradient(gradient: Floats, scales: Sequence[float], maximize: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The rule of a step that was not taken, and of tensors that no optimizer moves: everything stays as it is.
+    """The rule of a skipped step, and of tensors that no optimizer changes. It predicts that nothing changes.
 
     ``predicted`` with this rule is a plain integer delta of each slot.
     """
@@ -119,7 +121,7 @@ class Skip:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """See `Rule.kept`: all of them."""
+        """See `Rule.kept`: all slots."""
         return self.order
 
     @property
@@ -129,7 +131,7 @@ class Skip:
 
     @staticmethod
     def parse(params: Mapping[str, Any]) -> Skip:
-        """The rule of JSON parameters. Raises ``FormatError``."""
+        """Make the rule of JSON parameters. Raises ``FormatError``."""
         reader = Reader(SKIP, params)
         slots = reader.names("slots", 8)
         reader.finish()
@@ -139,21 +141,21 @@ class Skip:
         """See `Rule.apply`."""
 
     def predict(self, slot: int, old: Sequence[Floats], new: Sequence[Floats], out: Floats) -> None:
-        """See `Rule.predict`: no slot is left to predict."""
+        """See `Rule.predict`: all slots are in `kept`, so there is nothing to do."""
 
 
 def copy_bits(source: Floats, out: Floats) -> None:
-    """Copy patterns, not numbers: signalling NaNs stay what they are."""
+    """Copy bit patterns, not numbers, so that signaling NaNs do not change."""
     np.copyto(out.view(PATTERN), source.view(PATTERN))
 
 
 def to_bits(value: float) -> int:
-    """The pattern of an fp32 number."""
+    """The bit pattern of an fp32 number."""
     return int(np.array([value], FLOAT).view(PATTERN)[0])
 
 
 class Reader:
-    """Strict reading of a rule's JSON parameters: every problem is a ``FormatError`` naming rule and parameter."""
+    """Reads a rule's JSON parameters strictly: every problem raises a ``FormatError`` naming rule and parameter."""
 
     def __init__(self, rule: str, params: Mapping[str, Any]) -> None:
         self._rule = rule
@@ -168,32 +170,32 @@ class Reader:
         return float(np.array([value], PATTERN).view(FLOAT)[0])
 
     def number(self, key: str) -> float:
-        """An fp32 number, stored as its pattern."""
+        """Read an fp32 number, stored as its bit pattern."""
         return self._number(key, self._left.pop(key, None))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """At most ``MAX_SCALES`` fp32 numbers."""
+        """Read at most ``MAX_SCALES`` fp32 numbers."""
         value = self._left.pop(key, None)
         if not isinstance(value, list | tuple) or len(value) > MAX_SCALES:
             raise self._bad(key, value)
         return tuple(self._number(key, item) for item in value)
 
     def flag(self, key: str) -> bool:
-        """A JSON boolean."""
+        """Read a JSON boolean."""
         value = self._left.pop(key, None)
         if not isinstance(value, bool):
             raise self._bad(key, value)
         return value
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        """One of the texts ``allowed``."""
+        """Read a string, one of ``allowed``."""
         value = self._left.pop(key, None)
         if value not in allowed:
             raise self._bad(key, value)
         return str(value)
 
     def names(self, key: str, most: int) -> tuple[str, ...]:
-        """One to ``most`` texts."""
+        """Read a list of one to ``most`` strings."""
         value = self._left.pop(key, None)
         if not isinstance(value, list | tuple) or not 1 <= len(value) <= most:
             raise self._bad(key, value)
@@ -202,6 +204,6 @@ class Reader:
         return tuple(value)
 
     def finish(self) -> None:
-        """Raise for parameters that nobody asked for: a newer encoder may have meant something by them."""
+        """Raise `FormatError` if parameters are left: the rule does not know them, a newer encoder might."""
         if self._left:
             raise FormatError(f"optimizer rule {self._rule}: unknown parameter {next(iter(self._left))!r}")

@@ -1,4 +1,4 @@
-"""Taking a step on a parameter's whole state, tile by tile."""
+"""Apply an optimizer step to a parameter's whole state, tile by tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.formats.optim.step_settings import Rule
 
 Array: TypeAlias = npt.NDArray[Any]
 BLOCK_NUMBERS = BLOCK // 4
-"""Numbers of a block: 1 MiB of each tensor of the state."""
+"""Numbers in a block: 1 MiB of each tensor of the state."""
 
 
 def advance(rule: Rule, state: Sequence[Array], gradient: Array) -> None:
@@ -23,19 +23,19 @@ def advance(rule: Rule, state: Sequence[Array], gradient: Array) -> None:
     Args:
         rule: the step's arithmetic (``AdamW(…).rule(Step(…))``).
         state: contiguous fp32 arrays (or their uint32 patterns), one for each of ``rule.slots``, of equal length. A
-            tensor may be cut anywhere, and parts given to as many threads; parts of several tensors of one group may
-            be laid end to end.
-        gradient: what backward left, before loss scale and clipping are undone: fp32 (or uint32 patterns), fp16, or
-            bf16 (ml_dtypes' or uint16 patterns). Not changed.
+            tensor may be cut anywhere, and its parts processed by several threads. Parts of several tensors of one
+            group may be concatenated.
+        gradient: the gradient after backward, before the loss scale is undone and before clipping: fp32 (or uint32
+            patterns), fp16, or bf16 (ml_dtypes' or uint16 patterns). It is not changed.
 
     Raises:
-        ValueError: arrays of other sizes or dtypes.
-        CkptError: this thread's arithmetic is not IEEE's (``arithmetic.exactly``).
+        ValueError: the arrays have the wrong sizes or dtypes.
+        CkptError: this thread's arithmetic does not follow IEEE 754 (``arithmetic.exactly``).
     """
     parts = slots_of(rule, state)
     count = len(parts[0])
     if gradient.size != count:
-        raise ValueError(f"a gradient of {gradient.size} numbers for a state of {count}")
+        raise ValueError(f"the gradient has {gradient.size} numbers, the state {count}; they must be equal")
     flat = np.ascontiguousarray(gradient).reshape(-1)
     with exactly():
         for tile in tiles(count):
@@ -45,26 +45,31 @@ def advance(rule: Rule, state: Sequence[Array], gradient: Array) -> None:
 
 
 def slots_of(rule: Rule, state: Sequence[Array]) -> list[Floats]:
-    """The state's arrays as flat fp32 views. Raises ``ValueError`` unless they are what the rule works on."""
+    """The state's arrays as flat fp32 views. Raises ``ValueError`` if they do not match the rule's slots."""
     if len(state) != len(rule.slots):
-        raise ValueError(f"{len(state)} arrays for the slots {', '.join(rule.slots)}")
+        raise ValueError(f"state: {len(state)} arrays; pass one for each of the slots {', '.join(rule.slots)}")
     parts = [as_floats(array) for array in state]
     if len({len(part) for part in parts}) > 1:
-        raise ValueError(f"the slots {', '.join(rule.slots)} have {[len(part) for part in parts]} numbers")
+        raise ValueError(
+            f"the slots {', '.join(rule.slots)} have {[len(part) for part in parts]} numbers; they must be equal"
+        )
     return parts
 
 
 def as_floats(array: Array) -> Floats:
-    """A flat fp32 view of contiguous memory that holds fp32 numbers or their patterns."""
+    """A flat fp32 view of a contiguous array of fp32 numbers or their patterns. Raises ``ValueError`` for others."""
     if array.dtype not in (FLOAT, PATTERN):
-        raise ValueError(f"optimizer state is fp32 (or uint32 patterns of it), not {array.dtype}")
+        raise ValueError(f"optimizer state must be fp32 (or its uint32 patterns), not {array.dtype}")
     if not array.flags.c_contiguous:
-        raise ValueError("optimizer state has to be contiguous")
+        raise ValueError("optimizer state must be contiguous")
     return cast(Floats, array.reshape(-1).view(FLOAT))
 
 
 def widen(values: Array, out: Floats) -> None:
-    """Gradients as fp32, exactly: fp32 or its patterns, fp16, bf16 or its patterns (uint16)."""
+    """Convert a gradient to fp32 exactly. It is fp32 or its patterns (uint32), fp16, bf16 or its patterns (uint16).
+
+    Raises ``ValueError`` for other dtypes.
+    """
     kind = values.dtype
     if kind in (FLOAT, PATTERN):
         np.copyto(patterns_of(out), values.view(PATTERN))
@@ -73,7 +78,7 @@ def widen(values: Array, out: Floats) -> None:
     elif kind.name in ("bfloat16", "uint16"):
         np.left_shift(values.view("<u2"), 16, out=patterns_of(out), dtype=PATTERN)
     else:
-        raise ValueError(f"gradients are fp32, fp16 or bf16, not {kind}")
+        raise ValueError(f"gradients must be fp32, fp16 or bf16, not {kind}")
 
 
 def patterns_of(values: Floats) -> Patterns:

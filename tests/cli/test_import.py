@@ -123,7 +123,7 @@ def test_usage(ckpt: Run, tmp_path: Path) -> None:
     assert (told.code, told.err) == (0, "")
     nameless = ckpt("import", store, one, write(tmp_path / "c" / "final.safetensors", 3))
     assert nameless.code == 2
-    assert "its name tells no step" in nameless.err
+    assert "its name has no step" in nameless.err
     assert not store.exists()
 
 

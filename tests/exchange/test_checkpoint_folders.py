@@ -110,11 +110,11 @@ def test_an_exported_part_keeps_its_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "why"),
     [
-        ("pytorch_model.bin", "these are weights, and so is model.safetensors"),
-        ("model-00001-of-00002.safetensors", "these are weights, and so is model.safetensors"),
-        ("scheduler.bin", "scheduler.bin becomes 'scheduler', too"),
-        ("rng.pt", "something else becomes 'rng', too"),
-        ("random_states_0.pkl", "rng_state.pth: random_states_0.pkl holds the random states of rank 0, too"),
+        ("pytorch_model.bin", "it has weights, like model.safetensors"),
+        ("model-00001-of-00002.safetensors", "it has weights, like model.safetensors"),
+        ("scheduler.bin", "scheduler.bin has the same key 'scheduler' in the state"),
+        ("rng.pt", "something else has the same key 'rng' in the state"),
+        ("random_states_0.pkl", "rng_state.pth: random_states_0.pkl has the random states of rank 0, too"),
         ("model.bin.index.json", None),
     ],
 )
@@ -149,7 +149,7 @@ def test_a_pipe_is_never_waited_for(tmp_path: Path) -> None:
     write_trainer_folder(folder)
     os.mkfifo(folder / "events")
     os.mkfifo(tmp_path / "model.pt")
-    with pytest.raises(UnsupportedStateError, match="events: it is no regular file"):
+    with pytest.raises(UnsupportedStateError, match="events: it is not a regular file"):
         open_checkpoint(folder, ARGUMENTS)
     with pytest.raises(FormatError, match=r"model\.pt: not a regular file"):
         open_checkpoint(tmp_path / "model.pt")
@@ -174,10 +174,10 @@ def test_a_trainer_state_of_any_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ([], "holds no .safetensors, .bin or .pt file"),
-        (["optimizer.pt", "rng_state_1.pth"], "holds no .safetensors, .bin or .pt file with a model's weights$"),
-        (["a.pt", "b.pt"], r"holds 2 checkpoint files and no index \(a.pt, b.pt\): name the one to import"),
-        (["a.pt", "b.safetensors"], "holds 2 checkpoint files and no index"),
+        ([], "has no .safetensors, .bin or .pt file"),
+        (["optimizer.pt", "rng_state_1.pth"], "has no .safetensors, .bin or .pt file with a model's weights$"),
+        (["a.pt", "b.pt"], r"has 2 checkpoint files and no index \(a.pt, b.pt\): name the one to import"),
+        (["a.pt", "b.safetensors"], "has 2 checkpoint files and no index"),
         (["FORMAT"], "is a checkpoint store"),
     ],
 )
@@ -197,7 +197,7 @@ def test_what_other_programs_make_files_of(tmp_path: Path) -> None:
     dcp.save({"w": torch.arange(5.0)}, checkpoint_id=shards, no_dist=True)
     with pytest.raises(UsageError) as raised:
         survey(shards)
-    command = str(raised.value).partition("made of it by: ")[2].split()
+    command = str(raised.value).partition("made by this command: ")[2].split()
     assert command[:5] == [*["python", "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"], str(shards)]
     dcp_to_torch_save(command[4], tmp_path / "step_1.pt")
     assert torch.equal(imported(tmp_path, tmp_path / "step_1.pt")["w"], torch.arange(5.0))

@@ -377,10 +377,10 @@ def test_what_cannot_be_stripped_is_said(tmp_path: Path) -> None:
     store = stored({"model": {"a": torch.ones(1)}, "lone": torch.ones(1), "odd": {"$x": torch.ones(1)}})
     for strip, error, said in (
         ("net.", TensorNotFoundError, r"begins with 'net\.'; there are 'model\.', 'lone\.'"),
-        ("model", UsageError, r"would be named '\.a', which no file has; a prefix"),
+        ("model", UsageError, r"would be named '\.a', which is invalid in a file; end the prefix"),
         ("odd.", UsageError, r"would be named '\$x'"),
         ("lone", UsageError, r"would be named ''"),
-        ("", UsageError, r"it takes what names begin with"),
+        ("", UsageError, r"pass a prefix of tensor names"),
     ):
         with pytest.raises(error, match=said):
             store.export(1, tmp_path / "x.safetensors", strip=strip)

@@ -165,7 +165,7 @@ def test_deltas_that_add_up(dtype: str) -> None:
     for codec in codecs_of(dtype):
         if codec.base_ratio != 1:
             assert not codec.additive
-            with pytest.raises(ValueError, match="is not summed up"):
+            with pytest.raises(ValueError, match="do not add up"):
                 codecs.add(codec, new, old.copy())
             continue
         if codec.additive:

@@ -190,9 +190,9 @@ def test_misuse_is_refused() -> None:
         codecs.decode(codecs.Sub(4), b"", 64, data[:60])
     with pytest.raises(ValueError, match="at most"):
         codecs.encode(codecs.Raw(), np.zeros(codecs.CHUNK + 1, np.uint8))
-    with pytest.raises(ValueError, match="space"):
+    with pytest.raises(ValueError, match="out has"):
         codecs.encode(codecs.Raw(), data, out=np.empty(64, np.uint8))
-    with pytest.raises(ValueError, match="space"):
+    with pytest.raises(ValueError, match="out has"):
         codecs.decode(codecs.Raw(), data, 64, out=np.empty(63, np.uint8))
     with pytest.raises(ValueError, match="contiguous"):
         codecs.encode(codecs.Raw(), np.zeros((8, 8), np.uint8)[:, ::2])

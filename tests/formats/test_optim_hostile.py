@@ -117,5 +117,5 @@ def test_a_state_longer_than_a_chunk() -> None:
 
 def test_gradients_are_flat_and_contiguous() -> None:
     for gradient in (np.ones((10, 10), "<f4"), np.ones(2 * COUNT, "<f4")[::2]):
-        with pytest.raises(ValueError, match="flat and contiguous"):
+        with pytest.raises(ValueError, match="flat, contiguous"):
             optim.replayed.encode(SGD, state(SGD), None, gradient)

@@ -56,7 +56,7 @@ def test_a_torch_whose_groups_have_no_store_for_others_is_named(
     try:
         with (
             ckptstore.open(tmp_path / "store") as store,
-            pytest.raises(MissingDependencyError, match=r"group= needs torch 2\.9 or newer, and this is torch 2\."),
+            pytest.raises(MissingDependencyError, match=r"group= needs torch 2\.9 or newer: torch 2\."),
         ):
             store.writer(group=distributed.group.WORLD)
     finally:

@@ -111,7 +111,7 @@ def test_what_is_no_sum() -> None:
     zeros = np.zeros(8, np.uint8)
     for codec in (codecs.Planes(4), codecs.Sub(4, codecs.Context(24, 0, 3))):
         assert not codec.additive
-        with pytest.raises(ValueError, match="is not summed up"):
+        with pytest.raises(ValueError, match="do not add up"):
             codecs.add(codec, zeros, zeros)
     with pytest.raises(ValueError, match="8 and 4 bytes"):
         codecs.add(codecs.Xor(4), zeros, zeros[:4])

@@ -48,7 +48,7 @@ MAKE: dict[str, tuple[Callable[[Path], None], str]] = {
     "link": (to_pipe, "a link to a pipe"),
     "dangling": (lambda path: path.symlink_to("nowhere"), "a link to nothing"),
     "loop": (lambda path: path.symlink_to(path.name), "a link to nothing"),
-    "stdout": (lambda path: path.symlink_to("/proc/self/fd/1"), "a link to what a process has open"),
+    "stdout": (lambda path: path.symlink_to("/proc/self/fd/1"), "a link to an open file of a process"),
 }
 
 
