@@ -1,4 +1,4 @@
-"""What each rule of retention keeps at present, brought up to date with every checkpoint that comes."""
+"""What each retention rule keeps at present, updated with every new checkpoint."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ckptstore.formats.rule_rankings import line, metric_in
 __all__ = ["MAX_RULE", "RULES", "Ends", "Found", "Kind", "Window", "ends", "kind_of", "parts_of_best", "window_of"]
 
 MAX_RULE: Final = 200
-"""Letters of a rule."""
+"""Maximum length of a rule in letters."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 class Found:
-    """Every checkpoint that a catalog has, as columns: a rule that looks at all of them makes no object for each.
+    """All checkpoints of a catalog, as columns: a rule that checks all of them creates no object for each.
 
     Attributes:
-        newest: None: there is none.
-        nodes: all of them, ascending.
+        newest: the newest checkpoint; None: there is none.
+        nodes: (term, step) of all checkpoints, ascending.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -43,54 +43,54 @@ class Found:
 
     @cached_property
     def on_line(self) -> list[Node]:
-        """Those on the line of the newest term."""
+        """The checkpoints on the line of the newest term."""
         return list(filter(self._on_line, self.nodes))
 
     @cached_property
     def extras(self) -> Mapping[Node, Mapping[str, Any]]:
-        """What those say that say more than every checkpoint does."""
+        """Extra members (metadata, for example) of the checkpoints that have any."""
         return self._table.extras()
 
     @cached_property
     def times(self) -> list[float]:
-        """As `nodes`."""
+        """The times of the checkpoints, in the order of `nodes`."""
         return list(self._table.column(TIME, lambda entry: entry.time))
 
 
 class Window(ABC):
-    """What one rule keeps at present."""
+    """The checkpoints that one rule keeps at present."""
 
     @abstractmethod
     def begin(self, found: Found) -> Iterable[Node] | None:
-        """Take all of them in -> those that the rule keeps; None: every one."""
+        """Start with all checkpoints of a catalog and return those that the rule keeps; None: every one."""
 
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002  # some rules need neither
-        """Another checkpoint is there -> those that the rule keeps no longer because of it."""
+        """Add a checkpoint. Return those that the rule no longer keeps because of it."""
         return ()
 
     def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:  # noqa: ARG002
-        """Those that the rule keeps no longer now that this is the newest one."""
+        """Return the checkpoints that the rule no longer keeps because `newest` is now the newest one."""
         return ()
 
     def refill(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
-        """The newest one is older than the one before: what was let go may be kept again."""
+        """Start again because the newest checkpoint is older than the previous one: released ones may be kept again."""
 
     def for_good(self, step: int) -> bool:  # noqa: ARG002  # most windows move on
-        """Whether the rule keeps every checkpoint of this step, whatever comes after it."""
+        """Whether the rule keeps every checkpoint of this step for good, whatever is saved after it."""
         return False
 
     @abstractmethod
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:
-        """Whether the rule keeps a checkpoint that was added."""
+        """Whether the rule keeps a checkpoint that was added before."""
 
 
 class _Highest(Window):
-    """``last:N``, and most of ``best:NAME:N``: the N highest of the line; of equals the newer."""
+    """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. Of equal ones the newer is kept."""
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
         """
         Args:
-            value: of a step, and of what is said of it, the number that ranks it; None: it has none.
+            value: (step, extra members) -> the number that ranks the checkpoint; None: it has no such number.
         """
         self._count = count
         self._value = value
@@ -120,14 +120,14 @@ class _Highest(Window):
         self._kept.remove((term, step))
         return ((term, step),)
 
-    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002  # only such were added
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002  # only those of the line are in it
         return entry.node in self._kept
 
 
 class _Best(_Highest):
-    """``best:NAME:N``. While no checkpoint of the line has a number of this name it keeps all.
+    """``best:NAME:N``. It keeps everything while no checkpoint of the line has a number of this name.
 
-    A metric that comes late, or has another name, shall not cost what came before.
+    So a metric that is reported late, or is named differently, does not cost the earlier checkpoints.
     """
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
@@ -211,7 +211,7 @@ class _Branches(Window):
 
 
 class _Tagged(Window):
-    """Tags keep in any case: the rule only says so."""
+    """Tagged checkpoints are always kept: this rule only states it."""
 
     def begin(self, found: Found) -> Iterable[Node] | None:  # noqa: ARG002
         return ()
@@ -249,7 +249,7 @@ def _best(rest: str) -> Window | None:
 
 
 def parts_of_best(rest: str) -> tuple[str, str, str]:
-    """``METRIC:N:max`` -> METRIC, N and max; or min."""
+    """Split ``METRIC:N:max`` into METRIC, N and ``max``; without a direction it is ``min``."""
     name, _, direction = rest.rpartition(":")
     if direction not in ("min", "max"):
         name, direction = rest, "min"
@@ -269,7 +269,7 @@ def _seconds(text: str) -> float | None:
 
 
 Ends = Literal["newer", "better", "never"]
-"""What makes a rule let go of a checkpoint: newer ones, better ones, or nothing by itself."""
+"""What makes a rule release a checkpoint: newer ones, better ones, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +277,9 @@ class Kind:
     """One kind of rule.
 
     Attributes:
-        form: how it is written, for messages: ``last:N``. Without a colon it takes nothing.
-        make: what follows the colon -> what keeps a rule of this kind; None: that is no rule.
-        ends: what makes it let go of a checkpoint. Compaction moves nothing that is about to go.
+        form: how the rule is written, for messages: ``last:N``. A form without a colon has no argument.
+        make: text behind the colon -> the window of the rule; None: the text is invalid.
+        ends: what makes the rule release a checkpoint. Compaction moves nothing that will be released soon.
     """
 
     form: str
@@ -297,23 +297,23 @@ RULES: Final[Mapping[str, Kind]] = MappingProxyType(
         "branches": Kind("branches", lambda _: _Branches(), "never"),
     }
 )
-"""Every kind of rule by the name before its colon. A row is all that another kind needs in the engine and command."""
+"""Every kind of rule, by the name before its colon. A row here is all that a new kind needs in engine and command."""
 
 
 def window_of(rule: str) -> Window | None:
-    """What keeps a rule; None: this version does not know it."""
+    """Return the window of a rule; None: this version does not know the rule."""
     kind = None if len(rule) > MAX_RULE else kind_of(rule)
     return None if kind is None else kind.make(rule.partition(":")[2])
 
 
 def kind_of(rule: str) -> Kind | None:
-    """The kind that a rule is written like: ``last:`` and any text for ``last:N``. None: it is written like none."""
+    """Return the kind of a rule by its form: ``last:`` with any text is ``last:N``. None: no kind has this form."""
     name, colon, _ = rule.partition(":")
     kind = RULES.get(name)
     return kind if kind is not None and bool(colon) == (":" in kind.form) else None
 
 
 def ends(reason: str) -> Ends:
-    """What ends a reason to keep a checkpoint: a rule as it is written, or ``newest``."""
+    """Return what ends a reason to keep a checkpoint. `reason` is a rule as it is written, or ``newest``."""
     kind = kind_of(reason)
     return "newer" if reason == "newest" else "never" if kind is None else kind.ends

@@ -162,7 +162,7 @@ def _decompressed(pointer: Members, stored: bytes, where: str) -> Any:
         raise FormatError(f"{where}: not compressed with zstd, or {decoded} bytes, more than {INDEX_LIMIT}")
     try:
         if zstandard.get_frame_parameters(stored).content_size != decoded:
-            raise FormatError(f"{where}: its frame does not contain {decoded} bytes")
+            raise FormatError(f"{where}: its frame does not hold {decoded} bytes")
         # One frame of known size: zstandard allocates that size and nothing more.
         found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=decoded, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -1,4 +1,4 @@
-"""Stores past the caches for numba: what `uncached_copy` defines. Imported at the first call, where numba is."""
+"""The compiled form of `uncached_copy`, for numba. It is imported at the first call, if numba is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TURN: Final = 4 * _VECTOR
 
 
 def _typed_stream(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
-    """Vectors of 32 bytes with ``!nontemporal`` stores, and a fence: another thread reads what it is told is there."""
+    """Vectors of 32 bytes with ``!nontemporal`` stores, and a fence, so that other threads see the data."""
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         target, origin, size = values
@@ -65,7 +65,7 @@ def _stream(out: int, source: int, length: int) -> int:
 
 
 def stream(source: Bytes, out: Bytes) -> None:
-    """See ``streaming.stream``."""
+    """See ``uncached_copy.stream``."""
     head = min(-out.ctypes.data % _VECTOR, len(out))
     body = (len(out) - head) // _TURN * _TURN
     _stream(out.ctypes.data + head, source.ctypes.data + head, body)
@@ -88,5 +88,5 @@ def _moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
 
 
 def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
-    """See ``streaming.moves``."""
+    """See ``uncached_copy.moves``."""
     _moves(to, at, lengths, past)

@@ -286,7 +286,7 @@ def test_rows_out_of_order(nodes: list[tuple[int, int]]) -> None:
 
 
 def test_a_body_without_a_line() -> None:
-    with pytest.raises(FormatError, match="no line of JSON"):
+    with pytest.raises(FormatError, match="its JSON does not end with a line feed"):
         decode_frame(zstandard.compress(b"{}"))
 
 

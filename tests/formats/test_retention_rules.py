@@ -83,13 +83,13 @@ class TestRules:
         ids=lambda rule: str(rule)[:20] or "empty",
     )  # fmt: skip
     def test_what_is_none(self, rule: Any) -> None:
-        with pytest.raises(UsageError, match="is no rule of retention; there are last:N, every:N"):
+        with pytest.raises(UsageError, match="is no rule of retention; the rules are last:N, every:N"):
             checked(["last:1", rule])
         if isinstance(rule, str):
             assert not known(["last:1", rule])
 
     def test_a_text_is_not_several_rules_and_there_are_not_endlessly_many(self) -> None:
-        with pytest.raises(UsageError, match="several texts"):
+        with pytest.raises(UsageError, match="list of strings"):
             checked("last:1")
         assert len(checked(f"last:{n + 1}" for n in range(retention_rules.MAX_RULES))) == retention_rules.MAX_RULES
         with pytest.raises(UsageError, match="65 rules"):
