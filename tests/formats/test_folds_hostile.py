@@ -322,5 +322,5 @@ def test_a_frame_with_something_behind_it() -> None:
 def test_a_fold_without_terms_has_no_newest_one() -> None:
     document, columns = parted(folds.encode_fold(Catalog(term=0, next_seq=1), run=seeds.RUN)[0])
     document["term"] = 5
-    with pytest.raises(FormatError, match="newest term is 5"):
+    with pytest.raises(FormatError, match="newest term 5"):
         decode(document, columns, seq=0)
