@@ -23,9 +23,9 @@ __all__ = [
     "Column",
     "EncodingRows",
     "NodeRows",
-    "Rows",
     "SegmentRows",
     "SlotRows",
+    "TableRows",
     "ascending",
     "empty",
     "packed",
@@ -63,7 +63,7 @@ def ascending(column: Sequence[Any]) -> bool:
     return all(map(operator.lt, column, islice(column, 1, None)))
 
 
-class Rows(Generic[K, V]):
+class TableRows(Generic[K, V]):
     """Rows in ascending order of their keys. A value takes one row or, in `EncodingRows`, several.
 
     Attributes:
@@ -172,11 +172,11 @@ def _numbers(letter: str, values: Iterable[Any]) -> array[Any]:
     return array(letter, values)
 
 
-class NodeRows(Rows[Node, V]):
+class NodeRows(TableRows[Node, V]):
     """Rows with key (term, step), in the first two columns."""
 
     def find(self, key: Node) -> tuple[int, int]:
-        """See `Rows.find`."""
+        """See `TableRows.find`."""
         terms, steps = self.columns[0], self.columns[1]
         start, stop = bisect_left(terms, key[0]), bisect_right(terms, key[0])
         return bisect_left(steps, key[1], start, stop), bisect_right(steps, key[1], start, stop)
@@ -188,7 +188,7 @@ class NodeRows(Rows[Node, V]):
         return start, stop if step is None else bisect_right(steps, step, start, stop)
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[Node]:
-        """See `Rows.keys`."""
+        """See `TableRows.keys`."""
         return zip(self.columns[0][start:stop], self.columns[1][start:stop], strict=True)
 
     def sorted_strictly(self) -> bool:
@@ -207,7 +207,7 @@ class SlotRows(NodeRows[int]):
     SHAPE = "qqq"
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[int]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         return iter(self.columns[2][start:stop])
 
     def _encoded(self, items: Sequence[tuple[Node, int]]) -> Self:
@@ -221,7 +221,7 @@ class CheckpointRows(NodeRows[CheckpointEntry]):
     SHAPE = "qqxdqq"
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[CheckpointEntry]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         stop = len(self) if stop is None else stop
         terms, steps, states, times, tensors, sizes = self.columns
         for row in range(start, stop):
@@ -242,13 +242,13 @@ class CheckpointRows(NodeRows[CheckpointEntry]):
         return type(self)(columns, {node: {0: row.extra} for node, row in items if row.extra})
 
 
-class SegmentRows(Rows[str, SegmentEntry]):
+class SegmentRows(TableRows[str, SegmentEntry]):
     """id -> segment. Columns: id, term, size, header, hash."""
 
     SHAPE = "xqqqx"
 
     def find(self, key: str) -> tuple[int, int]:
-        """See `Rows.find`."""
+        """See `TableRows.find`."""
         ids: Any = self.columns[0]
         wanted = packed(key)
         if wanted is None:
@@ -257,11 +257,11 @@ class SegmentRows(Rows[str, SegmentEntry]):
         return place, place + (ids[place * DIGEST : (place + 1) * DIGEST] == wanted)
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
-        """See `Rows.keys`."""
+        """See `TableRows.keys`."""
         return iter(_texts(self.columns[0], start, len(self) if stop is None else stop))
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[SegmentEntry]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         stop = len(self) if stop is None else stop
         ids, terms, sizes, headers, hashes = self.columns
         for row in range(start, stop):
@@ -322,11 +322,11 @@ class EncodingRows(NodeRows[tuple[Encoding, ...]]):
         return array("q", accumulate(counts, initial=0))
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[Node]:
-        """See `Rows.keys`."""
+        """See `TableRows.keys`."""
         return (node for node, _ in groupby(super().keys(start, stop)))
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Encoding, ...]]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         row = start
         for node, same in groupby(super().keys(start, stop)):
             edges = [self._edge(node, row + place, place) for place, _ in enumerate(same)]

@@ -26,7 +26,7 @@ def check_commit(catalog: Catalog, record: CommitRecord) -> None:
     """
     if record.term != catalog.term:
         raise UsageError(f"a record of term {record.term} in term {catalog.term}")
-    after = _After(catalog, record)
+    after = _CatalogAfter(catalog, record)
     _check_segments(catalog, record)
     _check_checkpoints(catalog, record)
     for node in record.retires:
@@ -47,7 +47,7 @@ def check_commit(catalog: Catalog, record: CommitRecord) -> None:
         raise UsageError(f"segment {min(unknown)} is swept but was not dropped in this term")
 
 
-class _After:
+class _CatalogAfter:
     """The catalog as it would be after a record, computed without applying the record."""
 
     def __init__(self, catalog: Catalog, record: CommitRecord) -> None:
@@ -125,7 +125,7 @@ def _check_checkpoints(catalog: Catalog, record: CommitRecord) -> None:
         steps.add(checkpoint.step)
 
 
-def _check_encoding(after: _After, edge: Encoding) -> None:
+def _check_encoding(after: _CatalogAfter, edge: Encoding) -> None:
     if not after.promised(edge.checkpoint):
         raise UsageError(f"an encoding of {ref_of(edge.checkpoint)}, which is not promised")
     if not edge.segments:
@@ -141,7 +141,7 @@ def _check_encoding(after: _After, edge: Encoding) -> None:
             )
 
 
-def _check_reachable(after: _After) -> None:
+def _check_reachable(after: _CatalogAfter) -> None:
     """Check that no promised checkpoint loses its last path. Only users of dropped segments, and dependents, can."""
     stack = [node for segment in after.drops for node in after.catalog.edges().users(segment)]
     lost: set[Node] = set()
@@ -155,7 +155,7 @@ def _check_reachable(after: _After) -> None:
         stack.extend(after.dependents(node))
 
 
-def _check_tags(after: _After) -> None:
+def _check_tags(after: _CatalogAfter) -> None:
     tags = dict(after.catalog.tags)
     for name, node in after.record.tags.items():
         if not valid_tag(name):

@@ -21,9 +21,9 @@ from ckptstore.formats.columns import (
     Column,
     EncodingRows,
     NodeRows,
-    Rows,
     SegmentRows,
     SlotRows,
+    TableRows,
     ascending,
 )
 from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal
@@ -82,7 +82,7 @@ def _kinds(rows: EncodingRows) -> tuple[array[int], list[str]]:
     return array("q", map(place.__getitem__, column)), used
 
 
-def _described(rows: Rows[Any, Any]) -> dict[str, Any]:
+def _described(rows: TableRows[Any, Any]) -> dict[str, Any]:
     extras = {
         str(rows.find(key)[0] + place): dict(members)
         for key in sorted(rows.extras)
@@ -130,7 +130,7 @@ class Tables:
         Raises:
             FormatError: a table is invalid, or its rows are not in order.
         """
-        members = [_Table(found.rest().pop(name, None), f"{what}, {name}", columns) for name in _SHAPES]
+        members = [_FoldTable(found.rest().pop(name, None), f"{what}, {name}", columns) for name in _SHAPES]
         self.checkpoints = members[0].checkpoints()
         self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
         self.held = members[1].checkpoints()
@@ -187,7 +187,7 @@ def _flags(data: bytes, _: array[Any]) -> bool:
 _IN_RANGE: Final = {"q": _naturals, "d": _times, "b": _flags}
 
 
-class _Table:
+class _FoldTable:
     """One table: its JSON, and its columns, which must be read in order."""
 
     def __init__(self, value: Any, what: str, columns: ColumnReader) -> None:
@@ -236,11 +236,11 @@ class _Table:
         uses = self._members.number("uses")
         places = self.column("q", "segment", uses)
         if max(columns[2], default=-1) >= len(kinds):
-            raise FormatError(f"{self._what}: kind {max(columns[2])} of {len(kinds)}")
+            raise FormatError(f"{self._what}: kind {max(columns[2])} is not among the {len(kinds)} kinds")
         if len(places) and max(places) >= len(ids):
-            raise FormatError(f"{self._what}: segment {max(places)} of {len(ids)}")
+            raise FormatError(f"{self._what}: segment {max(places)} is not among the {len(ids)} segments")
         if sum(columns[6]) != uses:
-            raise FormatError(f"{self._what}: {uses} uses of segments, the rows have {sum(columns[6])}")
+            raise FormatError(f"{self._what}: {uses} uses of segments, but the rows have {sum(columns[6])}")
         if not _bases_canonical(columns[3], columns[4], columns[5]):
             raise FormatError(f"{self._what}: a base of term 0")
         rows = EncodingRows(columns, {}, kinds, b"".join(map(ids.__getitem__, places)))
@@ -263,7 +263,9 @@ class _Table:
             self._members.refuse("loose", "joined groups of 32 lower-case hex digits")
         return _slices(bytes.fromhex(text))
 
-    def _extras(self, rows: Rows[Any, Any], keys: Callable[[], Iterator[Any]]) -> dict[Any, dict[int, dict[str, Any]]]:
+    def _extras(
+        self, rows: TableRows[Any, Any], keys: Callable[[], Iterator[Any]]
+    ) -> dict[Any, dict[int, dict[str, Any]]]:
         """Return key -> index among the key's rows -> unknown members. `keys` yields the key of each row."""
         extras: dict[Any, dict[int, dict[str, Any]]] = {}
         found = list(self._extra_rows(len(rows)))

@@ -87,7 +87,7 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
     line = _line(frame, what)
     found = Members(jsontext.loads(line, what=what, max_bytes=JSON_LIMIT), what)
     if (kind := found.text("ckptstore")) != "fold":
-        raise FormatError(f"{what}: a text of kind {kind!r}")
+        raise FormatError(f"{what}: a text of kind {kind!r}, expected 'fold'")
     if unknown := [name for name in found.names("incompat") if name not in KNOWN_FEATURES]:
         raise IncompatibleFormatError(f"{what}: needs {', '.join(unknown)}, which this version does not know")
     if found.digest("run") != run or found.number("seq") != seq:
@@ -106,7 +106,9 @@ def _check_size(size: int, stored: int, what: str) -> None:
     """Raise `FormatError` if a frame of `stored` bytes must not contain `size` bytes, which could fill all memory."""
     most = min(FOLD_LIMIT, SLACK + RATIO * stored)
     if size > most or stored > FOLD_LIMIT - _HEAD:
-        raise FormatError(f"{what}: {stored} bytes of {size} bytes of JSON and columns, at most {most} are allowed")
+        raise FormatError(
+            f"{what}: {stored} bytes contain {size} bytes of JSON and columns, at most {most} are allowed"
+        )
 
 
 def _check_line(size: int, what: str) -> None:
@@ -346,9 +348,9 @@ def _rules_among(
     left = []
     for seq, members in unknown:
         found = Members(members, what)
-        said = found.rules(KEEP)
-        if said is not None and seq > newest:
-            rules, newest = said, seq
+        rules_there = found.rules(KEEP)
+        if rules_there is not None and seq > newest:
+            rules, newest = rules_there, seq
         if found.rest():
             left.append((seq, found.rest()))
     return rules, newest, tuple(left)

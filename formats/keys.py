@@ -1,7 +1,7 @@
-"""Decide which keys of a dict are the same key, whatever their forms (SPEC.md 3.1). The rule does not depend on Python.
+"""Decide which keys of a dict are the same key, whatever their forms (SPEC.md 3.1).
 
-Python's own equality rounds in some cases (`numpy.float32` against a large int). The format compares numbers exactly,
-and compares a NaN by its text.
+The rule does not depend on Python, whose own equality rounds in some cases (`numpy.float32` against a large int). The
+format compares numbers exactly, and compares a NaN by its text.
 """
 
 from __future__ import annotations

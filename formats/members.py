@@ -46,12 +46,12 @@ def hexadecimal(value: Any, digits: int = 32) -> bool:
 class Members:
     """The members of one JSON object, to be taken one by one. `what` names the source in errors."""
 
-    __slots__ = ("_left", "_what")
+    __slots__ = ("_remaining", "_what")
 
     def __init__(self, value: Any, what: str) -> None:
         if type(value) is not dict:
             raise FormatError(f"{what}: expected a JSON object, found {type(value).__name__}")
-        self._left: dict[str, Any] = dict(value)
+        self._remaining: dict[str, Any] = dict(value)
         self._what = what
 
     def refuse(self, name: str, wanted: str) -> NoReturn:
@@ -60,11 +60,11 @@ class Members:
 
     def rest(self) -> dict[str, Any]:
         """Return the members that were not taken."""
-        return self._left
+        return self._remaining
 
     def number(self, name: str, *, least: int = 0) -> int:
         """Take an integer in `least`..2^53."""
-        value = self._left.pop(name, None)
+        value = self._remaining.pop(name, None)
         if type(value) is not int or not least <= value <= MAX_INT:
             self.refuse(name, f"an integer in {least}..2^53")
         return value
@@ -78,42 +78,42 @@ class Members:
 
     def time(self, name: str) -> float:
         """Take a number of seconds."""
-        value = self._left.pop(name, None)
+        value = self._remaining.pop(name, None)
         if not is_time(value):
             self.refuse(name, "a number of seconds")
         return float(value)
 
     def digest(self, name: str) -> str:
         """Take a string of 32 hex digits."""
-        value = self._left.pop(name, None)
+        value = self._remaining.pop(name, None)
         if not hexadecimal(value):
             self.refuse(name, "32 lower-case hex digits")
         return str(value)
 
     def text(self, name: str, *, default: str | None = None) -> str:
         """Take a string."""
-        value = self._left.pop(name, default)
+        value = self._remaining.pop(name, default)
         if type(value) is not str:
             self.refuse(name, "a string")
         return value
 
     def flag(self, name: str) -> bool:
         """Take a boolean; absent means False."""
-        value = self._left.pop(name, False)
+        value = self._remaining.pop(name, False)
         if type(value) is not bool:
             self.refuse(name, "a boolean")
         return value
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Take a JSON object; absent means empty."""
-        value = self._left.pop(name, {})
+        value = self._remaining.pop(name, {})
         if type(value) is not dict:
             self.refuse(name, "an object")
         return value
 
     def items(self, name: str, make: Callable[[Any], _T | None], wanted: str) -> tuple[_T, ...]:
         """Take a list and convert its entries with `make`, which returns None to refuse one; absent means empty."""
-        value = self._left.pop(name, [])
+        value = self._remaining.pop(name, [])
         if type(value) is not list:
             self.refuse(name, "a list")
         made = []
@@ -134,7 +134,7 @@ class Members:
 
     def rules(self, name: str) -> tuple[str, ...] | None:
         """Take a list of strings, which may be empty; None: absent."""
-        return self.names(name) if name in self._left else None
+        return self.names(name) if name in self._remaining else None
 
     def nodes(self, name: str) -> tuple[Node, ...]:
         """Take a list of [term, step]; absent means empty."""
@@ -142,7 +142,7 @@ class Members:
 
     def checkpoint_id(self, name: str) -> CheckpointId | None:
         """Take [term, step, state] or null; absent means null."""
-        value = self._left.pop(name, None)
+        value = self._remaining.pop(name, None)
         if value is None:
             return None
         if type(value) is not list or len(value) != 3 or _node(value[:2]) is None or not hexadecimal(value[2]):

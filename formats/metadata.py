@@ -71,8 +71,8 @@ def _written(value: Any, place: str, depth: int) -> Any:
         number = float(value)
         return number if math.isfinite(number) else {_FLOAT: str(number)}
     raise UsageError(
-        f"{place}: {type(value).__name__} is no JSON value; texts, numbers, booleans, None, lists and mappings are"
-        + (f"; it has shape {list(value.shape)}: give .mean().item(), or .tolist()" if hasattr(value, "shape") else "")
+        f"{place}: {type(value).__name__} is not a JSON value; use strings, numbers, booleans, None, lists or mappings"
+        + (f"; it has shape {list(value.shape)}: pass .mean().item() or .tolist()" if hasattr(value, "shape") else "")
     )
 
 

@@ -1,4 +1,4 @@
-"""Merge the trees of many ranks into one (SPEC.md 3.3). Whatever all ranks have in common is stored once.
+"""Merge the trees of many ranks into one, which stores once whatever all ranks have in common (SPEC.md 3.3).
 
 ::
 
@@ -18,12 +18,12 @@ from typing import Any, Final
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext
 from ckptstore.formats.tree import MAX_DEPTH, paths, tensor_names
-from ckptstore.formats.tree_union import united
+from ckptstore.formats.tree_union import union_of
 
 __all__ = ["TAG", "left_out", "merge", "of_rank", "rank_count"]
 
 TAG: Final = "$ranks"
-_AROUND: Final = 3  # an object and two arrays are around a node that differs
+_NODE_DEPTH: Final = 3  # an object and two arrays are around a node that differs
 _GONE: Final = object()
 _MAPPINGS: Final = ("$odict", "$counter")
 
@@ -65,7 +65,7 @@ class _Merger:
         if len(set(texts)) == 1:
             return nodes[0]
         merged = _GONE if None in texts else self.container(nodes, depth)
-        return self.apart(nodes, texts, depth) if merged is _GONE else merged
+        return self.per_rank(nodes, texts, depth) if merged is _GONE else merged
 
     def container(self, nodes: Sequence[Any], depth: int) -> Any:
         """Merge containers of the same shape member by member; `_GONE` if their shapes differ."""
@@ -109,7 +109,7 @@ class _Merger:
         columns = zip(*bodies, strict=True)
         return [[column[0][0], self.node([value for _, value in column], depth + 2)] for column in columns]
 
-    def apart(self, nodes: Sequence[Any], texts: Sequence[bytes | None], depth: int) -> dict[str, Any]:
+    def per_rank(self, nodes: Sequence[Any], texts: Sequence[bytes | None], depth: int) -> dict[str, Any]:
         """Return a ``$ranks`` object. Equal nodes are stored once, in the order of the first rank that has them."""
         rows: dict[bytes, int] = {}
         kept: list[Any] = []
@@ -123,7 +123,7 @@ class _Merger:
             if place == len(kept):
                 kept.append(nodes[column])
             places.append(place)
-        if depth + _AROUND + max(map(_depth, kept)) > MAX_DEPTH:
+        if depth + _NODE_DEPTH + max(map(_depth, kept)) > MAX_DEPTH:
             raise UnsupportedStateError("values that differ over the ranks are nested too deep")
         return {TAG: [places, kept]}
 
@@ -131,7 +131,7 @@ class _Merger:
 def _deepest(tree: Any) -> int:
     """Return the largest number of arrays and objects around anything in a merged tree, as `_of_rank` counts.
 
-    Nodes that differ over the ranks are not visited: `_Merger.apart` bounds them.
+    Nodes that differ over the ranks are not visited: `_Merger.per_rank` bounds them.
     """
     deepest, waiting = 0, [(tree, 0)]
     while waiting:
@@ -186,7 +186,7 @@ def of_rank(tree: Any, rank: int | None) -> Any:
     Args:
         tree: the result of `merge`, from an untrusted source. A tree without ``$ranks`` is the tree of every rank.
         rank: the rank; if the tree has fewer ranks, `rank` modulo their number. None: the union of all ranks
-            (`tree_union.united`), whatever the order of their keys. Where values differ, it has the first rank's.
+            (`tree_union.union_of`), whatever the order of their keys. Where values differ, it has the first rank's.
 
     Raises:
         FormatError: an invalid ``$ranks``; one inside another; or one outside a dict that a rank lacks.
@@ -219,8 +219,8 @@ def _of_rank(node: Any, rank: int | None, depth: int, *, inside: bool = False) -
         raise FormatError(f"state tree: {TAG} within {TAG}")
     places, nodes = _checked(node[TAG])
     wanted = dict.fromkeys(places if rank is None else [places[rank % len(places)]])
-    found = [_of_rank(nodes[one], rank, depth + _AROUND, inside=True) for one in wanted if one is not None]
-    return united(found, depth) if found else _GONE
+    found = [_of_rank(nodes[one], rank, depth + _NODE_DEPTH, inside=True) for one in wanted if one is not None]
+    return union_of(found, depth) if found else _GONE
 
 
 def left_out(tree: Any, union: Any = None) -> list[str]:
@@ -249,7 +249,7 @@ def left_out(tree: Any, union: Any = None) -> list[str]:
         elif isinstance(node, dict):
             places, nodes = _checked(node[TAG])
             used = [nodes[one] for one in dict.fromkeys(places) if one is not None]
-            there = {path for path, _ in paths(united(used))} if used else set()
+            there = {path for path, _ in paths(union_of(used))} if used else set()
             shown.update(name for one in used for path, name in paths(one) if path in there)
     return [name for name in missing if name not in shown]
 

@@ -373,7 +373,7 @@ def decode_format(data: bytes, *, what: str = "FORMAT") -> FormatFile:
     """
     found = Members(unseal(data, what=what), what)
     if (kind := found.text("ckptstore")) != "format":
-        raise FormatError(f"{what}: a text of kind {kind!r}")
+        raise FormatError(f"{what}: a text of kind {kind!r}, expected 'format'")
     if (major := found.number("major")) != MAJOR:
         raise IncompatibleFormatError(f"{what}: format version {major}; this version reads {MAJOR}")
     features = Members(found.mapping("features"), what)

@@ -1,4 +1,4 @@
-"""The rules of retention: which checkpoints of a store are kept. Users write these rules and COMMITs store them.
+"""The retention rules, which users write and COMMITs store: they decide which checkpoints of a store are kept.
 
 The rules are a union: a checkpoint stays if any rule keeps it. The newest checkpoint and every tagged one always stay.
 Rules that rank (``last``, ``best``) rank only the line of the newest checkpoint, which is the history that a continuing
@@ -17,9 +17,9 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Node
 from ckptstore.formats.rule_rankings import line, names
-from ckptstore.formats.rule_windows import RULES, Found, Window, ends, parts_of_best, window_of
+from ckptstore.formats.rule_windows import RULES, CheckpointColumns, RuleWindow, ends, parts_of_best, window_of
 
-__all__ = ["MAX_RULES", "Keeping", "checked", "known", "reasons_of", "unmatched"]
+__all__ = ["MAX_RULES", "RetentionTracker", "checked", "known", "reasons_of", "unmatched"]
 
 MAX_RULES: Final = 64
 """Maximum number of rules of a store."""
@@ -36,12 +36,12 @@ def checked(rules: Iterable[str]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(rule.strip() if isinstance(rule, str) else rule for rule in rules))
     for rule in found:
         if not isinstance(rule, str) or window_of(rule) is None:
-            error = UsageError(f"{rule!r:.80} is no rule of retention; the rules are {_forms()}")
+            error = UsageError(f"{rule!r:.80} is not a retention rule; the rules are {_forms()}")
             if isinstance(rule, str) and window_of(meant := rule.replace("=", ":").replace(" ", "")) is not None:
                 error.add_note(f"did you mean {meant}?")
             raise error
     if len(found) > MAX_RULES:
-        raise UsageError(f"{len(found)} rules of retention, at most {MAX_RULES} are allowed")
+        raise UsageError(f"{len(found)} retention rules, at most {MAX_RULES} are allowed")
     return found
 
 
@@ -63,13 +63,13 @@ def unmatched(catalog: Catalog, rules: Iterable[str]) -> dict[str, str]:
     return {rule: name for rule, name in wanted.items() if name not in there}
 
 
-def _windows(rules: Sequence[str]) -> dict[str, Window]:
+def _windows(rules: Sequence[str]) -> dict[str, RuleWindow]:
     found = {rule: window for rule in rules if (window := window_of(rule)) is not None}
     assert len(found) == len(rules), "with an unknown rule every checkpoint is kept"
     return found
 
 
-class Keeping:
+class RetentionTracker:
     """The checkpoints that a store's rules keep, updated at each save. Only possibly released ones are rechecked."""
 
     def __init__(self, rules: Sequence[str], catalog: Catalog) -> None:
@@ -82,7 +82,7 @@ class Keeping:
         self.rules = tuple(rules)
         self._windows = _windows(rules)
         self._on_line = line(catalog)
-        found = Found(catalog)
+        found = CheckpointColumns(catalog)
         self._newest = found.newest
         self._time = -math.inf  # of the newest, at the last call of `superfluous`
         self._tags: dict[str, Node] = {}
@@ -94,7 +94,7 @@ class Keeping:
             kept = None if some is None or kept is None else kept.union(some)
         # A heap, because it is already sorted: a caller that asks for a thousand of them pays for a thousand.
         self._queue = [] if kept is None else [node for node in found.nodes if node not in kept]
-        self._suspects = set(self._queue)
+        self._candidates = set(self._queue)
 
     def add(self, entry: CheckpointEntry) -> None:
         """Add a checkpoint of the newest term that is promised, or about to be."""
@@ -102,18 +102,18 @@ class Keeping:
         if before is None or before.term != entry.term or before.step < entry.step:
             self._newest = entry
             if before is not None:
-                self._suspect([before.node])
+                self._reconsider([before.node])
         self._new[entry.node] = entry
         on_line = self._on_line(entry.node)
         for window in self._windows.values():
-            self._suspect(window.add(entry, on_line))
-        self._suspect([entry.node])
+            self._reconsider(window.add(entry, on_line))
+        self._reconsider([entry.node])
 
-    def _suspect(self, nodes: Iterable[Node]) -> None:
+    def _reconsider(self, nodes: Iterable[Node]) -> None:
         """Mark checkpoints that perhaps no rule keeps any more."""
         for node in nodes:
-            if node not in self._suspects:
-                self._suspects.add(node)
+            if node not in self._candidates:
+                self._candidates.add(node)
                 heapq.heappush(self._queue, node)
 
     def superfluous(
@@ -130,8 +130,8 @@ class Keeping:
             return []
         for window in self._windows.values():
             if self._newest.time < self._time:  # the clock was set back
-                window.refill([*catalog.checkpoints.values(), *self._new.values()])
-            self._suspect(window.lapse(self._newest))
+                window.restart([*catalog.checkpoints.values(), *self._new.values()])
+            self._reconsider(window.expire(self._newest))
         self._time = self._newest.time
         self._retag({**catalog.tags, **(tags or {})})
         found: list[Node] = []
@@ -139,7 +139,7 @@ class Keeping:
             node = heapq.heappop(self._queue)
             entry = catalog.checkpoints.get(node) or self._new.get(node)
             if entry is None or self.reasons(entry):  # gone, or kept: it is marked again when a rule releases it
-                self._suspects.discard(node)
+                self._candidates.discard(node)
             else:
                 found.append(node)
         for node in found:
@@ -166,7 +166,7 @@ class Keeping:
         now = {name: node for name, node in tags.items() if node is not None}
         if now != self._tags:
             named = set(now.values())
-            self._suspect(self._named - named)
+            self._reconsider(self._named - named)
             self._tags, self._named = now, named
 
 
@@ -179,7 +179,7 @@ def reasons_of(catalog: Catalog, rules: Sequence[str]) -> tuple[dict[str, list[N
     Raises:
         CorruptLogError: damage hides which checkpoint is the newest.
     """
-    found = Found(catalog)
+    found = CheckpointColumns(catalog)
     named = set(catalog.tags.values())
     reasons = {
         "newest": [] if found.newest is None else [found.newest.node],

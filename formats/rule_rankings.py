@@ -24,14 +24,14 @@ def metric(entry: CheckpointEntry, name: str) -> float | None:
 
 def metric_in(extra: Mapping[str, Any], name: str) -> float | None:
     """Return `number` of the metadata among the extra members of a checkpoint's entry."""
-    said = extra.get(metadata.MEMBER)
-    return number(said, name) if isinstance(said, Mapping) else None
+    labels = extra.get(metadata.MEMBER)
+    return number(labels, name) if isinstance(labels, Mapping) else None
 
 
-def number(said: Mapping[str, Any], name: str) -> float | None:
+def number(labels: Mapping[str, Any], name: str) -> float | None:
     """Return the number `name` in metadata, or in its ``metrics``; None: there is none, or it is NaN."""
-    inner = said.get(_METRICS)
-    found = said.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
+    inner = labels.get(_METRICS)
+    found = labels.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
     value = metadata.read({name: found})[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -46,11 +46,11 @@ def names(catalog: Catalog) -> list[str]:
     """Return the names of all numbers in the metadata of checkpoints, sorted."""
     found: set[str] = set()
     for extra in catalog.checkpoints.extras().values():
-        said = extra.get(metadata.MEMBER)
-        if isinstance(said, Mapping):
-            inner = said.get(_METRICS)
-            said_names = {*said, *(inner if isinstance(inner, Mapping) else ())} - found
-            found.update(name for name in said_names if number(said, name) is not None)
+        labels = extra.get(metadata.MEMBER)
+        if isinstance(labels, Mapping):
+            inner = labels.get(_METRICS)
+            new_names = {*labels, *(inner if isinstance(inner, Mapping) else ())} - found
+            found.update(name for name in new_names if number(labels, name) is not None)
     return sorted(found)
 
 

@@ -20,14 +20,25 @@ from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import CheckpointEntry, Node
 from ckptstore.formats.rule_rankings import line, metric_in
 
-__all__ = ["MAX_RULE", "RULES", "Ends", "Found", "Kind", "Window", "ends", "kind_of", "parts_of_best", "window_of"]
+__all__ = [
+    "MAX_RULE",
+    "RULES",
+    "CheckpointColumns",
+    "Ends",
+    "RuleKind",
+    "RuleWindow",
+    "ends",
+    "kind_of",
+    "parts_of_best",
+    "window_of",
+]
 
 MAX_RULE: Final = 200
 """Maximum length of a rule in letters."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-class Found:
+class CheckpointColumns:
     """All checkpoints of a catalog, as columns: a rule that checks all of them creates no object for each.
 
     Attributes:
@@ -57,22 +68,22 @@ class Found:
         return list(self._table.column(TIME, lambda entry: entry.time))
 
 
-class Window(ABC):
+class RuleWindow(ABC):
     """The checkpoints that one rule keeps at present."""
 
     @abstractmethod
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         """Start with all checkpoints of a catalog and return those that the rule keeps; None: every one."""
 
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002  # some rules need neither
         """Add a checkpoint. Return those that the rule no longer keeps because of it."""
         return ()
 
-    def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:  # noqa: ARG002
+    def expire(self, newest: CheckpointEntry) -> Iterable[Node]:  # noqa: ARG002
         """Return the checkpoints that the rule no longer keeps because `newest` is now the newest one."""
         return ()
 
-    def refill(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
+    def restart(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
         """Start again because the newest checkpoint is older than the previous one: released ones may be kept again."""
 
     def for_good(self, step: int) -> bool:  # noqa: ARG002  # most windows move on
@@ -84,7 +95,7 @@ class Window(ABC):
         """Whether the rule keeps a checkpoint that was added before."""
 
 
-class _Highest(Window):
+class _Highest(RuleWindow):
     """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. Of equal ones the newer is kept."""
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
@@ -97,7 +108,7 @@ class _Highest(Window):
         self._ranks: list[tuple[float, int, int]] = []
         self._kept: set[Node] = set()
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         nothing: Mapping[str, Any] = {}
         ranked = (
             (value, step, term)
@@ -124,7 +135,7 @@ class _Highest(Window):
         return entry.node in self._kept
 
 
-class _Best(_Highest):
+class _BestOf(_Highest):
     """``best:NAME:N``. It keeps everything while no checkpoint of the line has a number of this name.
 
     So a metric that is reported late, or is named differently, does not cost the earlier checkpoints.
@@ -134,7 +145,7 @@ class _Best(_Highest):
         super().__init__(count, value)
         self._before: list[Node] = []
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         kept = super().begin(found)
         if kept:
             return kept
@@ -156,13 +167,13 @@ class _Best(_Highest):
         return not self._ranks or super().keeps(entry, on_line)
 
 
-class _NewerThan(Window):
+class _NewerThan(RuleWindow):
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since = -math.inf
         self._oldest: list[tuple[float, Node]] = []
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         if found.newest is not None:
             self._since = found.newest.time - self._seconds
         self._oldest = sorted((time, node) for time, node in zip(found.times, found.nodes, strict=True))
@@ -173,14 +184,14 @@ class _NewerThan(Window):
         heapq.heappush(self._oldest, (entry.time, entry.node))
         return ()
 
-    def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:
+    def expire(self, newest: CheckpointEntry) -> Iterable[Node]:
         self._since = newest.time - self._seconds
         found = []
         while self._oldest and self._oldest[0][0] < self._since:
             found.append(heapq.heappop(self._oldest)[1])
         return found
 
-    def refill(self, entries: Iterable[CheckpointEntry]) -> None:
+    def restart(self, entries: Iterable[CheckpointEntry]) -> None:
         self._oldest = [(entry.time, entry.node) for entry in entries]
         heapq.heapify(self._oldest)
 
@@ -188,11 +199,11 @@ class _NewerThan(Window):
         return entry.time >= self._since
 
 
-class _Every(Window):
+class _Every(RuleWindow):
     def __init__(self, steps: int) -> None:
         self._steps = steps
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         return [node for node in found.nodes if node[1] % self._steps == 0]
 
     def for_good(self, step: int) -> bool:
@@ -202,40 +213,40 @@ class _Every(Window):
         return self.for_good(entry.step)
 
 
-class _Branches(Window):
-    def begin(self, found: Found) -> Iterable[Node] | None:
+class _Branches(RuleWindow):
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         return set(found.nodes).difference(found.on_line)
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return not on_line
 
 
-class _Tagged(Window):
+class _Tagged(RuleWindow):
     """Tagged checkpoints are always kept: this rule only states it."""
 
-    def begin(self, found: Found) -> Iterable[Node] | None:  # noqa: ARG002
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:  # noqa: ARG002
         return ()
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return False
 
 
-def _last(rest: str) -> Window | None:
+def _last(rest: str) -> RuleWindow | None:
     count = _count(rest)
     return None if count is None else _Highest(count, lambda step, _: float(step))
 
 
-def _every(rest: str) -> Window | None:
+def _every(rest: str) -> RuleWindow | None:
     count = _count(rest)
     return None if count is None else _Every(count)
 
 
-def _newer_than(rest: str) -> Window | None:
+def _newer_than(rest: str) -> RuleWindow | None:
     seconds = _seconds(rest)
     return None if seconds is None else _NewerThan(seconds)
 
 
-def _best(rest: str) -> Window | None:
+def _best(rest: str) -> RuleWindow | None:
     name, digits, direction = parts_of_best(rest)
     count, sign = _count(digits), 1.0 if direction == "max" else -1.0
     if count is None or not name:
@@ -245,7 +256,7 @@ def _best(rest: str) -> Window | None:
         found = metric_in(extra, name)
         return None if found is None else sign * found
 
-    return _Best(count, value)
+    return _BestOf(count, value)
 
 
 def parts_of_best(rest: str) -> tuple[str, str, str]:
@@ -273,7 +284,7 @@ Ends = Literal["newer", "better", "never"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RuleKind:
     """One kind of rule.
 
     Attributes:
@@ -283,30 +294,30 @@ class Kind:
     """
 
     form: str
-    make: Callable[[str], Window | None]
+    make: Callable[[str], RuleWindow | None]
     ends: Ends
 
 
-RULES: Final[Mapping[str, Kind]] = MappingProxyType(
+RULES: Final[Mapping[str, RuleKind]] = MappingProxyType(
     {
-        "last": Kind("last:N", _last, "newer"),
-        "every": Kind("every:N", _every, "never"),
-        "best": Kind("best:METRIC:N (or best:METRIC:N:max)", _best, "better"),
-        "newer-than": Kind("newer-than:7d (s, m, h, d, w)", _newer_than, "newer"),
-        "tagged": Kind("tagged", lambda _: _Tagged(), "never"),
-        "branches": Kind("branches", lambda _: _Branches(), "never"),
+        "last": RuleKind("last:N", _last, "newer"),
+        "every": RuleKind("every:N", _every, "never"),
+        "best": RuleKind("best:METRIC:N (or best:METRIC:N:max)", _best, "better"),
+        "newer-than": RuleKind("newer-than:7d (s, m, h, d, w)", _newer_than, "newer"),
+        "tagged": RuleKind("tagged", lambda _: _Tagged(), "never"),
+        "branches": RuleKind("branches", lambda _: _Branches(), "never"),
     }
 )
 """Every kind of rule, by the name before its colon. A row here is all that a new kind needs in engine and command."""
 
 
-def window_of(rule: str) -> Window | None:
+def window_of(rule: str) -> RuleWindow | None:
     """Return the window of a rule; None: this version does not know the rule."""
     kind = None if len(rule) > MAX_RULE else kind_of(rule)
     return None if kind is None else kind.make(rule.partition(":")[2])
 
 
-def kind_of(rule: str) -> Kind | None:
+def kind_of(rule: str) -> RuleKind | None:
     """Return the kind of a rule by its form: ``last:`` with any text is ``last:N``. None: no kind has this form."""
     name, colon, _ = rule.partition(":")
     kind = RULES.get(name)

@@ -205,7 +205,7 @@ def read_identity(members: Members, where: str) -> SegmentDoc:
     """
     version = members.number("version")
     if version != VERSION:
-        raise IncompatibleFormatError(f"{where}: segment format version {version}; {VERSION} is known")
+        raise IncompatibleFormatError(f"{where}: segment format version {version}; this version reads {VERSION}")
     incompat = members.names("incompat")
     unknown = sorted(set(incompat) - KNOWN_INCOMPAT)
     if unknown:
@@ -224,9 +224,9 @@ def read_identity(members: Members, where: str) -> SegmentDoc:
 
 def with_extra(members: dict[str, Any], doc: SegmentDoc) -> dict[str, Any]:
     """Append the unknown members of `doc` to `members`. Raises `FormatError` if `members` already has one of them."""
-    taken = sorted(doc.extra.keys() & members.keys())
-    if taken:
-        raise FormatError(f"segment {doc.segment}: {taken[0]!r} is a known member and cannot be in `extra`")
+    known = sorted(doc.extra.keys() & members.keys())
+    if known:
+        raise FormatError(f"segment {doc.segment}: {known[0]!r} is a known member and cannot be in `extra`")
     return members | dict(doc.extra)
 
 
@@ -249,5 +249,5 @@ def frame(header: bytes, header_size: int) -> bytes:
     """Return length field, header text and padding, `header_size` bytes. Raises `FormatError` if the text is longer."""
     planned = header_size - LENGTH.size
     if len(header) > planned:
-        raise FormatError(f"a header of {len(header)} bytes does not fit the {planned} that were planned")
+        raise FormatError(f"a header of {len(header)} bytes exceeds the {planned} bytes that were planned")
     return LENGTH.pack(planned) + header.ljust(planned)

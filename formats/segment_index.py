@@ -54,7 +54,7 @@ def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, 
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     if len(entries) > MAX_ENTRIES or len(chunks) > MAX_CHUNKS:
         raise FormatError(f"segment {doc.segment}: {len(entries)} entries, {len(chunks)} chunks are too many")
-    tensors, codecs = _Table(), _Table()
+    tensors, codecs = _RowTable(), _RowTable()
     columns: dict[str, Any] = {
         "counts": [len(doc.tensors.get(step, {})) for step in doc.steps],
         "tensor": [_described(tensors, entry) for entry in entries],
@@ -118,7 +118,7 @@ def uses_of(index: Mapping[str, Any]) -> list[str]:
     return sorted(found)
 
 
-class _Table:
+class _RowTable:
     """Distinct rows, in order of first use."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Table:
         return place
 
 
-def _described(tensors: _Table, entry: TensorEntry) -> int:
+def _described(tensors: _RowTable, entry: TensorEntry) -> int:
     what = f"tensor {entry.name!r}"
     spec = TensorSpec(entry.name, entry.dtype, entry.shape, entry.global_shape, entry.offset)
     if [chunk.logical for chunk in entry.chunks] != [length for _, length in chunk_extents(spec.nbytes)]:
@@ -151,7 +151,7 @@ def _described(tensors: _Table, entry: TensorEntry) -> int:
     return tensors.row(spec, row)
 
 
-def _encoded(codecs: _Table, entry: TensorEntry) -> int:
+def _encoded(codecs: _RowTable, entry: TensorEntry) -> int:
     # The key is JSON text: in Python True == 1 == 1.0, but JSON distinguishes them.
     row = [entry.codec, dict(entry.params)]
     return codecs.row(jsontext.dumps(row), row)

@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple
 from ckptstore.formats.members import Members, hexadecimal, is_term, is_time, natural
 from ckptstore.formats.records import CheckpointId
 
-__all__ = ["Part", "Ranks", "StepEncoding", "read_parents", "read_ranks", "read_steps", "step_columns"]
+__all__ = ["Ranks", "SegmentPart", "StepEncoding", "read_parents", "read_ranks", "read_steps", "step_columns"]
 
 _NO_BASE: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SegmentPart:
     """The position of one segment among several that an encoding reads.
 
     Attributes:
@@ -52,7 +52,7 @@ class StepEncoding:
     base: CheckpointId | None = None
     time: float = 0.0
     lossy: bool = False
-    part: Part | None = None
+    part: SegmentPart | None = None
 
 
 class Ranks(NamedTuple):
@@ -167,10 +167,10 @@ def _parent(value: Any) -> tuple[int, CheckpointId | None] | None:
     return None if below is not None and below.term >= value[0] else (value[0], below)
 
 
-def _part(value: Any) -> tuple[int, Part] | None:
+def _part(value: Any) -> tuple[int, SegmentPart] | None:
     if type(value) is not list or len(value) != 4 or not natural(value[0]) or not hexadecimal(value[1]):
         return None
     number, count = value[2:]
     if not natural(number) or not natural(count) or count < 2 or number >= count:
         return None
-    return value[0], Part(value[1], number, count)
+    return value[0], SegmentPart(value[1], number, count)

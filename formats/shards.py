@@ -15,7 +15,7 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.boxes import Box, gap, overlapping
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.segment_doc import Chunk, TensorEntry
-from ckptstore.formats.step_codec import Group
+from ckptstore.formats.step_codec import StepGroup
 
 __all__ = [
     "ShardKey",
@@ -87,7 +87,7 @@ def keyed(entry: TensorEntry, key: str) -> TensorEntry:
     return replace(entry, name=key, params=params)
 
 
-def keyed_group(group: Group, keys: dict[str, str]) -> Group:
+def keyed_group(group: StepGroup, keys: dict[str, str]) -> StepGroup:
     """Return a group whose tensors are named by keys. `keys` maps names in the segment to keys."""
     return replace(group, members=tuple(tuple(keys[name] for name in member) for member in group.members))
 

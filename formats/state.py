@@ -38,8 +38,8 @@ from ckptstore.formats.names import flat_names
 from ckptstore.formats.sources import NumpySource, Origin, TensorSource
 from ckptstore.formats.tree import (
     MAX_DEPTH,
-    Place,
     Resolve,
+    TensorPlace,
     paths,
     places,
     select,
@@ -56,10 +56,10 @@ __all__ = [
     "FlatState",
     "NumpySource",
     "Origin",
-    "Place",
     "Recognise",
     "Resolve",
     "Tagged",
+    "TensorPlace",
     "TensorSource",
     "check_size",
     "flatten",

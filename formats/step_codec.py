@@ -17,14 +17,14 @@ from ckptstore.formats import optim
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment_doc import TensorEntry
 
-__all__ = ["STEP", "Group", "follower_params", "groups_of"]
+__all__ = ["STEP", "StepGroup", "follower_params", "groups_of"]
 
 STEP: Final = "step"
 _ENCODINGS: Final = ("predicted", "replayed", "sparse")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class StepGroup:
     """The tensors that one payload restores.
 
     Attributes:
@@ -62,7 +62,7 @@ def follower_params(leader: str) -> dict[str, Any]:
     return {"leader": leader}
 
 
-def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[Group]:
+def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[StepGroup]:
     """Return the groups among the tensors of one step in one segment.
 
     Raises:
@@ -86,7 +86,7 @@ def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[Group]:
     return found
 
 
-def _read(leader: TensorEntry, where: str) -> Group:
+def _read(leader: TensorEntry, where: str) -> StepGroup:
     what = f"{where}: tensor {leader.name!r}"
     params = leader.params
     encoding, rule, members = params.get("encoding"), params.get("rule"), params.get("members")
@@ -98,7 +98,7 @@ def _read(leader: TensorEntry, where: str) -> Group:
         known = optim.rule(rule)
     except FormatError as error:
         raise type(error)(f"{what}: {error}") from error
-    group = Group(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))
+    group = StepGroup(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))
     if any(len(member) != len(known.slots) for member in group.members):
         raise FormatError(f"{what}: a parameter has the slots {', '.join(known.slots)}")
     return group
@@ -111,7 +111,7 @@ def _is_table(members: object) -> bool:
     )
 
 
-def _check(group: Group, tensors: Mapping[str, TensorEntry], where: str) -> None:
+def _check(group: StepGroup, tensors: Mapping[str, TensorEntry], where: str) -> None:
     total = 0
     for member in group.members:
         first: TensorEntry | None = None

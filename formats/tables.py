@@ -12,7 +12,7 @@ from heapq import merge
 from itertools import groupby
 from typing import Any, Final, Generic, Self, TypeVar, overload
 
-from ckptstore.formats.columns import NodeRows, Rows
+from ckptstore.formats.columns import NodeRows, TableRows
 from ckptstore.formats.records import Node
 
 __all__ = ["MANY", "NodeTable", "Table"]
@@ -39,7 +39,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
 
     __slots__ = ("_longer", "changes", "rows")
 
-    def __init__(self, rows: Rows[K, V]) -> None:
+    def __init__(self, rows: TableRows[K, V]) -> None:
         self.rows = rows
         self.changes: dict[K, V | None] = {}
         self._longer = 0  # keys added minus keys removed
@@ -51,7 +51,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         twin._longer = self._longer
         return twin
 
-    def settled(self) -> Rows[K, V]:
+    def settled(self) -> TableRows[K, V]:
         """Return the whole table as rows."""
         return self.rows.with_changes(self.changes) if self.changes else self.rows
 

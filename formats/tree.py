@@ -18,8 +18,8 @@ from ckptstore.formats.sources import Origin
 
 __all__ = [
     "MAX_DEPTH",
-    "Place",
     "Resolve",
+    "TensorPlace",
     "decode_key",
     "member",
     "only_tensors",
@@ -276,7 +276,7 @@ def tensor_count(tree: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """A place of a tensor in the tree.
 
     Attributes:
@@ -288,14 +288,14 @@ class Place:
     tensor: str
 
 
-def places(tree: Any) -> list[Place]:
+def places(tree: Any) -> list[TensorPlace]:
     """Return every place of every tensor, in tree order.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
     """
     found = paths(tree)
-    return [Place(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
+    return [TensorPlace(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
 
 
 def paths(tree: Any) -> list[tuple[tuple[Any, ...], str]]:

@@ -14,7 +14,7 @@ from ckptstore.formats import jsontext
 from ckptstore.formats.keys import identity
 from ckptstore.formats.tree import MAX_DEPTH, tag_of, tensor_names
 
-__all__ = ["united"]
+__all__ = ["union_of"]
 
 _TENSOR: Final = "tensor"
 _VALUE: Final = "value"
@@ -22,7 +22,7 @@ _MAPPINGS: Final = ("$dict", "$odict", "$counter")
 _SEQUENCES: Final = ("$list", "$tuple")
 
 
-def united(nodes: Sequence[Any], depth: int = 0) -> Any:
+def union_of(nodes: Sequence[Any], depth: int = 0) -> Any:
     """Return the union of nodes.
 
     Args:
@@ -72,12 +72,12 @@ def _mapping(kind: str, nodes: Sequence[Any], depth: int) -> Any:
             for key, value in body.items():
                 rows.setdefault(key, []).append(value)
         inner = depth + (1 if kind == "$dict" else 2)
-        members = {key: united(values, inner) for key, values in rows.items()}
+        members = {key: union_of(values, inner) for key, values in rows.items()}
         return members if kind == "$dict" else {kind: members}
     pairs = _Pairs()
     for body in bodies:
         pairs.add(kind, body)
-    return {kind: [[key, united(values, depth + 3)] for key, values in pairs.rows]}
+    return {kind: [[key, union_of(values, depth + 3)] for key, values in pairs.rows]}
 
 
 def _body(kind: str, node: Any) -> Any:
@@ -129,7 +129,7 @@ def _sequence(kind: str, nodes: Sequence[Any], depth: int) -> Any:
     if all(_kind(element) == _VALUE for body in bodies for element in body):
         return nodes[0]
     columns = [[body[at] for body in bodies if at < len(body)] for at in range(max(map(len, bodies)))]
-    elements = [united(column, depth + (1 if kind == "$list" else 2)) for column in columns]
+    elements = [union_of(column, depth + (1 if kind == "$list" else 2)) for column in columns]
     return elements if kind == "$list" else {kind: elements}
 
 

@@ -39,7 +39,7 @@ from ckptstore.formats.segment import (
     raw_entry,
 )
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from tools.golden import make_segments
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"
@@ -221,7 +221,7 @@ def test_what_was_not_planned_is_not_encoded() -> None:
         encode(replace(DRAFT, tensors={100: {"a": raw_entry(layout, spec, ["0" * 15 + "G"])}}))
     with pytest.raises(FormatError, match="2 hashes for 1 chunks"):
         raw_entry(layout, spec, ["0" * 16] * 2)
-    with pytest.raises(FormatError, match="does not fit"):
+    with pytest.raises(FormatError, match="exceeds the"):
         encode(replace(DRAFT, trees={100: "x" * ALIGN}, tensors={100: {"a": entry}}))
     with pytest.raises(FormatError, match="64-bit"):
         encode(replace(DRAFT, tensors={100: {"a": replace(entry, digest=1 << 64)}}))
@@ -238,9 +238,9 @@ def test_what_was_not_planned_is_not_encoded() -> None:
         {"encodings": {100: replace(FULL, kind=5)}},
         {"encodings": {100: replace(FULL, term=0)}},
         {"encodings": {100: replace(FULL, time=float("nan"))}},
-        {"encodings": {100: replace(FULL, part=Part("1" * 32, 2, 2))}},
-        {"encodings": {100: replace(FULL, part=Part("1" * 32, 0, 1))}},
-        {"encodings": {100: replace(FULL, part=Part("1", 0, 2))}},
+        {"encodings": {100: replace(FULL, part=SegmentPart("1" * 32, 2, 2))}},
+        {"encodings": {100: replace(FULL, part=SegmentPart("1" * 32, 0, 1))}},
+        {"encodings": {100: replace(FULL, part=SegmentPart("1", 0, 2))}},
         {"parents": {2: None, 1: None}},
         {"parents": {0: None}},
         {"parents": {2: CheckpointId(2, 5, "0" * 32)}},
@@ -382,7 +382,7 @@ encodings = st.builds(
     st.none() | st.builds(CheckpointId, st.integers(1, 9), st.integers(0, 9), st.just("a" * 32)),
     st.floats(-(2.0**53), 2.0**53),
     st.booleans(),
-    st.none() | st.builds(Part, st.just("b" * 32), st.integers(0, 3), st.integers(4, 9)),
+    st.none() | st.builds(SegmentPart, st.just("b" * 32), st.integers(0, 3), st.integers(4, 9)),
 )
 
 
@@ -454,7 +454,7 @@ def test_a_header_is_planned_for_any_payload_and_generation() -> None:
     header, index = encode_packed(replace(many, generation=2**53), 0, size)
     assert len(header) == size > ALIGN
     assert read(header + index).encodings == many.encodings
-    with pytest.raises(FormatError, match="does not fit"):
+    with pytest.raises(FormatError, match="exceeds the"):
         encode_packed(many, 0, plan_packed(DRAFT))
 
 

@@ -69,9 +69,9 @@ for _ in range(40):
     ("said", "why"),
     [
         ([("loss", 1)], "metadata: list; a mapping"),
-        ({"a": {"b": [1, object()]}}, r"^metadata\['a'\]\['b'\]\[1\]: object is no JSON value"),
-        ({"w": np.ones(3)}, r"^metadata\['w'\]: ndarray is no JSON value"),
-        ({"b": b"bytes"}, r"^metadata\['b'\]: bytes is no JSON value"),
+        ({"a": {"b": [1, object()]}}, r"^metadata\['a'\]\['b'\]\[1\]: object is not a JSON value"),
+        ({"w": np.ones(3)}, r"^metadata\['w'\]: ndarray is not a JSON value"),
+        ({"b": b"bytes"}, r"^metadata\['b'\]: bytes is not a JSON value"),
         ({1: 2}, r"^metadata: key 1; a name is a string"),
         ({"a": {"$float": "nan"}}, r"^metadata\['a'\]: key '\$float'"),
         ({"a": DEEP}, "nested deeper than 32"),
