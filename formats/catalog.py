@@ -47,7 +47,7 @@ class TermEntry:
         seq: the slot of its OPEN.
         known: False if the OPEN is damaged. Then parent, time and writer are unknown, and `seq` is its first COMMIT.
         nonce: the nonce of its OPEN; its COMMITs repeat it.
-        parent_found: False if no record before the OPEN promised the parent: that COMMIT is lost.
+        parent_found: False if the parent was not promised when the term was opened: a COMMIT is lost.
     """
 
     term: int
@@ -212,7 +212,7 @@ class Catalog:
         return found
 
     def _certain(self, found: CheckpointEntry | None, searched: TermEntry | None) -> int:
-        """Return the last slot whose damage cannot have changed the answer `found`, by promising or retiring something.
+        """Return the slot up to which damage cannot have changed the answer, `found`.
 
         This is the OPEN of the term that was searched last: the term's steps were promised after it, and the OPEN names
         the parent. In the newest term it is the COMMIT of the highest step that the term ever promised, if no COMMIT
@@ -330,7 +330,7 @@ class CatalogBuilder:
             self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False, nonce=record.nonce))
         extra = dict(record.extra)
         self._mark_closed(record, extra.pop(CLOSED, None) is True)
-        self._mark(record.term, LACKS, extra.pop(LACKS, None), min)  # who adds a missing step may not know of others
+        self._mark(record.term, LACKS, extra.pop(LACKS, None), min)  # it may be unaware of lower gaps
         self._mark(record.term, HIGHEST, extra.pop(HIGHEST, None), max)
         if extra:
             catalog.unknown += ((seq, extra),)

@@ -83,7 +83,7 @@ class RuleWindow(ABC):
         """Return the checkpoints that the rule no longer keeps because `newest` is now the newest one."""
         return ()
 
-    def restart(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
+    def restart(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only rules of age need it
         """Start again because the newest checkpoint is older than the previous one: released ones may be kept again."""
 
     def for_good(self, step: int) -> bool:  # noqa: ARG002  # most windows move on
