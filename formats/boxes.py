@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptstore.formats.sources import Bytes, blocks
 
-__all__ = ["Box", "boxes_of", "elements_of", "gap", "overlapping", "scattered", "touches"]
+__all__ = ["Box", "boxes_of", "common_elements", "elements_of", "gap", "overlapping", "touches"]
 
 _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """Item size -> the numpy type used to copy such elements bit for bit."""
@@ -88,7 +88,7 @@ def elements_of(data: Bytes, itemsize: int) -> npt.NDArray[Any]:
     return data.view(_CARRIERS[itemsize])
 
 
-def scattered(
+def common_elements(
     data: npt.NDArray[Any], start: int, box: Box, target: Box
 ) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
     """Yield the elements that part of a box's image and another box have in common.

@@ -22,14 +22,14 @@ __all__ = [
     "ShardedEntry",
     "box_of",
     "check_cover",
+    "combine_shards",
+    "group_with_keys",
     "key_of",
-    "keyed",
-    "keyed_group",
     "name_of",
     "shard_key",
     "shards_hash",
     "state_parts",
-    "together",
+    "with_key",
 ]
 
 _MARK = "\udfff"  # a tensor name has no surrogates, so no key is equal to a name
@@ -77,7 +77,7 @@ def box_of(entry: TensorEntry | TensorSpec) -> Box:
     return Box.whole(entry.shape) if entry.offset is None else Box(entry.offset, entry.shape)
 
 
-def keyed(entry: TensorEntry, key: str) -> TensorEntry:
+def with_key(entry: TensorEntry, key: str) -> TensorEntry:
     """Return an entry named by its key (`key_of`). A derived shard then refers to that shard of the other tensor."""
     if entry.offset is None or entry.global_shape is None:
         return entry
@@ -87,7 +87,7 @@ def keyed(entry: TensorEntry, key: str) -> TensorEntry:
     return replace(entry, name=key, params=params)
 
 
-def keyed_group(group: StepGroup, keys: dict[str, str]) -> StepGroup:
+def group_with_keys(group: StepGroup, keys: dict[str, str]) -> StepGroup:
     """Return a group whose tensors are named by keys. `keys` maps names in the segment to keys."""
     return replace(group, members=tuple(tuple(keys[name] for name in member) for member in group.members))
 
@@ -111,7 +111,7 @@ class ShardedEntry(TensorEntry):
         return sum(shard.stored for shard in self.shards)
 
 
-def together(shards: Sequence[TensorEntry]) -> ShardedEntry:
+def combine_shards(shards: Sequence[TensorEntry]) -> ShardedEntry:
     """Combine all shards of one tensor (see `check_cover`) into one entry."""
     first = shards[0]
     assert first.global_shape is not None
