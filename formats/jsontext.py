@@ -18,7 +18,7 @@ __all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_DIGITS", "MAX_MARKS", "MAX_STRING", "
 
 MAX_DEPTH = 256
 MAX_MARKS = 1 << 24
-"""Maximum commas and opening brackets of a text outside of its strings. They bound its values."""
+"""Maximum commas and opening brackets of a text outside of its strings. They bound its number of values."""
 MAX_ARRAYS = 1 << 21
 """Maximum opening brackets among them: an empty array has 2 bytes of text and 60 of memory, an object 200."""
 MAX_STRING = 1 << 26

@@ -74,7 +74,7 @@ class KernelWarning(UserWarning):
 
 
 def loaded() -> int:
-    """Return how many loops were compiled or loaded from the cache so far. A time in which it grew is no benchmark."""
+    """Return how many loops were compiled or loaded from the cache so far. A timing during which it grew is invalid."""
     return _loaded
 
 

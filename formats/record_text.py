@@ -70,7 +70,7 @@ _TAIL: Final = 34  # line feed, 32 hex digits, line feed
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """Return canonical JSON, line feed, its hash, line feed. Raises `FormatError` if a reader's limits are exceeded."""
+    """Return canonical JSON, line feed, its hash, line feed. Raises `FormatError` for too many values to read."""
     text = jsontext.bounded(value, what=f"a text of kind {value.get('ckptstore')!r}")
     return text + f"\n{xxh3_128(text)}\n".encode("ascii")
 

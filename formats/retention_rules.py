@@ -70,7 +70,7 @@ def _windows(rules: Sequence[str]) -> dict[str, RuleWindow]:
 
 
 class RetentionTracker:
-    """The checkpoints that a store's rules keep, updated at each save. Only possibly released ones are rechecked."""
+    """Track which checkpoints a store's rules keep, save by save. Only those that a rule may release are rechecked."""
 
     def __init__(self, rules: Sequence[str], catalog: Catalog) -> None:
         """Check every checkpoint once.
