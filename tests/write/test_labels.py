@@ -68,7 +68,7 @@ for _ in range(40):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ([("loss", 1)], "metadata: list; a mapping"),
+        ([("loss", 1)], "metadata: list; pass a mapping"),
         ({"a": {"b": [1, object()]}}, r"^metadata\['a'\]\['b'\]\[1\]: object is not a JSON value"),
         ({"w": np.ones(3)}, r"^metadata\['w'\]: ndarray is not a JSON value"),
         ({"b": b"bytes"}, r"^metadata\['b'\]: bytes is not a JSON value"),
