@@ -1,4 +1,4 @@
-"""Bytes <-> arrays: segment container, log records, codecs, state flattening. Pure functions: no I/O, no torch.
+"""Convert between bytes and arrays: segments, log records, codecs, state trees. Pure functions without I/O or torch.
 
-``SPEC.md`` beside this file describes all of it, normatively. Imports nothing of the engine but `errors`.
+``SPEC.md`` beside this file is the normative description. Of the engine only `errors` is imported.
 """

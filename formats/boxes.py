@@ -1,8 +1,7 @@
-"""Boxes of an array: where shards lie in the whole tensor, whether they cover it, and how their bytes get from one into
-another.
+"""Boxes of an array: where shards lie in a tensor, whether they cover it, and how to copy bytes from one to another.
 
-All boxes of one call have one system of coordinates, the whole tensor's. Images are C-contiguous bytes, so elements are
-counted in C order.
+All boxes in one call use the coordinates of the whole tensor. Images are C-contiguous bytes, so elements are counted in
+C order.
 """
 
 from __future__ import annotations
@@ -17,61 +16,61 @@ import numpy.typing as npt
 
 from ckptstore.formats.sources import Bytes, blocks
 
-__all__ = ["Box", "boxes_of", "elements_of", "gap", "overlapping", "scattered", "touches"]
+__all__ = ["Box", "boxes_of", "common_elements", "elements_of", "gap", "overlapping", "touches"]
 
 _CARRIERS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""Item size -> the numpy type that is copied in its place, bit for bit."""
+"""Item size -> the numpy type used to copy such elements bit for bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements of an array from `offset` on, `shape` of them, in every dimension."""
+    """A rectangular part of an array: `offset` is its first index and `shape` its size, in every dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of an array."""
+        """Return the box of a whole array of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Behind the last element, in every dimension."""
+        """Index behind the last element, in every dimension."""
         return tuple(start + length for start, length in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{end}' for start, end in zip(self.offset, self.end, strict=True))}]"
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether an array of `shape` has all of its elements."""
+        """Whether the box lies inside an array of `shape`."""
         return len(self.shape) == len(shape) and all(
             start >= 0 and length >= 0 and start + length <= limit
             for start, length, limit in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def common(self, other: Box) -> Box | None:
-        """The elements that are in both, or None if there are none."""
+        """Return the box of the elements that are in both, or None if there are none."""
         starts = tuple(map(max, self.offset, other.offset))
         shape = tuple(end - start for start, end in zip(starts, map(min, self.end, other.end), strict=True))
         return Box(starts, shape) if min(shape, default=1) > 0 else None
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """The index of these elements in an array that is `other`."""
+        """Return the index of these elements in the array of box `other`."""
         return tuple(
             slice(start - low, start - low + length)
             for start, length, low in zip(self.offset, self.shape, other.offset, strict=True)
         )
 
     def run(self, other: Box) -> int | None:
-        """Where its elements begin in the image of `other`, if they are one run in it, in their own order; else None.
+        """Return the element offset of this box in the image of `other`, which contains it.
 
-        It lies inside `other`.
+        None: the elements of this box are not contiguous there, in their own order.
         """
         running = False
         for length, limit in zip(self.shape, other.shape, strict=True):
@@ -85,19 +84,22 @@ class Box:
 
 
 def elements_of(data: Bytes, itemsize: int) -> npt.NDArray[Any]:
-    """Bytes as elements of `itemsize` bytes that are copied bit for bit; no copy."""
+    """View bytes as elements of `itemsize` bytes, in a type that numpy copies bit for bit. Makes no copy."""
     return data.view(_CARRIERS[itemsize])
 
 
-def scattered(
+def common_elements(
     data: npt.NDArray[Any], start: int, box: Box, target: Box
 ) -> Iterator[tuple[tuple[slice, ...], npt.NDArray[Any]]]:
-    """What a piece of a box's image and another box have in common.
+    """Yield the elements that part of a box's image and another box have in common.
 
-    Yields (index in an array that is `target`, the elements there).
+    Yields (index in the array of box `target`, the elements at that index).
 
     Args:
         data: 1-D, elements [start, start + len(data)) of the image of `box`.
+        start: position of the first of them in the image of `box`, in elements.
+        box: the box to which `data` belongs.
+        target: the other box.
     """
     done = 0
     for part in boxes_of(box, start, start + len(data)):
@@ -108,12 +110,12 @@ def scattered(
 
 
 def touches(box: Box, start: int, stop: int, target: Box) -> bool:
-    """Whether elements [start, stop) of the image of `box` are in `target`, some of them."""
+    """Whether any of the elements [start, stop) of the image of `box` is in `target`."""
     return any(part.common(target) is not None for part in boxes_of(box, start, stop))
 
 
 def boxes_of(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """A range of a box's image as boxes, at most two for each dimension, in order."""
+    """Split a range of a box's image into boxes, in order; at most two for each dimension."""
     for index, _ in blocks(box.shape, start, stop):
         offset, shape = list(box.offset), list(box.shape)
         for dimension, place in enumerate(index):
@@ -124,10 +126,10 @@ def boxes_of(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The places of two boxes that have an element in common, or None. All have one number of dimensions.
+    """Return the indexes of two boxes that have an element in common, or None. All have the same number of dimensions.
 
-    It takes about as many comparisons as boxes, times those that lie beside each other in the dimension that tells most
-    of them apart.
+    Boxes are swept along the dimension with the most distinct offsets. The number of comparisons is about the number of
+    boxes times the number of boxes that share a coordinate of that dimension.
     """
     if len(boxes) < 2:
         return None
@@ -146,7 +148,7 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def gap(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
-    """Some elements of an array of `shape` that are in none of `boxes`, which lie inside it and do not overlap."""
+    """Return some elements of an array that no box covers, or None. The boxes lie inside it and do not overlap."""
     if sum(box.size for box in boxes) == math.prod(shape):
         return None
     offset: list[int] = []

@@ -1,7 +1,7 @@
-"""An optional package that ends its own import with what is no error: ``sys.exit``, an exception of any kind.
+"""Handle an optional package whose import raises something that is not an error: ``sys.exit``, or any exception.
 
-To a program that can do without the package this is one that is not there. But a signal may come at the same moment,
-and Ctrl-C or a handler of the script's must end what it was meant to end.
+A program that does not need the package treats it as not installed. But a signal may arrive during the import, and then
+Ctrl-C or a signal handler of the script must have its usual effect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def by_signal(error: BaseException) -> bool:
-    """Whether what came out of an import was raised by a signal's handler, and not by the package."""
+    """Whether an exception out of an import was raised by a signal handler, and not by the package."""
     if threading.current_thread() is not threading.main_thread():
         return False  # handlers run in the main thread
     frames = list(_frames(error.__traceback__))
     handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
     if any(frame.tb_frame.f_code in handlers for frame in frames):
         return True
-    # The interpreter's own handler has no frame. What the package raises by itself stands at a ``raise``.
+    # The interpreter's own handler has no frame. An exception of the package itself ends at a ``raise`` instruction.
     default = isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return default and not (frames and _at_raise(frames[-1]))
 
@@ -38,7 +38,7 @@ def _frames(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def _code_of(handler: object) -> CodeType | None:
-    """The code of a handler in Python: a function, a method, or an object that is called."""
+    """Return the code of a Python signal handler: a function, a method, or a callable object; None for others."""
     called = vars(type(handler)).get("__call__")
     for one in (handler, getattr(handler, "__func__", None), called):
         code = getattr(one, "__code__", None)

@@ -1,4 +1,4 @@
-"""Bytes as people read them: one text for the command, reports and the log of a training script."""
+"""Format byte counts for people, in the same way for the command, reports and the log of a training script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["size"]
 
 
 def size(nbytes: float) -> str:
-    """In binary units, three digits: ``512 B``, ``41.9 MiB``, ``1.46 GiB``."""
+    """Return a byte count with three digits and a binary unit: ``512 B``, ``41.9 MiB``, ``1.46 GiB``."""
     if nbytes < 1024:
         return f"{nbytes:.0f} B"
     value, units = nbytes / 1024, ["PiB", "TiB", "GiB", "MiB", "KiB"]

@@ -1,8 +1,8 @@
-"""The catalog: what a store holds after every record of its log, in order, has been applied.
+"""The catalog: the content of a store after all records of its log have been applied in order.
 
-Checkpoints are nodes, encodings are edges. A checkpoint is *promised* from the COMMIT that adds it to the one that
-retires it; a retired one is *held* while others build on it. Applying never fails: `commit_checks` says
-beforehand whether a record may be written, and a log with a damaged slot has to be readable all the same.
+Checkpoints are nodes and encodings are edges. A checkpoint is *promised* from the COMMIT that adds it until the one
+that retires it. A retired checkpoint is *held* while others build on it. Applying a record never fails, because a log
+with a damaged slot must remain readable. `commit_checks` decides in advance whether a record may be written.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class TermEntry:
     """A term in the history.
 
     Attributes:
-        parent: the checkpoint it continues from; None: from nothing.
+        parent: the checkpoint it continues from; None: it starts without one.
         time: Unix seconds; information only.
         writer: who opened it; information only.
         seq: the slot of its OPEN.
-        known: False if the OPEN is damaged, so that parent, time and writer are unknown and `seq` is its first COMMIT.
-        nonce: of its OPEN; its COMMITs repeat it.
-        parent_found: False if the parent was not promised in the log before the OPEN: a COMMIT is lost.
+        known: False if the OPEN is damaged. Then parent, time and writer are unknown, and `seq` is its first COMMIT.
+        nonce: the nonce of its OPEN; its COMMITs repeat it.
+        parent_found: False if the parent was not promised when the term was opened: a COMMIT is lost.
     """
 
     term: int
@@ -79,31 +79,31 @@ def _slots() -> NodeTable[int]:
 
 @dataclass(slots=True)
 class Catalog:
-    """The folded log. Read only, except for the `CatalogBuilder` it belongs to.
+    """The state that results from the log. Read only, except for the `CatalogBuilder` that owns it.
 
     Attributes:
         term: the newest term; 0 before the first.
-        next_seq: the slot after the last one applied.
+        next_seq: the slot after the last applied one.
         terms: term -> its OPEN.
         checkpoints: (term, step) -> promised checkpoint. Tables are in the order of their keys.
         slots: (term, step) of a promised checkpoint -> the slot that promised it.
-        held: (term, step) -> checkpoint that is retired but still has encodings, because others build on it.
+        held: (term, step) -> retired checkpoint that still has encodings, because others build on it.
         encodings: (term, step) -> the ways to restore it, oldest first.
         segments: id -> live segment.
-        dropped: ids of the newest term's segments that were given up (older ones are simply unreferenced).
-        spent: steps of the newest term whose checkpoint was retired; a (term, step) exists once.
+        dropped: ids of dropped segments of the newest term. (Dropped segments of older terms are just unreferenced.)
+        spent: steps of the newest term whose checkpoint was retired. A (term, step) is never used twice.
         tags: name -> (term, step).
-        requests: uuid -> None if accepted, else why it was refused; those handled in the newest term.
+        requests: uuid -> None if accepted, else the reason for refusing it; requests answered in the newest term.
         manifests: id -> (term, slot) of manifest objects that a reader may still need.
-        damage: slots that are damaged or missing, or do not continue the slot before them; ascending.
-        lost: the highest term above `term` that has segments and no OPEN, so that the end of the log is lost; 0: none.
-            Of the reading, not of the log: no fold has it.
-        place: what the store was opened with, for messages; of the reading, too.
-        last: xxh3_128 of the bytes of the last slot, which the next one has to name; `NO_SLOT` in an empty log.
-        ro_compat: features that a writer has to know.
+        damage: slots that are damaged or missing, or do not continue the previous slot; ascending.
+        lost: the highest term above `term` that has segments but no OPEN, which shows that the end of the log is lost;
+            0: none. It comes from the current READ, not from the log, and no fold stores it.
+        place: the path or URL that the store was opened with, for messages. It is not part of the log either.
+        last: xxh3_128 of the bytes of the last slot, the `previous` of the next one; `NO_SLOT` in an empty log.
+        ro_compat: features that a writer must know.
         unknown: (slot, members) of every record with members that this version does not know.
-        keep: the rules of retention (`ckptstore.formats.retention_rules`); none: every checkpoint is kept.
-        keep_seq: the slot that said so; -1: none did.
+        keep: the retention rules (`ckptstore.formats.retention_rules`). Empty: every checkpoint is kept.
+        keep_seq: the slot that set the rules; -1: none did.
     """
 
     term: int = 0
@@ -130,23 +130,23 @@ class Catalog:
     _edges: EdgeIndex | None = field(default=None, repr=False, compare=False)
 
     def apply(self, record: Record, seq: int) -> Catalog:
-        """A new catalog with `record`, found in slot `seq`, applied; this one stays as it is."""
+        """Return a new catalog with `record` from slot `seq` applied. This catalog does not change."""
         builder = CatalogBuilder(self)
         builder.apply(record, seq)
         return builder.catalog
 
     def edges(self) -> EdgeIndex:
-        """The index of the encodings, made when first asked for and kept up to date from then on."""
+        """The index of the encodings. It is built at the first call and kept up to date from then on."""
         if self._edges is None or self._edges.rows is not self.encodings.rows:
             self._edges = EdgeIndex(self.encodings)
         return self._edges
 
     def find(self, node: Node) -> CheckpointEntry | None:
-        """The checkpoint, promised or held."""
+        """Return the checkpoint, promised or held; None if there is none."""
         return self.checkpoints.get(node) or self.held.get(node)
 
     def restorable(self, identity: CheckpointId) -> bool:
-        """Whether some path of live encodings leads to this very checkpoint, promised or held."""
+        """Whether a path of live encodings leads to exactly this checkpoint, promised or held."""
         entry = self.find(identity.node)
         if entry is None or entry.state != identity.state:
             return False
@@ -162,7 +162,10 @@ class Catalog:
         return False
 
     def reached(self) -> int | None:
-        """The highest step that the newest term ever promised, if nothing below it was left out; None: none."""
+        """Return the highest step that the newest term ever promised, limited to the steps below its first gap.
+
+        A gap is a step that is missing from this copy of the log (member `LACKS`). None: there is no such step.
+        """
         node = self.checkpoints.highest(self.term)
         highest = max((step for step in (node and node[1], self.spent.highest) if step is not None), default=None)
         lacks = self.terms[self.term].extra.get(LACKS) if self.term in self.terms else None
@@ -171,9 +174,9 @@ class Catalog:
         return min(highest, lacks - 1) if lacks > 0 else None
 
     def with_highest(self, record: CommitRecord) -> CommitRecord:
-        """`record`, of the newest term, with the member `HIGHEST` if it adds a step below one that was promised before.
+        """Return `record`, of the newest term, with member `HIGHEST` if it adds a step below an already promised one.
 
-        Prevents: an older step as ``latest`` where the COMMIT of the higher one is lost, and this one came after it.
+        Prevents: an older step as ``latest`` if the COMMIT of the highest step is lost and this COMMIT came after it.
         """
         node = self.checkpoints.highest(self.term)
         highest = max(self.spent.highest or 0, 0 if node is None else node[1])
@@ -182,13 +185,13 @@ class Catalog:
         return replace(record, extra={**record.extra, HIGHEST: highest})
 
     def latest(self) -> CheckpointEntry | None:
-        """The newest checkpoint: the highest step of the newest term; of an empty term, its parent.
+        """Return the newest checkpoint: the highest step of the newest term, or the term's parent if it has no step.
 
-        If that was retired, the nearest checkpoint before it on its line of parents.
+        If that checkpoint is retired, return the nearest one before it on its line of parents.
 
         Raises:
-            CorruptLogError: a newer one may be lost: a damaged slot may have promised it, or the newest term continues
-                from one that the log does not have. Names the slot and the last intact checkpoint.
+            CorruptLogError: a newer checkpoint may be lost: a damaged slot may have promised it, or the newest term
+                continues from one that the log does not have. Names the slot and the last intact checkpoint.
         """
         found, searched = self._newest_on_line()
         if self.lost > self.term:
@@ -209,11 +212,11 @@ class Catalog:
         return found
 
     def _certain(self, found: CheckpointEntry | None, searched: TermEntry | None) -> int:
-        """The slot up to which damage cannot have held, or retired, another answer than `found`.
+        """Return the slot up to which damage cannot have changed the answer, `found`.
 
-        Before the OPEN of the term that was searched last: its steps were promised after it, and who opened it has
-        named the parent. In the newest term also before the COMMIT of the highest step that it ever promised, if no
-        COMMIT says that there was a higher one.
+        This is the OPEN of the term that was searched last: the term's steps were promised after it, and the OPEN names
+        the parent. In the newest term it is the COMMIT of the highest step that the term ever promised, if no COMMIT
+        says that there was a higher one. -1: any damage may have changed the answer. See SPEC.md 7.4.
         """
         if found is not None and found.term == self.term:
             highest = max(self.spent.highest or 0, self.terms[self.term].extra.get(HIGHEST, 0))
@@ -222,8 +225,10 @@ class Catalog:
         return searched.seq if searched is not None and searched.known else -1
 
     def _uncertain(self, why: str, found: CheckpointEntry | None) -> CorruptLogError:
-        """The error of `latest`: why, and what to name instead (what it would be without the damage, or what is newest
-        at all), or what to do where nothing is left to be named.
+        """Return the error of `latest`, with `why`, and a checkpoint to name instead.
+
+        That checkpoint is `found` (the answer if nothing were damaged), else the newest one. If there is none, the
+        error has a hint how to repair the store.
         """
         if found is None and self.checkpoints:
             found = self.checkpoints[max(self.checkpoints)]
@@ -235,12 +240,12 @@ class Catalog:
         return error
 
     def remedy(self) -> str:
-        """What to do where the log has lost every checkpoint, ready to paste."""
+        """Return a command that recovers a store whose log has lost every checkpoint, ready to paste."""
         place = shlex.quote(self.place) if self.place else "STORE"
-        return f"`ckpt repair {place} DST` makes a store of what the segments still tell"
+        return f"`ckpt repair {place} DST` builds a store from what the segments still contain"
 
     def _orphan(self, found: CheckpointEntry | None) -> TermEntry | None:
-        """The newest term that is looked through on the way to `found` and whose parent was lost before it began."""
+        """Return the newest term on the way to `found` whose parent was lost before the term began."""
         term = self.term
         while (entry := self.terms.get(term)) is not None and (found is None or found.term != term):
             if not entry.parent_found:
@@ -251,9 +256,9 @@ class Catalog:
         return None
 
     def _newest_on_line(self) -> tuple[CheckpointEntry | None, TermEntry | None]:
-        """What `latest` is if nothing is lost, and the term whose steps were searched last.
+        """Return `latest` as if nothing were lost, and the term whose steps were searched last.
 
-        The parent of a searched term is not searched for: an intact OPEN names it.
+        If the answer is the parent of a term, the parent's own term is not searched: an intact OPEN names the parent.
         """
         term, highest = self.term, MAX_INT
         searched = None
@@ -270,7 +275,7 @@ class Catalog:
         return None, None
 
     def stored_bytes(self) -> int:
-        """Bytes of all segments of the log, added up without a look at each."""
+        """Return the bytes of all segments of the log, computed from columns without creating an entry for each."""
         rows = self.segments.rows
         sizes: Any = rows.columns[2] if len(rows) else ()
         total: int = sum(sizes)
@@ -280,14 +285,14 @@ class Catalog:
         return total
 
     def collectable(self, key: str) -> bool:
-        """Whether gc may delete this object below ``seg/`` if no pin names it (design: GC 3).
+        """Whether gc may delete this object below ``seg/`` if no pin names it (SPEC.md 10, GC 3).
 
-        Dropped, or unreferenced and of a term below the newest. With a damaged slot the unreferenced may be what that
-        slot promised, and those of a term that the log does not have were promised by an end of it that is lost; so
-        only the dropped are let go.
+        It may if the object is dropped, or unreferenced and of a term below the newest. While a slot is damaged, that
+        slot may have promised an unreferenced object, so only dropped ones may go. Objects of a term that the log does
+        not have may belong to a lost end of the log, so they stay, too.
         """
         place = object_of(key)
-        if place is None:  # whatever it is, no store wrote it
+        if place is None:  # no store writes such a key
             return False
         term, identity = place
         if identity in self.segments or identity in self.manifests:
@@ -296,10 +301,10 @@ class Catalog:
 
 
 class CatalogBuilder:
-    """A catalog to which records are applied in place. Belongs to one reading session or one term.
+    """A catalog to which records are applied in place. It belongs to one reading session or one term.
 
     Attributes:
-        catalog: the catalog so far. It changes with every record: take `snapshot` to hand it to another thread.
+        catalog: the current catalog. It changes with every record; pass `snapshot()` to other threads.
     """
 
     def __init__(self, base: Catalog | None = None) -> None:
@@ -307,11 +312,11 @@ class CatalogBuilder:
         self.catalog = Catalog() if base is None else _copied(base)
 
     def snapshot(self) -> Catalog:
-        """A catalog that stays as it is: what was there a while ago is shared, what came lately is copied."""
+        """Return a copy that does not change. Old rows are shared with it, recent changes are copied."""
         return _copied(self.catalog)
 
     def apply(self, record: Record, seq: int, digest: str = NO_SLOT) -> None:
-        """Apply the record found in slot `seq`, whose bytes have the hash `digest`. Never fails, whatever it says."""
+        """Apply the record in slot `seq`, whose bytes have the hash `digest`. Never fails, whatever the record says."""
         catalog = self.catalog
         catalog.next_seq, catalog.last = seq + 1, digest
         catalog.ro_compat |= frozenset(record.ro_compat)
@@ -325,7 +330,7 @@ class CatalogBuilder:
             self._begin_term(TermEntry(record.term, None, 0.0, {}, seq, known=False, nonce=record.nonce))
         extra = dict(record.extra)
         self._mark_closed(record, extra.pop(CLOSED, None) is True)
-        self._mark(record.term, LACKS, extra.pop(LACKS, None), min)  # who brings it need not know what else is missing
+        self._mark(record.term, LACKS, extra.pop(LACKS, None), min)  # it may be unaware of lower gaps
         self._mark(record.term, HIGHEST, extra.pop(HIGHEST, None), max)
         if extra:
             catalog.unknown += ((seq, extra),)
@@ -349,20 +354,21 @@ class CatalogBuilder:
             table.consolidate()
 
     def mark_damaged(self, seq: int, digest: str = NO_SLOT) -> None:
-        """Note that slot `seq` is not what history had there, and go on after it.
+        """Note that slot `seq` is damaged or lost, and continue with the slot after it.
 
         Args:
-            digest: hash of the bytes that are there, which the next slot will name if it is written on; none are.
+            seq: the damaged slot.
+            digest: hash of its present bytes, which the next slot's `previous` would be; `NO_SLOT` if it has none.
         """
         self.catalog.damage += (seq,)
         self.catalog.next_seq, self.catalog.last = seq + 1, digest
 
     def _mark_closed(self, record: CommitRecord, closed: bool) -> None:
-        """A term is closed by a COMMIT that says so, until one adds checkpoints again."""
+        """Update whether the term is closed: a COMMIT with `CLOSED` closes it, one that adds checkpoints reopens it."""
         terms = self.catalog.terms
         entry = terms.get(record.term)
         if entry is None:
-            return  # a stray: readers refuse it before, and applying never fails
+            return  # a stray: readers refuse it earlier, and applying never fails
         if closed:
             terms[record.term] = replace(entry, extra={**entry.extra, CLOSED: True})
         elif record.checkpoints and CLOSED in entry.extra:
@@ -370,7 +376,7 @@ class CatalogBuilder:
             terms[record.term] = replace(entry, extra=left)
 
     def _mark(self, term: int, name: str, step: object, choose: Callable[[int, int], int]) -> None:
-        """Keep a step that a COMMIT says with its term: of several the one that `choose` takes."""
+        """Store `step` as member `name` of a term; if it has one already, store the one that `choose` returns."""
         entry = self.catalog.terms.get(term)
         if entry is None or type(step) is not int:
             return
@@ -382,7 +388,7 @@ class CatalogBuilder:
         catalog = self.catalog
         catalog.term = entry.term
         catalog.terms[entry.term] = entry
-        # What only the newest term's writer and gc ask for; of older terms everything unreferenced may go.
+        # Only the newest term's writer and gc use these. Unreferenced objects of older terms may be deleted anyway.
         catalog.dropped.clear()
         catalog.spent.clear()
         catalog.requests.clear()
@@ -394,9 +400,9 @@ class CatalogBuilder:
         for checkpoint in record.checkpoints:
             catalog.checkpoints[checkpoint.node] = checkpoint
             catalog.slots[checkpoint.node] = seq
-            # Prevents: a fold that every reader passes over, because it has a checkpoint as promised and as held.
+            # Prevents: a fold that every reader ignores because it has a checkpoint both as promised and as held.
             catalog.held.pop(checkpoint.node, None)
-        added: dict[Node, list[Encoding]] = {}  # one checkpoint may be given a million
+        added: dict[Node, list[Encoding]] = {}  # grouped, because one checkpoint may get a million of them
         for edge in record.encodings:
             added.setdefault(edge.checkpoint, []).append(edge)
             if catalog._edges is not None:
@@ -437,7 +443,7 @@ def _tables(catalog: Catalog) -> tuple[Table[Any, Any], ...]:
 
 
 def _copied(catalog: Catalog) -> Catalog:
-    """A catalog with changes, dictionaries and sets of its own; rows are shared, the index is left behind."""
+    """Return a copy with its own changes, dictionaries and sets. Rows are shared; the index is not copied."""
     twin = copy.copy(catalog)
     for name in ("terms", "checkpoints", "slots", "held", "encodings", "segments", "dropped", "spent", "tags"):
         setattr(twin, name, getattr(catalog, name).copy())

@@ -1,7 +1,7 @@
-"""REF: how a checkpoint is named, parsed once into a value.
+"""Parse a REF, the text that names a checkpoint, into a value.
 
-``latest`` | ``STEP`` | ``STEP@TERM`` | ``tag:NAME``, and ``A..B`` for a range of two. This is the one place that knows
-how they are written. `ckptstore.log.refs` looks a `Ref` up in a catalog.
+The forms are ``latest`` | ``STEP`` | ``STEP@TERM`` | ``tag:NAME``, and ``A..B`` for a range of two. Only this module
+knows how they are written. `ckptstore.log.refs` looks up a `Ref` in a catalog.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _NUMBERS: Final = r"([0-9]{1,16})(?:@([0-9]{1,10}))?"
 _STEP: Final = re.compile(rf"{_NUMBERS}\Z")
 _WRITTEN: Final = rf"(?:{LATEST}|{_NUMBERS}|{_TAG}.+)"
 LIKE_A_REF: Final = re.compile(rf"{_WRITTEN}\Z")
-"""Matches a word that is written like a REF, also if it names a tag that no tag may be called."""
+"""Matches a word that has the form of a REF, even if its tag name is not allowed."""
 LIKE_A_RANGE: Final = re.compile(rf"{_WRITTEN}\.\.{_WRITTEN}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What a REF says. All None: ``latest``.
+    """A parsed REF. All attributes are None for ``latest``.
 
     Attributes:
-        step: the step, of ``STEP`` and ``STEP@TERM``.
-        term: the term, of ``STEP@TERM``; None: the newest that has the step.
-        tag: the name, of ``tag:NAME``. A name that no tag may have raises `UsageError`.
+        step: the step of ``STEP`` or ``STEP@TERM``.
+        term: the term of ``STEP@TERM``; None: the newest term that has the step.
+        tag: the name in ``tag:NAME``. An invalid tag name raises `UsageError`.
     """
 
     step: int | None = None
@@ -57,14 +57,14 @@ class Ref:
 
     @classmethod
     def parse(cls, ref: object, tags: Iterable[str] = ()) -> Ref:
-        """The value of a REF as it is written; spaces around it do not matter. A `Ref` is returned as it is.
+        """Parse a REF. Surrounding spaces are ignored. A `Ref` is returned unchanged.
 
         Args:
-            ref: a text, or a whole number of any type, which is a STEP.
-            tags: tags that exist; the error suggests the one that was probably meant.
+            ref: a string, or an integer of any type, which is a STEP.
+            tags: existing tags; the error suggests the one that was probably meant.
 
         Raises:
-            UsageError: it is no REF, or names a tag that no tag may be called.
+            UsageError: `ref` is not a REF, or names an invalid tag.
         """
         if isinstance(ref, Ref):
             return ref
@@ -80,16 +80,16 @@ class Ref:
 
     @property
     def is_latest(self) -> bool:
-        """Whether it is ``latest``."""
+        """Whether the REF is ``latest``."""
         return self.step is None and self.tag is None
 
     @property
     def node(self) -> Node | None:
-        """(term, step) of ``STEP@TERM``; None for every other REF."""
+        """(term, step) of ``STEP@TERM``; None for any other REF."""
         return None if self.step is None or self.term is None else (self.term, self.step)
 
     def __str__(self) -> str:
-        """As it is written: ``str(Ref.parse(text))`` names what `text` names."""
+        """Return the text of the REF: `Ref.parse` of it is an equal `Ref`."""
         if self.tag is not None:
             return f"{_TAG}{self.tag}"
         if self.step is None:
@@ -98,7 +98,7 @@ class Ref:
 
 
 def parse_range(text: str, tags: Iterable[str] = ()) -> tuple[Ref, Ref]:
-    """``A..B`` as two REFs. Raises `UsageError`."""
+    """Parse ``A..B`` into two REFs. Raises `UsageError`."""
     sides = [side.strip() for side in text.split("..")]
     if len(sides) != 2 or not all(sides):
         raise UsageError(f"{text!r} is no range; write A..B with two REFs, as in 1000..1100 or 1000@2..latest")
@@ -106,20 +106,20 @@ def parse_range(text: str, tags: Iterable[str] = ()) -> tuple[Ref, Ref]:
 
 
 def node_of(ref: str) -> Node:
-    """(term, step) of ``STEP@TERM``, as `ref_of` writes it. Raises `UsageError` for every other text."""
+    """Parse ``STEP@TERM``, as `ref_of` writes it, into (term, step). Raises `UsageError` for any other text."""
     if (node := Ref.parse(ref).node) is None:
         raise UsageError(f"{ref!r:.80} is not STEP@TERM")
     return node
 
 
 def text_of(ref: object) -> str:
-    """A REF as a text, for a message to the process that looks it up and checks it.
+    """Return a REF as text, for a message to the process that parses it and looks it up.
 
     Args:
-        ref: a text, a whole number, or an object with a `ref`, which names a checkpoint.
+        ref: a string, an integer, or an object whose attribute `ref` names a checkpoint.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: `ref` is none of these.
     """
     if isinstance(ref, str):
         return ref
@@ -128,10 +128,10 @@ def text_of(ref: object) -> str:
 
 
 def step_number(step: Any) -> int:
-    """A step as Python's int: of a whole number of any type, numpy's and torch's scalars among them.
+    """Return a step as a Python int. Any integer type is accepted, including numpy's and torch's scalars.
 
     Raises:
-        StepOrderError: it is something else; truth values and floats are, even whole ones.
+        StepOrderError: `step` is anything else; booleans and floats are refused, even whole ones.
     """
     try:
         if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
@@ -142,7 +142,7 @@ def step_number(step: Any) -> int:
 
 
 def check_tag(name: object) -> None:
-    """Refuse what no tag may be called. Raises `UsageError`."""
+    """Raise `UsageError` if `name` is not a valid tag name."""
     if not isinstance(name, str) or not valid_tag(name):
         raise UsageError(f"{name!r:.80} is no tag name: 1-128 letters, digits and _.+/-")
 
@@ -155,7 +155,7 @@ def _number(ref: object) -> str:
 
 
 def _no_ref(ref: object, tags: Iterable[str] = ()) -> UsageError:
-    from difflib import get_close_matches  # only for an error: the command does not wait for it
+    from difflib import get_close_matches  # imported only for an error, so that the command starts fast
 
     error = UsageError(f"{ref!r:.80} is no REF; use latest, STEP, STEP@TERM or tag:NAME")
     if isinstance(own := getattr(ref, "ref", None), str):  # a CheckpointInfo

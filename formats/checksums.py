@@ -1,6 +1,6 @@
-"""Hashes of the format: xxh3, seed 0, of chunks, tensors, headers and states.
+"""Hashes of the format: xxh3 with seed 0, of chunks, tensors, headers and states.
 
-xxh3 detects damage, not tampering: whoever can write the store can forge it.
+xxh3 detects damage, not tampering: anyone who can write to the store can forge it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ def _flat(data: ReadableBuffer) -> memoryview:
 
 
 def xxh3_64(data: ReadableBuffer) -> int:
-    """XXH3-64 of any C-contiguous buffer, as an unsigned number. Copies nothing and releases the GIL."""
+    """Return XXH3-64 of any C-contiguous buffer, as an unsigned number. Copies nothing and releases the GIL."""
     return int(xxhash.xxh3_64_intdigest(_flat(data)))
 
 
 def xxh3_128(data: ReadableBuffer) -> str:
-    """XXH3-128 of any C-contiguous buffer: 32 lower-case hex digits, most significant first."""
+    """Return XXH3-128 of any C-contiguous buffer: 32 lower-case hex digits, most significant first."""
     return str(xxhash.xxh3_128_hexdigest(_flat(data)))
 
 
 def chunk_hash(data: ReadableBuffer) -> str:
-    """XXH3-64 of a chunk: 16 lower-case hex digits, most significant first."""
+    """Return XXH3-64 of a chunk: 16 lower-case hex digits, most significant first."""
     return f"{xxh3_64(data):016x}"
 
 
 def header_hash(data: ReadableBuffer) -> str:
-    """XXH3-128 of all bytes of a segment's header, its length field and padding included."""
+    """Return XXH3-128 of all bytes of a segment's header, including its length field and padding."""
     return xxh3_128(data)
 
 
 def tensor_hash(chunk_hashes: Sequence[str]) -> str:
-    """Hash of a tensor: XXH3-128 of its chunks' decoded hashes, each as a little-endian u64, in chunk order.
+    """Return the hash of a tensor: XXH3-128 of its chunks' decoded hashes, each a little-endian u64, in chunk order.
 
     Raises:
         ValueError: an entry is not 16 hex digits.
@@ -52,13 +52,13 @@ def tensor_hash(chunk_hashes: Sequence[str]) -> str:
 
 
 def state_hash(tree_text: bytes, tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """Hash that identifies a whole state: XXH3-128 over the tree's canonical JSON and every tensor.
+    """Return the hash that identifies a state: XXH3-128 of the tree's canonical JSON and every tensor (SPEC.md 4).
 
     Args:
         tree_text: canonical JSON of the typed tree (`jsontext.dumps`).
         tensors: (name, logical dtype, logical shape, tensor hash), in any order; names are distinct.
 
-    Each part is preceded by its length (u64, little-endian), so that no two different states give one byte string.
+    Each part is preceded by its length (u64, little-endian), so that different states never give the same byte string.
     """
     hasher = xxhash.xxh3_128()
 

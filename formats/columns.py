@@ -1,7 +1,7 @@
-"""Tables of the catalog as columns: rows that never change, sorted by their key.
+"""Tables of the catalog as columns: immutable rows, sorted by their key.
 
-A number takes 8 bytes and a hash 16, where an object of its own takes hundreds. Entries are made when asked for.
-Only the standard library: whoever lists a store does not wait for numpy.
+A number takes 8 bytes and a hash 16, where a Python object takes hundreds. Entries are created when they are read.
+Only the standard library is used, so that listing a store does not wait for the import of numpy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = [
     "Column",
     "EncodingRows",
     "NodeRows",
-    "Rows",
     "SegmentRows",
     "SlotRows",
+    "TableRows",
     "ascending",
     "empty",
     "packed",
@@ -34,7 +34,7 @@ __all__ = [
 DIGEST: Final = 16
 """Bytes of a hash or uuid."""
 TIME: Final = 3
-"""The column of `CheckpointRows` that has the times."""
+"""Index of the column of `CheckpointRows` that has the times."""
 
 Column: TypeAlias = Any
 """``q``: 64-bit integers, ``b``: small ones, ``d``: doubles (each an `array`); ``x``: hashes, joined (`bytes`)."""
@@ -45,12 +45,12 @@ _Extras: TypeAlias = Mapping[Any, Mapping[int, Mapping[str, Any]]]
 
 
 def empty(letter: str) -> Column:
-    """A column without rows."""
+    """Return a column without rows."""
     return b"" if letter == "x" else array(letter)
 
 
 def packed(text: str) -> bytes | None:
-    """The bytes of a hash or uuid; None if `text` is not written as one."""
+    """Return the bytes of a hash or uuid; None if `text` is not one."""
     try:
         data = bytes.fromhex(text)
     except ValueError:
@@ -59,17 +59,17 @@ def packed(text: str) -> bytes | None:
 
 
 def ascending(column: Sequence[Any]) -> bool:
-    """Whether each entry is above the one before it."""
+    """Whether each entry is greater than the previous one."""
     return all(map(operator.lt, column, islice(column, 1, None)))
 
 
-class Rows(Generic[K, V]):
-    """Rows in ascending order of their keys. A value takes one row or (`EncodingRows`) several.
+class TableRows(Generic[K, V]):
+    """Rows in ascending order of their keys. A value takes one row or, in `EncodingRows`, several.
 
     Attributes:
         SHAPE: one letter for each column (see `Column`).
-        columns: of equal length.
-        extras: key -> place among the rows of its value -> members that this version does not know.
+        columns: the columns, all of the same length.
+        extras: key -> index among the rows of its value -> members that this version does not know.
     """
 
     SHAPE: ClassVar[str]
@@ -83,35 +83,35 @@ class Rows(Generic[K, V]):
 
     @property
     def count(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return len(self)
 
     def find(self, key: K) -> tuple[int, int]:
-        """The rows of `key`: first, and the one after the last; equal, and where they would be, if there are none."""
+        """Return the rows of `key` as (first, one after the last); both are the insertion point if it has none."""
         raise NotImplementedError
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[K]:
-        """The keys of these rows, each once."""
+        """Iterate over the keys of these rows, each once."""
         raise NotImplementedError
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[V]:
-        """What these rows say, made on the way."""
+        """Iterate over the values of these rows, which are created on demand."""
         raise NotImplementedError
 
     def value(self, start: int, stop: int) -> V:
-        """What the rows of one key say."""
+        """Return the value of the rows of one key."""
         return next(self.values(start, stop))
 
     def _encoded(self, items: Sequence[tuple[K, V]]) -> Self:
-        """Rows of `items`, whose keys ascend."""
+        """Encode `items`, whose keys ascend, as rows."""
         raise NotImplementedError
 
     def with_changes(self, changes: Mapping[K, V | None]) -> Self:
-        """New rows in which each key of `changes` has its new value, or is gone (None)."""
+        """Return new rows in which each key of `changes` has its new value, or is removed (None)."""
         order = sorted(changes.items(), key=operator.itemgetter(0))
         fresh = self._encoded([(key, value) for key, value in order if value is not None])
         pieces: list[tuple[Self, int, int]] = []
-        place = taken = 0
+        place = used = 0
         for key, value in order:
             start, stop = self.find(key)
             pieces.append((self, place, start))
@@ -119,8 +119,8 @@ class Rows(Generic[K, V]):
             if value is not None:
                 start, stop = fresh.find(key)
                 pieces.append((fresh, start, stop))
-                taken = stop
-        assert taken == len(fresh)
+                used = stop
+        assert used == len(fresh)
         pieces.append((self, place, len(self)))
         kept = {key: extra for key, extra in self.extras.items() if key not in changes}
         return fresh._joined(_runs(pieces), {**kept, **fresh.extras})
@@ -147,7 +147,7 @@ class Rows(Generic[K, V]):
 
 
 def _runs(pieces: Iterable[tuple[Any, int, int]]) -> list[tuple[Any, int, int]]:
-    """The pieces that are not empty; those that follow each other in the same rows as one."""
+    """Return the non-empty pieces, with adjacent pieces of the same rows combined."""
     found: list[tuple[Any, int, int]] = []
     for rows, start, stop in pieces:
         if start == stop:
@@ -172,29 +172,29 @@ def _numbers(letter: str, values: Iterable[Any]) -> array[Any]:
     return array(letter, values)
 
 
-class NodeRows(Rows[Node, V]):
-    """Rows by (term, step), which are the first two columns."""
+class NodeRows(TableRows[Node, V]):
+    """Rows with key (term, step), in the first two columns."""
 
     def find(self, key: Node) -> tuple[int, int]:
-        """See `Rows.find`."""
+        """See `TableRows.find`."""
         terms, steps = self.columns[0], self.columns[1]
         start, stop = bisect_left(terms, key[0]), bisect_right(terms, key[0])
         return bisect_left(steps, key[1], start, stop), bisect_right(steps, key[1], start, stop)
 
     def upto(self, term: int, step: int | None) -> tuple[int, int]:
-        """The rows of `term` whose step is at most `step` (None: all): first, and the one after the last."""
+        """Return the rows of `term` with a step of at most `step` (None: all) as (first, one after the last)."""
         terms, steps = self.columns[0], self.columns[1]
         start, stop = bisect_left(terms, term), bisect_right(terms, term)
         return start, stop if step is None else bisect_right(steps, step, start, stop)
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[Node]:
-        """See `Rows.keys`."""
+        """See `TableRows.keys`."""
         return zip(self.columns[0][start:stop], self.columns[1][start:stop], strict=True)
 
     def sorted_strictly(self) -> bool:
-        """Whether every row's (term, step) is above the one before it."""
+        """Whether the (term, step) of each row is greater than that of the previous row."""
         terms, steps = self.columns[0], self.columns[1]
-        one_term = terms.count(terms[0]) == len(terms) if len(terms) else True  # the usual case: no pairs are made
+        one_term = terms.count(terms[0]) == len(terms) if len(terms) else True  # the usual case: avoids making pairs
         return ascending(steps) if one_term else ascending(list(self.keys()))
 
     def _node_columns(self, nodes: Sequence[Node]) -> list[Column]:
@@ -207,7 +207,7 @@ class SlotRows(NodeRows[int]):
     SHAPE = "qqq"
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[int]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         return iter(self.columns[2][start:stop])
 
     def _encoded(self, items: Sequence[tuple[Node, int]]) -> Self:
@@ -221,7 +221,7 @@ class CheckpointRows(NodeRows[CheckpointEntry]):
     SHAPE = "qqxdqq"
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[CheckpointEntry]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         stop = len(self) if stop is None else stop
         terms, steps, states, times, tensors, sizes = self.columns
         for row in range(start, stop):
@@ -242,13 +242,13 @@ class CheckpointRows(NodeRows[CheckpointEntry]):
         return type(self)(columns, {node: {0: row.extra} for node, row in items if row.extra})
 
 
-class SegmentRows(Rows[str, SegmentEntry]):
+class SegmentRows(TableRows[str, SegmentEntry]):
     """id -> segment. Columns: id, term, size, header, hash."""
 
     SHAPE = "xqqqx"
 
     def find(self, key: str) -> tuple[int, int]:
-        """See `Rows.find`."""
+        """See `TableRows.find`."""
         ids: Any = self.columns[0]
         wanted = packed(key)
         if wanted is None:
@@ -257,11 +257,11 @@ class SegmentRows(Rows[str, SegmentEntry]):
         return place, place + (ids[place * DIGEST : (place + 1) * DIGEST] == wanted)
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
-        """See `Rows.keys`."""
+        """See `TableRows.keys`."""
         return iter(_texts(self.columns[0], start, len(self) if stop is None else stop))
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[SegmentEntry]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         stop = len(self) if stop is None else stop
         ids, terms, sizes, headers, hashes = self.columns
         for row in range(start, stop):
@@ -283,12 +283,14 @@ class SegmentRows(Rows[str, SegmentEntry]):
 
 
 class EncodingRows(NodeRows[tuple[Encoding, ...]]):
-    """(term, step) -> its encodings, oldest first, a row each.
+    """(term, step) -> its encodings, oldest first, one row each.
 
-    Columns: term, step, kind (place in `kinds`), base's term (0: none), step, state, number of segments, lossy, bytes.
+    Columns: term, step, kind (index in `kinds`), base's term (0: no base), step, state, number of segments, lossy,
+    bytes.
 
     Attributes:
-        uses: ids of the segments that the rows read, as many as the numbers of segments together.
+        kinds: the distinct kinds of encodings.
+        uses: ids of the segments that the rows read, joined; as many as the numbers of segments add up to.
     """
 
     SHAPE = "qqqqqxqbq"
@@ -306,25 +308,25 @@ class EncodingRows(NodeRows[tuple[Encoding, ...]]):
 
     @cached_property
     def count(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         if ascending(self.columns[1]):
             return len(self)
         return sum(1 for _ in groupby(super().keys()))
 
     @cached_property
     def _starts(self) -> Sequence[int]:
-        """Row -> where its segments begin in `uses`, and where the last one's end."""
+        """Row -> where its segments begin in `uses`; the last entry is where those of the last row end."""
         counts: Any = self.columns[6]
         if counts.count(1) == len(self):
             return range(len(self) + 1)
         return array("q", accumulate(counts, initial=0))
 
     def keys(self, start: int = 0, stop: int | None = None) -> Iterator[Node]:
-        """See `Rows.keys`."""
+        """See `TableRows.keys`."""
         return (node for node, _ in groupby(super().keys(start, stop)))
 
     def values(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[Encoding, ...]]:
-        """See `Rows.values`."""
+        """See `TableRows.values`."""
         row = start
         for node, same in groupby(super().keys(start, stop)):
             edges = [self._edge(node, row + place, place) for place, _ in enumerate(same)]
@@ -368,23 +370,23 @@ class EncodingRows(NodeRows[tuple[Encoding, ...]]):
         )
         return type(self)(self._columns(pieces), extras, self.kinds, uses)
 
-    # -------------------------------------------------------------------------------------------- turned round
+    # -------------------------------------------------------------------------------------------- reverse lookup
 
     @cached_property
     def _by_use(self) -> array[int]:
-        """Places in `uses`, in the order of what stands there."""
+        """Indexes in `uses`, sorted by the segment id there."""
         ids = [self.uses[place : place + DIGEST] for place in range(0, len(self.uses), DIGEST)]
         return array("I", sorted(range(len(ids)), key=ids.__getitem__))
 
     @cached_property
     def _by_base(self) -> array[int]:
-        """Rows that have a base, in the order of the base's (term, step)."""
+        """Rows that have a base, sorted by the base's (term, step)."""
         columns: Any = self.columns
         nodes = list(zip(columns[3], columns[4], strict=True))
         return array("I", sorted((row for row, (term, _) in enumerate(nodes) if term), key=nodes.__getitem__))
 
     def users(self, segment: str) -> Iterator[Node]:
-        """Who reads `segment`; a checkpoint comes once for each of its encodings that does."""
+        """Yield the checkpoints that read `segment`, once for each encoding that does."""
         wanted = packed(segment)
         if wanted is None:
             return
@@ -394,7 +396,7 @@ class EncodingRows(NodeRows[tuple[Encoding, ...]]):
             yield self._node(bisect_right(self._starts, place) - 1)
 
     def dependents(self, node: Node) -> Iterator[Node]:
-        """Who builds on `node`; a checkpoint comes once for each of its encodings that does."""
+        """Yield the checkpoints that build on `node`, once for each encoding that does."""
         columns: Any = self.columns
         terms, steps = columns[3], columns[4]
         order = self._by_base

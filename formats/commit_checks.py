@@ -1,7 +1,7 @@
-"""What a COMMIT may say, and what may be dropped (design: COMMIT 4, the retention rules).
+"""Check whether a COMMIT may be written, and which segments may be dropped (SPEC.md 7.4 and 7.5).
 
-The owner of a term asks `check_commit` before it sends a record. Everything here costs time in proportion to what the
-record touches, not to what the store holds.
+The owner of a term calls `check_commit` before it sends a record. The cost of everything here is proportional to what
+the record touches, not to the size of the store.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["check_commit", "droppable", "needed", "pinned", "users"]
 
 
 def check_commit(catalog: Catalog, record: CommitRecord) -> None:
-    """Refuse a record that would break the catalog it is applied to.
+    """Refuse a record that would make the catalog inconsistent.
 
     Raises:
-        StepOrderError: a step exists already in this term, or is not above the parent's.
-        CheckpointNotFoundError: a base cannot be restored (any more): encode again, against another.
-        UsageError: any other rule of COMMIT; the message says which.
+        StepOrderError: a step already exists in this term, or is not above the parent's.
+        CheckpointNotFoundError: a base cannot be restored (any more): encode again, against another one.
+        UsageError: the record breaks another rule of COMMIT; the message says which.
     """
     if record.term != catalog.term:
         raise UsageError(f"a record of term {record.term} in term {catalog.term}")
-    after = _After(catalog, record)
+    after = _CatalogAfter(catalog, record)
     _check_segments(catalog, record)
     _check_checkpoints(catalog, record)
     for node in record.retires:
@@ -43,12 +43,12 @@ def check_commit(catalog: Catalog, record: CommitRecord) -> None:
         checked(record.keep)
     if again := record.requests.keys() & catalog.requests.keys():
         raise UsageError(f"request {min(again)} was handled before")
-    if strange := set(record.swept) - catalog.dropped:
-        raise UsageError(f"segment {min(strange)} is swept but was not dropped in this term")
+    if unknown := set(record.swept) - catalog.dropped:
+        raise UsageError(f"segment {min(unknown)} is swept but was not dropped in this term")
 
 
-class _After:
-    """The catalog as it would be after a record, without applying it."""
+class _CatalogAfter:
+    """The catalog as it would be after a record, computed without applying the record."""
 
     def __init__(self, catalog: Catalog, record: CommitRecord) -> None:
         self.catalog = catalog
@@ -119,13 +119,13 @@ def _check_checkpoints(catalog: Catalog, record: CommitRecord) -> None:
             raise StepOrderError(
                 f"step {checkpoint.step} is not above step {parent.step}, from which this run continues"
             )
-        taken = catalog.find(checkpoint.node) is not None or checkpoint.step in catalog.spent
-        if taken or checkpoint.step in steps:
+        exists = catalog.find(checkpoint.node) is not None or checkpoint.step in catalog.spent
+        if exists or checkpoint.step in steps:
             raise StepOrderError(f"step {checkpoint.step} exists already in term {record.term}")
         steps.add(checkpoint.step)
 
 
-def _check_encoding(after: _After, edge: Encoding) -> None:
+def _check_encoding(after: _CatalogAfter, edge: Encoding) -> None:
     if not after.promised(edge.checkpoint):
         raise UsageError(f"an encoding of {ref_of(edge.checkpoint)}, which is not promised")
     if not edge.segments:
@@ -141,8 +141,8 @@ def _check_encoding(after: _After, edge: Encoding) -> None:
             )
 
 
-def _check_reachable(after: _After) -> None:
-    """No promised checkpoint loses its last path. Only those that lose an encoding, and who builds on them, can."""
+def _check_reachable(after: _CatalogAfter) -> None:
+    """Check that no promised checkpoint loses its last path. Only users of dropped segments, and dependents, can."""
     stack = [node for segment in after.drops for node in after.catalog.edges().users(segment)]
     lost: set[Node] = set()
     while stack:
@@ -155,7 +155,7 @@ def _check_reachable(after: _After) -> None:
         stack.extend(after.dependents(node))
 
 
-def _check_tags(after: _After) -> None:
+def _check_tags(after: _CatalogAfter) -> None:
     tags = dict(after.catalog.tags)
     for name, node in after.record.tags.items():
         if not valid_tag(name):
@@ -173,14 +173,14 @@ def _check_tags(after: _After) -> None:
 
 
 def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = ()) -> tuple[str, ...]:
-    """Ids of the segments that no promised checkpoint needs once `retires` are retired.
+    """Return the ids of the segments that no promised checkpoint needs once `retires` are retired.
 
-    Looks only at the retired, and at what is not promised and connected to them.
+    Only the retired checkpoints, and unpromised ones connected to them, are visited.
 
     Args:
-        catalog: the catalog the record will be applied to.
-        retires: (term, step) of checkpoints about to be retired, or retired earlier.
-        keep: (term, step) of bases that encodings about to be committed build on.
+        catalog: the catalog to which the record will be applied.
+        retires: (term, step) of checkpoints that are about to be retired, or already are.
+        keep: (term, step) of bases of encodings that are about to be committed.
     """
     retired = set(retires)
     unpromised: set[Node] = set()
@@ -204,11 +204,11 @@ def droppable(catalog: Catalog, retires: Iterable[Node], keep: Iterable[Node] = 
 
 
 def pinned(catalog: Catalog, kept: Iterable[Node], current: Iterable[Node]) -> tuple[list[Node], int]:
-    """Retired checkpoints that stay stored for those that are `kept` -> them, ascending, and their bytes.
+    """Return the retired checkpoints that stay stored only for `kept` (ascending), and the bytes of their segments.
 
     Args:
         kept: (term, step) of promised checkpoints.
-        current: (term, step) of those on which the next checkpoints build: what they need is not counted.
+        current: (term, step) of the bases of the next checkpoints; whatever those need is not counted.
     """
     held = {node for node in needed(catalog, kept) if node in catalog.held} - needed(catalog, current)
     segments = {segment for node in held for edge in catalog.encodings.get(node, ()) for segment in edge.segments}
@@ -225,12 +225,12 @@ def _bases(catalog: Catalog, node: Node) -> set[Node]:
 
 
 def _dependents(catalog: Catalog, node: Node) -> list[Node]:
-    """The checkpoints with a live encoding against `node`."""
+    """Return the checkpoints with a live encoding against `node`."""
     return [other for other in catalog.edges().dependents(node) if node in _bases(catalog, other)]
 
 
 def users(catalog: Catalog, segment: str) -> Iterator[Node]:
-    """The checkpoints with a live encoding that reads `segment`."""
+    """Yield the checkpoints with a live encoding that reads `segment`."""
     for node in catalog.edges().users(segment):
         if any(segment in edge.segments for edge in catalog.encodings.get(node, ())):
             yield node
@@ -239,9 +239,9 @@ def users(catalog: Catalog, segment: str) -> Iterator[Node]:
 def needed(
     catalog: Catalog, promised: Iterable[Node] | None = None, without: Collection[Node] = frozenset()
 ) -> set[Node]:
-    """Every (term, step) that `promised` (default: all of them) reach through bases, themselves included.
+    """Return every (term, step) that `promised` (default: all of them) need through bases, including themselves.
 
-    The encodings of `without` are not followed.
+    The encodings of checkpoints in `without` are not followed.
     """
     found: set[Node] = set()
     stack = list(catalog.checkpoints if promised is None else promised)

@@ -1,4 +1,4 @@
-"""The encodings of a catalog, turned round: who reads a segment, who builds on a checkpoint."""
+"""Reverse index of a catalog's encodings: which checkpoints read a segment or build on a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _K = TypeVar("_K")
 
 
 class EdgeIndex:
-    """The encodings turned round: who reads a segment, who builds on a checkpoint.
+    """Reverse index: which checkpoints read a segment, and which build on a checkpoint.
 
-    Of rows nothing is taken out: who asks looks at the encodings that are there.
+    Entries for stored rows are never removed. So a caller must check the encodings that are in the catalog now.
     """
 
     __slots__ = ("_dependents", "_users", "rows")
@@ -32,14 +32,14 @@ class EdgeIndex:
                 self.add(edge)
 
     def add(self, edge: Encoding) -> None:
-        """Take an encoding in that is among the changes."""
+        """Add an encoding that is among the changes."""
         for segment in edge.segments:
             self._users.setdefault(segment, set()).add(edge.checkpoint)
         if edge.base is not None:
             self._dependents.setdefault(edge.base.node, set()).add(edge.checkpoint)
 
     def remove(self, edge: Encoding, kept: Sequence[Encoding]) -> None:
-        """Take out an encoding that is gone; its checkpoint has those of `kept` still.
+        """Remove an encoding that is gone. `kept` are the remaining encodings of its checkpoint.
 
         Prevents: an index that grows with every save of a run whose catalog stays small, because it retires.
         """
@@ -52,11 +52,11 @@ class EdgeIndex:
             _discard(self._dependents, edge.base.node, edge.checkpoint)
 
     def users(self, segment: str) -> set[Node]:
-        """The checkpoints that have, or had, an encoding that reads `segment`."""
+        """Return the checkpoints that have, or had, an encoding that reads `segment`."""
         return self._users.get(segment, set()).union(self.rows.users(segment))
 
     def dependents(self, node: Node) -> set[Node]:
-        """The checkpoints that have, or had, an encoding against `node`."""
+        """Return the checkpoints that have, or had, an encoding against `node`."""
         return self._dependents.get(node, set()).union(self.rows.dependents(node))
 
 

@@ -1,4 +1,4 @@
-"""The state digest: one number for a tensor's bytes, the same from numpy, torch CPU and CUDA.
+"""The state digest: one number for a tensor's bytes, equal in numpy, torch CPU and CUDA (SPEC.md 4).
 
 Definition (normative). Let the tensor's C-contiguous, little-endian image have ``n`` bytes, padded with zero bytes to a
 multiple of 4 and read as little-endian u32 words ``w_0, w_1, ...``. All arithmetic is modulo 2^64::
@@ -17,14 +17,14 @@ multiple of 4 and read as little-endian u32 words ``w_0, w_1, ...``. All arithme
         z ^ (z >> 31)
 
 What it detects. Weights are odd, so a change of one word always changes D. Flipping bit b of two words changes D by
-2^b * (±W_p ± W_q), which is zero only if W_p = ±W_q modulo 2^(64-b); b is at most 31, and the seeds were chosen so that
-no two K, and no two of the first 65536 M, are equal up to sign modulo 2^33: two flipped sign bits in one block, or at
-one place of two blocks of a tensor up to 16 GiB, always change D. Any other fixed difference is missed with probability
-about 2^-(63-v), where 2^v divides all differences of words: 2^-63 for arbitrary bits, 2^-32 where only sign bits of F32
-differ. It is a check of arithmetic and of placement, not of tampering.
+2^b * (±W_p ± W_q), which is zero only if W_p = ±W_q modulo 2^(64-b). b is at most 31, and the seeds were chosen so that
+no two K, and no two of the first 65536 M, are equal up to sign modulo 2^33. Therefore two flipped sign bits in one
+block, or at one position of two blocks of a tensor up to 16 GiB, always change D. Any other fixed difference is missed
+with probability about 2^-(63-v), where 2^v divides all differences of words: 2^-63 for arbitrary bits, 2^-32 if only
+sign bits of F32 differ. The digest checks arithmetic and placement; it does not detect tampering.
 
-Sums of partial digests may be taken in any order, and split at any word: that is what lets threads, GPU blocks and
-streamed chunks each do a part. One core does about 5 GB/s in numpy.
+Partial digests may be added in any order and cut at any word, so threads, GPU blocks and streamed chunks can each
+compute a part. One core processes about 5 GB/s in numpy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK_WORDS", "Running", "combine", "digest", "multipliers", "partial", "partials", "weights"]
 
 BLOCK_WORDS = 65536
-"""Words (u32) that share one multiplier."""
+"""Number of words (u32) that share one multiplier."""
 
 _MASK = (1 << 64) - 1
 _LENGTH = 0x9E3779B97F4A7C15
@@ -53,7 +53,7 @@ _Words = npt.NDArray[np.uint64]
 
 
 def _splitmix64(seed: int, first: int, count: int) -> _Words:
-    """Outputs `first` ... `first` + `count` - 1 of SplitMix64 seeded with `seed`."""
+    """Return outputs `first` ... `first` + `count` - 1 of SplitMix64 seeded with `seed`."""
     z = np.arange(count, dtype=np.uint64)
     z += np.uint64((first + 1) & _MASK)
     z *= np.uint64(0x9E3779B97F4A7C15)
@@ -70,43 +70,43 @@ def _odd(seed: int, first: int, count: int) -> _Words:
 
 
 _WEIGHTS = _odd(_WEIGHT_SEED, 0, BLOCK_WORDS)
-# Enough for tensors up to 1 GiB: computing them each time would cost small tensors more than the digest itself.
+# Enough for tensors up to 1 GiB: computing multipliers for each small tensor would cost more than the digest itself.
 _MULTIPLIERS = _odd(_MULTIPLIER_SEED, 0, 4096)
 
 
 def multipliers(first: int, count: int) -> _Words:
-    """M[first] ... M[first + count - 1], uint64, read-only."""
+    """Return M[first] ... M[first + count - 1], uint64, read-only."""
     if first + count <= _MULTIPLIERS.size:
         return _MULTIPLIERS[first : first + count]
     return _odd(_MULTIPLIER_SEED, first, count)
 
 
 def weights() -> _Words:
-    """K, uint64, shape (BLOCK_WORDS,), read-only."""
+    """Return K, uint64, shape (BLOCK_WORDS,), read-only."""
     return _WEIGHTS
 
 
 def digest(data: Buffer | npt.NDArray[Any]) -> int:
-    """The digest D of a tensor's image, as an unsigned 64-bit number. `data` is any C-contiguous buffer."""
+    """Return the digest D of a tensor's image, as an unsigned 64-bit number. `data` is any C-contiguous buffer."""
     flat = _bytes(data)
     return combine(partial(flat, 0), nbytes=flat.size)
 
 
 def combine(*partials: int, nbytes: int) -> int:
-    """The digest of a tensor of `nbytes` bytes from the partial digests of all its words, in any order."""
+    """Return the digest of a tensor of `nbytes` bytes from the partial digests of all its words, in any order."""
     return (sum(partials) + nbytes * _LENGTH) & _MASK
 
 
 @steady
 def partial(data: Buffer | npt.NDArray[Any], first_word: int) -> int:
-    """The share of D that the words of `data` contribute, without the length term.
+    """Return the contribution of the words of `data` to D, without the length term.
+
+    Runs without the GIL except between blocks, and needs at most 512 KiB of scratch memory.
 
     Args:
         data: C-contiguous buffer that starts at word `first_word` of the tensor's image. Only the tensor's last part
             may have a length that is not a multiple of 4.
         first_word: position of the first word, counted from the start of the tensor.
-
-    Runs without the GIL except between blocks; needs 512 KiB of scratch memory at most.
 
     Raises:
         ValueError: `first_word` is negative.
@@ -130,17 +130,17 @@ def partial(data: Buffer | npt.NDArray[Any], first_word: int) -> int:
 
 @steady
 def partials(data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> list[int]:
-    """`partial` of many small tensors that lie one behind the other, in one call: each from its first word on.
+    """Return `partial` of many small contiguous tensors in one call, each counted from its own first word.
 
     Args:
         data: C-contiguous; the bytes of all of them.
-        lengths: bytes of each, multiples of 4 up to a block (`BLOCK_WORDS` words); they add up to all of `data`.
+        lengths: bytes of each, a multiple of 4 up to a block (`BLOCK_WORDS` words); their sum is the size of `data`.
 
     Raises:
-        ValueError: other lengths.
+        ValueError: invalid lengths.
     """
     if sum(lengths) != data.size or any(length % 4 or not 0 <= length <= 4 * BLOCK_WORDS for length in lengths):
-        raise ValueError(f"{data.size} bytes are not {len(lengths)} tensors of whole words, of a block at most")
+        raise ValueError(f"{data.size} bytes are not {len(lengths)} tensors of whole words, each at most one block")
     ends = np.cumsum(np.array(lengths, np.int64)) // 4
     sums = np.zeros(len(lengths), np.uint64)
     piece_sums(data.view("<u4"), ends, _WEIGHTS, sums)
@@ -150,7 +150,7 @@ def partials(data: npt.NDArray[np.uint8], lengths: Sequence[int]) -> list[int]:
 
 
 class Running:
-    """The digest of a tensor whose bytes pass by in order, cut anywhere."""
+    """The digest of a tensor whose bytes are passed in order, in pieces of any length."""
 
     def __init__(self) -> None:
         self._sum = 0
@@ -158,7 +158,7 @@ class Running:
         self._rest = b""
 
     def update(self, data: Buffer | npt.NDArray[Any]) -> None:
-        """Take the next bytes: any C-contiguous buffer."""
+        """Add the next bytes: any C-contiguous buffer."""
         flat = _bytes(data)
         if self._rest:
             missing = 4 - len(self._rest)
@@ -172,7 +172,7 @@ class Running:
         self._rest = flat[whole:].tobytes()
 
     def result(self) -> int:
-        """The digest of everything so far, as an unsigned 64-bit number."""
+        """Return the digest of all bytes so far, as an unsigned 64-bit number."""
         last = partial(self._rest, self._nbytes // 4) if self._rest else 0
         return combine(self._sum, last, nbytes=self._nbytes + len(self._rest))
 
@@ -183,13 +183,13 @@ class Running:
 
 @hot("ckptstore.formats.digest_compiled", reads=["words", "weights"])
 def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: _Words) -> None:
-    """Sum up words times weights, block by block, into ``sums``; ``skip`` words of the first block come before."""
+    """Sum words times weights, block by block, into ``sums``. ``skip`` words of the first block precede ``words``."""
     scratch = np.empty(min(len(words), BLOCK_WORDS), np.uint64)
     start, begin = 0, skip
     for block in range(len(sums)):
         count = min(BLOCK_WORDS - begin, len(words) - start)
-        # Widening into scratch that stays in cache, then one fused multiply-and-add pass: twice as fast as a
-        # product array that is summed afterwards.
+        # Widen into scratch that stays in the cache, then multiply and add in one fused pass: twice as fast as summing
+        # an array of products.
         np.copyto(scratch[:count], words[start : start + count])
         sums[block] = np.dot(scratch[:count], weights[begin : begin + count])
         start, begin = start + count, 0
@@ -197,7 +197,7 @@ def block_sums(words: npt.NDArray[np.uint32], skip: int, weights: _Words, sums: 
 
 @hot("ckptstore.formats.digest_compiled", reads=["words", "ends", "weights"])
 def piece_sums(words: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64], weights: _Words, sums: _Words) -> None:
-    """Sum up words times weights, piece by piece, into ``sums``; each piece begins with the first weight."""
+    """Sum words times weights, piece by piece, into ``sums``. Each piece begins with the first weight."""
     start = 0
     for piece, end in enumerate(ends):
         block_sums.reference(words[start:end], 0, weights, sums[piece : piece + 1])
@@ -205,7 +205,7 @@ def piece_sums(words: npt.NDArray[np.uint32], ends: npt.NDArray[np.int64], weigh
 
 
 def _bytes(data: Buffer | npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    if isinstance(data, np.ndarray):  # also dtypes that the buffer protocol has no letter for, such as bfloat16
+    if isinstance(data, np.ndarray):  # also for dtypes that the buffer protocol cannot describe, such as bfloat16
         if not data.flags.c_contiguous:
             raise ValueError("the digest needs a C-contiguous array")
         return data.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""The state digest's loop for numba (`ckptstore.formats.kernel_choice`)."""
+"""The compiled form of the state digest's loops, for numba (see `ckptstore.formats.kernel_choice`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _block_sums(
 
 @loop("u4", "u8", "u8!")
 def _four_sums(words: npt.NDArray[np.uint32], weights: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> None:
-    """Of whole blocks, four at a time: weights are twice as many bytes as words, and are loaded once for four."""
+    """Sum whole blocks, four at a time: weights are twice as many bytes as words, and are loaded once for all four."""
     for first in range(0, len(sums), 4):
         at = first * BLOCK_WORDS
         a, b = words[at : at + BLOCK_WORDS], words[at + BLOCK_WORDS : at + 2 * BLOCK_WORDS]

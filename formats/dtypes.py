@@ -1,15 +1,15 @@
-"""Element types: the logical name, how a segment stores it, and what it is in numpy.
+"""Element types: the logical name, how a segment stores it, and the numpy type.
 
-A tensor has a *logical* dtype and shape, which is what the run saved, and a *stored* one, which is what the segment's
-safetensors header says, so that every safetensors reader can open it:
+A tensor has a *logical* dtype and shape, which are those of the saved tensor, and a *stored* dtype and shape, which are
+in the segment's safetensors header, so that every safetensors reader can open it:
 
-- Most dtypes are stored as themselves.
-- Complex numbers are stored as reals with a trailing dimension of 2 (real, imaginary): safetensors has no C32 and no
-  C128, and treating one width unlike the others would help nobody.
+- Most dtypes are stored unchanged.
+- Complex numbers are stored as reals with a trailing dimension of 2 (real, imaginary). safetensors has no C32 and no
+  C128, and all widths should be treated alike.
 - ``F8_E8M0`` (block scales) and ``F4_E2M1_X2`` (two 4-bit values in a byte, torch's ``float4_e2m1fn_x2``) are stored
-  as U8: readers older than safetensors 0.6 do not know the first, and its F4 counts half bytes.
+  as U8: readers older than safetensors 0.6 do not know the first, and the F4 of safetensors counts half bytes.
 
-Both images have the same bytes: a dtype never changes what is stored, only what it is called.
+Both images have the same bytes: a dtype never changes the stored bytes, only their name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class DType:
     """An element type.
 
     Attributes:
-        name: logical name, as metadata writes it (``"F32"``, ``"BF16"``, ``"C64"``).
+        name: logical name in the metadata (``"F32"``, ``"BF16"``, ``"C64"``).
         storage: dtype code in the segment's safetensors header.
         itemsize: bytes per logical element (8 for C64, although it is stored as two F32).
-        numpy: little-endian numpy dtype of one logical element; ``numpy.itemsize == itemsize``. C32, for which numpy
-            has no type, is the pair ``[("real", "<f2"), ("imag", "<f2")]``; F4_E2M1_X2 is plain uint8.
-        trailing: dimensions that the stored shape has after the logical ones: ``(2,)`` for complex, else ``()``.
+        numpy: little-endian numpy dtype of one logical element; ``numpy.itemsize == itemsize``. numpy has no type for
+            C32, so it is the pair ``[("real", "<f2"), ("imag", "<f2")]``; F4_E2M1_X2 is plain uint8.
+        trailing: dimensions of the stored shape behind the logical ones: ``(2,)`` for complex, else ``()``.
     """
 
     name: str
@@ -91,19 +91,19 @@ _FROM_NUMPY = {dtype.numpy: dtype for dtype in DTYPES.values() if dtype.name != 
 
 
 def get(name: str) -> DType:
-    """The dtype of a logical name.
+    """Return the dtype of a logical name.
 
     Raises:
-        FormatError: no such dtype (a newer format, or damage); `name` may be anything that JSON can hold.
+        FormatError: unknown dtype (a newer format, or damage); `name` may be any JSON value.
     """
     try:
         return _BY_NAME[name]
-    except (KeyError, TypeError):  # what JSON holds may be no key
+    except (KeyError, TypeError):  # a JSON value may not be hashable
         raise FormatError(f"unknown dtype {name!r:.80}") from None
 
 
 def from_numpy(dtype: np.dtype[Any]) -> DType:
-    """The dtype of a numpy array, whatever its byte order.
+    """Return the dtype of a numpy array, whatever its byte order.
 
     Raises:
         UnsupportedStateError: objects, strings, dates, long doubles, records, and ml_dtypes' sub-byte types.
@@ -117,10 +117,10 @@ def from_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 def storage_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in the segment's safetensors header of a tensor of logical `shape`."""
+    """Return the shape in the segment's safetensors header of a tensor of logical `shape`."""
     return (*shape, *dtype.trailing)
 
 
 def nbytes(dtype: DType, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of logical `shape`; 0-d tensors have one element."""
+    """Return the bytes of a tensor of logical `shape`; 0-d tensors have one element."""
     return math.prod(shape) * dtype.itemsize

@@ -1,7 +1,7 @@
-"""The big tables of a fold: columns of fixed width, one behind the other, little-endian.
+"""The large tables of a fold: columns of fixed width, one after the other, little-endian.
 
-A number takes 8 bytes, a flag 1, a time 8 (a double), a hash or uuid 16. How many rows there are, and what is rare
-(members that this version does not know), says the JSON before them.
+A number takes 8 bytes, a flag 1, a time 8 (a double), a hash or uuid 16. The JSON in front of the columns has the
+number of rows and the rare members that this version does not know.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ckptstore.formats.columns import (
     Column,
     EncodingRows,
     NodeRows,
-    Rows,
     SegmentRows,
     SlotRows,
+    TableRows,
     ascending,
 )
 from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal
@@ -38,10 +38,10 @@ _SHAPES: Final = {
     "segments": SegmentRows.SHAPE,
     "encodings": EncodingRows.SHAPE,
 }
-"""The columns of each table, in order; behind them, of the encodings, one of as many numbers as they have uses."""
+"""The columns of each table, in order. Behind those of the encodings is one more, with a number for each use."""
 _TERMS: Final = {"term": 1, "base's term": 0}
-"""Columns of terms -> the least; 0: there is none."""
-_NOTHING: Final = bytes(DIGEST)
+"""Columns of terms -> the smallest value; 0 means: there is no term."""
+_NO_STATE: Final = bytes(DIGEST)
 _BELOW_LIMIT: Final = bytes(range(MAX_INT >> 48))
 
 
@@ -49,7 +49,7 @@ _BELOW_LIMIT: Final = bytes(range(MAX_INT >> 48))
 
 
 def write_tables(catalog: Catalog) -> tuple[dict[str, Any], list[bytes]]:
-    """The big tables of `catalog` -> (what their JSON says, their columns in order)."""
+    """Encode the large tables of `catalog` -> (their JSON members, their columns in order)."""
     checkpoints, slots = catalog.checkpoints.settled(), catalog.slots.settled()
     held, segments, encodings = catalog.held.settled(), catalog.segments.settled(), catalog.encodings.settled()
     assert isinstance(encodings, EncodingRows)
@@ -57,7 +57,7 @@ def write_tables(catalog: Catalog) -> tuple[dict[str, Any], list[bytes]]:
     kinds, used = _kinds(encodings)
     place = {name: row for row, name in enumerate(_slices(segments.columns[0]))}
     uses = _slices(encodings.uses)
-    loose = sorted({name for name in uses if name not in place})  # only after damage: no intact record adds them
+    loose = sorted({name for name in uses if name not in place})  # only after damage: no intact record adds these
     place.update((name, len(segments) + row) for row, name in enumerate(loose))
     meta: dict[str, Any] = {
         "checkpoints": _described(checkpoints),
@@ -75,14 +75,14 @@ def _slices(digests: bytes) -> list[bytes]:
 
 
 def _kinds(rows: EncodingRows) -> tuple[array[int], list[str]]:
-    """The column of kinds as places in a sorted list of those that occur, so that equal catalogs have equal folds."""
+    """Return the kinds as indexes in a sorted list of those in use, so that equal catalogs have equal folds."""
     column = rows.columns[2]
     used = sorted({rows.kinds[code] for code in set(column)})
     place = [used.index(kind) if kind in used else 0 for kind in rows.kinds]
     return array("q", map(place.__getitem__, column)), used
 
 
-def _described(rows: Rows[Any, Any]) -> dict[str, Any]:
+def _described(rows: TableRows[Any, Any]) -> dict[str, Any]:
     extras = {
         str(rows.find(key)[0] + place): dict(members)
         for key in sorted(rows.extras)
@@ -103,10 +103,10 @@ def _little(column: array[Any]) -> array[Any]:
 
 
 def columns_size(found: Members, what: str) -> int:
-    """Bytes of the columns of the tables that a fold's JSON describes; its members stay where they are.
+    """Return the bytes of the columns of the tables in a fold's JSON. The members are not taken.
 
     Raises:
-        FormatError: a table is not described.
+        FormatError: the description of a table is missing or invalid.
     """
     size = 0
     for name, shape in _SHAPES.items():
@@ -118,32 +118,33 @@ def columns_size(found: Members, what: str) -> int:
 
 
 class Tables:
-    """The big tables of a fold as rows, checked."""
+    """The large tables of a fold as checked rows."""
 
     def __init__(self, found: Members, columns: ColumnReader, what: str) -> None:
         """
         Args:
-            found: the fold's members; those of the tables are taken out.
-            columns: as many bytes as `columns_size` says.
+            found: the fold's members; those of the tables are taken.
+            columns: the reader of the columns; it has as many bytes as `columns_size` says.
+            what: names the fold in errors.
 
         Raises:
-            FormatError: wrong, or out of order.
+            FormatError: a table is invalid, or its rows are not in order.
         """
-        members = [_Table(found.rest().pop(name, None), f"{what}, {name}", columns) for name in _SHAPES]
+        members = [_FoldTable(found.rest().pop(name, None), f"{what}, {name}", columns) for name in _SHAPES]
         self.checkpoints = members[0].checkpoints()
         self.slots = SlotRows([*self.checkpoints.columns[:2], members[0].column("q", "slot")])
         self.held = members[1].checkpoints()
         nodes = self.held.keys()
         for node in nodes:
             start, stop = self.checkpoints.find(node)
-            if start < stop:  # Prevents: a checkpoint that one reader takes for promised, and another for retired.
+            if start < stop:  # Prevents: a checkpoint that is promised to one reader and retired to another.
                 raise FormatError(f"{what}: checkpoint {ref_of(node)} is promised and held")
         self.segments, ids = members[2].segments()
         self.encodings = members[3].encodings(ids)
 
 
 class ColumnReader:
-    """Takes columns off the bytes behind a fold's JSON: exactly those of its tables."""
+    """Reads columns one by one from the bytes behind a fold's JSON, which are exactly those of its tables."""
 
     def __init__(self, data: memoryview) -> None:
         """
@@ -153,24 +154,24 @@ class ColumnReader:
         self._data = data
 
     def take(self, letter: str, rows: int, what: str) -> Column:
-        """The next column.
+        """Return the next column.
 
         Raises:
             FormatError: a number, time or flag out of range.
         """
         size = rows * _WIDTHS[letter]
-        taken, self._data = bytes(self._data[:size]), self._data[size:]
+        part, self._data = bytes(self._data[:size]), self._data[size:]
         if letter == "x":
-            return taken
-        column = _little(array(letter, taken))
-        if not _IN_RANGE[letter](taken, column):
+            return part
+        column = _little(array(letter, part))
+        if not _IN_RANGE[letter](part, column):
             raise FormatError(f"{what}: a number out of range")
         return column
 
 
-def _naturals(taken: bytes, column: array[Any]) -> bool:
-    """Integers in 0..2^53. Nearly always their two high bytes say so, which costs no object for each."""
-    if not taken[7::8].strip(b"\0") and not taken[6::8].translate(None, _BELOW_LIMIT):
+def _naturals(data: bytes, column: array[Any]) -> bool:
+    """Whether all are integers in 0..2^53. Two high bytes nearly always decide, without an object for each number."""
+    if not data[7::8].strip(b"\0") and not data[6::8].translate(None, _BELOW_LIMIT):
         return True
     return bool(min(column) >= 0 and max(column) <= MAX_INT)
 
@@ -179,15 +180,15 @@ def _times(_: bytes, column: array[Any]) -> bool:
     return all(map(math.isfinite, column)) and not (len(column) and max(map(abs, column)) > MAX_INT)
 
 
-def _flags(taken: bytes, _: array[Any]) -> bool:
-    return not taken.translate(None, b"\0\1")
+def _flags(data: bytes, _: array[Any]) -> bool:
+    return not data.translate(None, b"\0\1")
 
 
 _IN_RANGE: Final = {"q": _naturals, "d": _times, "b": _flags}
 
 
-class _Table:
-    """One table: its JSON, and its columns, which are taken in their order."""
+class _FoldTable:
+    """One table: its JSON, and its columns, which must be read in order."""
 
     def __init__(self, value: Any, what: str, columns: ColumnReader) -> None:
         self._members = Members(value, what)
@@ -202,7 +203,7 @@ class _Table:
         names = ("term", "step", "state", "time", "tensors", "bytes")
         rows = CheckpointRows(self._all(CheckpointRows.SHAPE, names))
         if not rows.sorted_strictly():
-            raise FormatError(f"{self._what}: not in the order of term and step, or one of them twice")
+            raise FormatError(f"{self._what}: not in the order of term and step, or with one of them twice")
         rows.extras = self._extras(rows, rows.keys)
         for members in rows.extras.values():
             if type(members[0].get(metadata.MEMBER, {})) is not dict:
@@ -210,18 +211,18 @@ class _Table:
         return rows
 
     def segments(self) -> tuple[SegmentRows, list[bytes]]:
-        """The rows, and their ids."""
+        """Return the rows and their ids."""
         rows = SegmentRows(self._all(SegmentRows.SHAPE, ("id", "term", "size", "header", "hash")))
         ids = _slices(rows.columns[0])
         if not ascending(ids):
-            raise FormatError(f"{self._what}: not in the order of their ids, or one of them twice")
+            raise FormatError(f"{self._what}: not in the order of their ids, or with one of them twice")
         rows.extras = self._extras(rows, rows.keys)
         return rows, ids
 
     def encodings(self, segments: list[bytes]) -> EncodingRows:
         """
         Args:
-            segments: ids of the table of segments.
+            segments: ids in the table of segments.
         """
         names = ("term", "step", "kind", "base's term", "base's step", "base's state", "count", "lossy", "bytes")
         columns = self._all(EncodingRows.SHAPE, names)
@@ -235,11 +236,11 @@ class _Table:
         uses = self._members.number("uses")
         places = self.column("q", "segment", uses)
         if max(columns[2], default=-1) >= len(kinds):
-            raise FormatError(f"{self._what}: kind {max(columns[2])} of {len(kinds)}")
+            raise FormatError(f"{self._what}: kind {max(columns[2])} is not among the {len(kinds)} kinds")
         if len(places) and max(places) >= len(ids):
-            raise FormatError(f"{self._what}: segment {max(places)} of {len(ids)}")
+            raise FormatError(f"{self._what}: segment {max(places)} is not among the {len(ids)} segments")
         if sum(columns[6]) != uses:
-            raise FormatError(f"{self._what}: {uses} uses of segments, the rows have {sum(columns[6])}")
+            raise FormatError(f"{self._what}: {uses} uses of segments, but the rows have {sum(columns[6])}")
         if not _bases_canonical(columns[3], columns[4], columns[5]):
             raise FormatError(f"{self._what}: a base of term 0")
         rows = EncodingRows(columns, {}, kinds, b"".join(map(ids.__getitem__, places)))
@@ -251,7 +252,7 @@ class _Table:
     def _all(self, shape: str, names: Sequence[str]) -> list[Column]:
         columns = [self.column(letter, name) for letter, name in zip(shape, names, strict=True)]
         for name, column in zip(names, columns, strict=True):
-            # Prevents: a term that a fold takes, and a slot, a segment and the name of a folder do not.
+            # Prevents: a term that is valid in a fold, but not in a slot, a segment or the name of a folder.
             if name in _TERMS and len(column) and not _TERMS[name] <= min(column) <= max(column) <= MAX_TERM:
                 raise FormatError(f"{self._what}, {name}: a term out of range, at most {MAX_TERM}")
         return columns
@@ -262,8 +263,10 @@ class _Table:
             self._members.refuse("loose", "joined groups of 32 lower-case hex digits")
         return _slices(bytes.fromhex(text))
 
-    def _extras(self, rows: Rows[Any, Any], keys: Callable[[], Iterator[Any]]) -> dict[Any, dict[int, dict[str, Any]]]:
-        """Row -> its unknown members, by key and place among the rows of the key. `keys`: one for each row."""
+    def _extras(
+        self, rows: TableRows[Any, Any], keys: Callable[[], Iterator[Any]]
+    ) -> dict[Any, dict[int, dict[str, Any]]]:
+        """Return key -> index among the key's rows -> unknown members. `keys` yields the key of each row."""
         extras: dict[Any, dict[int, dict[str, Any]]] = {}
         found = list(self._extra_rows(len(rows)))
         of_row = list(keys()) if found else []
@@ -281,11 +284,11 @@ class _Table:
 
 
 def _bases_canonical(terms: array[int], steps: array[int], states: bytes) -> bool:
-    """Where there is no base (term 0), the rest of it is 0, too."""
+    """Whether every row without a base (term 0) has step 0 and a state of zeros."""
     if not any(terms):
         return not any(steps) and states.count(0) == len(states)
     return all(
-        not steps[row] and states[row * DIGEST : (row + 1) * DIGEST] == _NOTHING
+        not steps[row] and states[row * DIGEST : (row + 1) * DIGEST] == _NO_STATE
         for row, term in enumerate(terms)
         if not term
     )

@@ -1,8 +1,9 @@
-"""A fold: the catalog through one slot, as bytes.
+"""A fold: the catalog through one slot, as bytes (SPEC.md 8).
 
-``ckptstore fold\\n``, the xxh3_128 of what follows as 32 hex digits, a line feed, one zstd frame. In it a line of
-canonical JSON, and behind it the columns of the big tables, as wide as in memory: a store of 200,000 checkpoints is
-read in a fraction of a second. Folds are derived: a damaged one costs time, not data.
+A fold is ``ckptstore fold\\n``, the xxh3_128 of what follows as 32 hex digits, a line feed, and one zstd frame. The
+frame contains a line of canonical JSON and the columns of the large tables, as wide as they are in memory, so a store
+of 200,000 checkpoints is read in a fraction of a second. A fold can be computed again: a damaged one costs time, not
+data.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ckptstore.formats.tables import NodeTable, Table
 __all__ = ["FOLD_LIMIT", "JSON_LIMIT", "RATIO", "SLACK", "decode_fold", "encode_fold", "intact"]
 
 FOLD_LIMIT: Final = 1024 * 1024 * 1024
-"""Longest fold, in bytes, stored and in its frame."""
+"""Largest fold in bytes. It applies to the stored fold and to the content of its frame."""
 JSON_LIMIT: Final = 64 * 1024 * 1024
-"""Longest JSON part of a fold, in bytes."""
+"""Largest JSON part of a fold in bytes."""
 RATIO: Final = 64
-"""How much longer than a fold's frame, but for `SLACK`, its content may be. Hashes make two to six of it."""
+"""Maximum ratio of a fold's content, minus `SLACK`, to its frame. Because of the hashes, real folds have 2 to 6."""
 SLACK: Final = 1 << 20
-"""Bytes that any fold's frame may hold."""
+"""Content in bytes that a frame of any size may have."""
 
 _MAGIC: Final = b"ckptstore fold\n"
 _HEAD: Final = len(_MAGIC) + 33
@@ -41,17 +42,17 @@ _T = TypeVar("_T")
 
 
 def encode_fold(catalog: Catalog, *, run: str, forget: Collection[str] = ()) -> tuple[bytes, str]:
-    """The fold of `catalog` through its last slot -> (bytes, their hash, which names the fold's key).
+    """Encode the catalog through its last slot -> (bytes, their hash, which is part of the fold's key).
 
     Args:
         catalog: not empty.
         run: the store's run.
-        forget: manifests to leave out, because their slots are gone.
+        forget: manifests to omit because their slots are deleted.
 
     Raises:
-        FormatError: it exceeds a limit, so that no reader would take it.
+        FormatError: the fold exceeds a limit, so every reader would refuse it.
     """
-    import zstandard  # only those who fold or read a fold need it
+    import zstandard  # imported here because only folding needs it
 
     what = f"the fold through slot {catalog.next_seq - 1}"
     tables, columns = write_tables(catalog)
@@ -65,16 +66,18 @@ def encode_fold(catalog: Catalog, *, run: str, forget: Collection[str] = ()) -> 
 
 
 def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) -> Catalog:
-    """The catalog that a fold holds.
+    """Decode a fold.
 
     Args:
-        seq: the slot it goes through, as its key says.
-        digest16: the first 16 digits of its hash, as its key says.
+        data: the bytes of the fold.
+        seq: the last slot of the fold, from its key.
+        run: the store's run; the fold must contain it.
+        digest16: the first 16 digits of its hash, from its key.
         what: names the fold in errors.
 
     Raises:
-        FormatError: damaged, hostile, or another store's.
-        IncompatibleFormatError: it needs a feature this version does not know.
+        FormatError: damaged, hostile, or of another store or slot.
+        IncompatibleFormatError: it needs a feature that this version does not know.
     """
     if len(data) > FOLD_LIMIT:
         raise FormatError(f"{what}: {len(data)} bytes, at most {FOLD_LIMIT} are allowed")
@@ -84,7 +87,7 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
     line = _line(frame, what)
     found = Members(jsontext.loads(line, what=what, max_bytes=JSON_LIMIT), what)
     if (kind := found.text("ckptstore")) != "fold":
-        raise FormatError(f"{what}: a text of kind {kind!r}")
+        raise FormatError(f"{what}: a text of kind {kind!r}, expected 'fold'")
     if unknown := [name for name in found.names("incompat") if name not in KNOWN_FEATURES]:
         raise IncompatibleFormatError(f"{what}: needs {', '.join(unknown)}, which this version does not know")
     if found.digest("run") != run or found.number("seq") != seq:
@@ -94,16 +97,18 @@ def decode_fold(data: bytes, *, seq: int, run: str, digest16: str, what: str) ->
 
 
 def intact(data: bytes, digest16: str) -> bool:
-    """Whether every byte of a fold is as it was written, and its hash begins with `digest16`, as its key says."""
+    """Whether every byte of a fold is as it was written, and its hash begins with `digest16` from its key."""
     digest = xxh3_128(memoryview(data)[_HEAD:])
     return data[:_HEAD] == _MAGIC + digest.encode("ascii") + b"\n" and digest[:16] == digest16
 
 
 def _check_size(size: int, stored: int, what: str) -> None:
-    """Raise `FormatError` unless a frame of `stored` bytes may hold `size` bytes: a few would fill all memory."""
+    """Raise `FormatError` if a frame of `stored` bytes must not contain `size` bytes, which could fill all memory."""
     most = min(FOLD_LIMIT, SLACK + RATIO * stored)
     if size > most or stored > FOLD_LIMIT - _HEAD:
-        raise FormatError(f"{what}: {stored} bytes of {size} bytes of JSON and columns, at most {most} are allowed")
+        raise FormatError(
+            f"{what}: {stored} bytes contain {size} bytes of JSON and columns, at most {most} are allowed"
+        )
 
 
 def _check_line(size: int, what: str) -> None:
@@ -113,16 +118,16 @@ def _check_line(size: int, what: str) -> None:
 
 
 def _line(frame: memoryview, what: str) -> bytes:
-    """The JSON part, decompressed as far as it may reach and no further."""
+    """Decompress the JSON part, and nothing beyond its maximum length."""
     import zstandard
 
     try:
-        # The length that the frame claims is checked before anything is allocated by it.
+        # Check the length that the frame claims before allocating by it.
         size = zstandard.get_frame_parameters(frame).content_size
         _check_size(size, len(frame), what)
         with zstandard.ZstdDecompressor(max_window_size=2 * FOLD_LIMIT).stream_reader(frame) as reader:
             head = reader.read(min(size, _FIRST))
-            # By pieces: a read has memory for all that it is asked for, however little the frame holds.
+            # Read in pieces: a read allocates all that is requested, however little the frame contains.
             while (end := head.find(b"\n")) < 0 and (more := min(size, JSON_LIMIT + 1) - len(head)) > 0:
                 piece = reader.read(min(more, len(head)))
                 if not piece:
@@ -132,12 +137,12 @@ def _line(frame: memoryview, what: str) -> bytes:
         raise FormatError(f"{what}: {error}") from error
     _check_line(len(head) if end < 0 else end, what)
     if end < 0:
-        raise FormatError(f"{what}: no line of JSON")
+        raise FormatError(f"{what}: its JSON does not end with a line feed")
     return head[:end]
 
 
 def _columns(frame: memoryview, start: int, size: int, what: str) -> memoryview:
-    """What follows the JSON part. Its length is compared with what that says before the rest is decompressed."""
+    """Decompress the columns behind the JSON part. Their length is compared with that of the tables first."""
     import zstandard
 
     there = zstandard.get_frame_parameters(frame).content_size - start
@@ -172,7 +177,7 @@ def _document(catalog: Catalog, tables: dict[str, Any], run: str, forget: Collec
 
 
 def _unknown_members(catalog: Catalog) -> list[tuple[int, Mapping[str, Any]]]:
-    """With the rules of retention, which older versions do not know, and would leave out of their folds elsewhere."""
+    """Return unknown members and the retention rules. Older versions do not know the rules, but keep them here."""
     found = list(catalog.unknown)
     if catalog.keep_seq >= 0:
         found.append((catalog.keep_seq, {KEEP: list(catalog.keep)}))
@@ -180,13 +185,13 @@ def _unknown_members(catalog: Catalog) -> list[tuple[int, Mapping[str, Any]]]:
 
 
 def _extras(rows: Sequence[Any]) -> dict[str, Any]:
-    """The members this version does not know, by row: most rows have none."""
+    """Return the members that this version does not know, by row; most rows have none."""
     found = {str(index): dict(row.extra) for index, row in enumerate(rows) if row.extra}
     return {"extra": found} if found else {}
 
 
 def _identities(identities: Iterable[CheckpointId | None]) -> dict[str, Any]:
-    """Columns of optional identities; (0, 0) without a state stands for None, because terms begin at 1."""
+    """Return columns of optional identities. Term and step 0 without a state is None, because terms begin at 1."""
     rows = list(identities)
     return {
         "term": [0 if row is None else row.term for row in rows],
@@ -196,7 +201,7 @@ def _identities(identities: Iterable[CheckpointId | None]) -> dict[str, Any]:
 
 
 def _term_columns(rows: list[TermEntry]) -> dict[str, Any]:
-    writers: dict[str, int] = {}  # a run resumed many times is opened by the same host: each writer once
+    writers: dict[str, int] = {}  # the same host may open many terms: each distinct writer is stored once
     place = [writers.setdefault(jsontext.dumps(row.writer).decode("ascii"), len(writers)) for row in rows]
     return {
         "term": [row.term for row in rows],
@@ -215,7 +220,7 @@ def _term_columns(rows: list[TermEntry]) -> dict[str, Any]:
 
 
 class _Columns:
-    """The columns of one table. The first one read sets the number of rows; `FormatError` if another differs."""
+    """The columns of one table. The first column read sets the number of rows. `FormatError` if another one differs."""
 
     def __init__(self, value: Any, what: str) -> None:
         self._left = Members(value, what)
@@ -242,7 +247,7 @@ class _Columns:
         return value
 
     def terms(self) -> list[int]:
-        """Terms; 0 is none."""
+        """Return the column of terms; 0 is none."""
         value = self.numbers("term")
         if max(value, default=0) > MAX_TERM:
             self._left.refuse("term", f"terms, at most {MAX_TERM}")
@@ -270,7 +275,7 @@ class _Columns:
         return self._measured(name, self.loose_digests(name), rows)
 
     def loose_digests(self, name: str) -> list[str]:
-        """Digests of a number of their own."""
+        """Return joined digests. Their number need not be the number of rows."""
         text = self._left.text(name, default="")
         if len(text) % 32 or not hexadecimal(text, len(text)):
             self._left.refuse(name, "joined groups of 32 lower-case hex digits")
@@ -286,7 +291,7 @@ class _Columns:
         ]
 
     def extras(self) -> Callable[[int], dict[str, Any]]:
-        """Row -> its unknown members, and those that are kept with a term."""
+        """Return a function: row -> its unknown members, including those that are stored with a term."""
         found: dict[int, dict[str, Any]] = {}
         for text, members in self._left.mapping("extra").items():
             row = int(text) if text.isdecimal() and len(text) <= 16 else -1
@@ -301,7 +306,7 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
     terms = _read_terms(_Columns(found.rest().pop("terms", None), f"{what}, terms"), what)
     term = found.number("term")
     if term not in terms and (term or terms):
-        raise FormatError(f"{what}: its newest term is {term}, which is none of its terms")
+        raise FormatError(f"{what}: its newest term {term} is not among its terms")
     keep, keep_seq, unknown = _rules_among(found.items("unknown", _unknown, "[slot, members]"), what)
     return Catalog(
         term=term,
@@ -327,7 +332,7 @@ def _catalog(found: Members, tables: Tables, seq: int, what: str) -> Catalog:
 
 
 def _ascending(found: Members, name: str, wanted: str) -> tuple[int, ...]:
-    """A list of numbers, each above the one before."""
+    """Take a list of numbers that ascend."""
     numbers = found.items(name, lambda value: value if natural(value) else None, wanted)
     if not ascending(numbers):
         found.refuse(name, f"a list of {wanted} that ascend")
@@ -337,15 +342,15 @@ def _ascending(found: Members, name: str, wanted: str) -> tuple[int, ...]:
 def _rules_among(
     unknown: Sequence[tuple[int, dict[str, Any]]], what: str
 ) -> tuple[tuple[str, ...], int, tuple[tuple[int, dict[str, Any]], ...]]:
-    """The newest rules of retention, their slot, and what else is not known."""
+    """Return the newest retention rules, their slot (-1: no rules), and the other unknown members."""
     rules: tuple[str, ...] = ()
     newest = -1
     left = []
     for seq, members in unknown:
         found = Members(members, what)
-        said = found.rules(KEEP)
-        if said is not None and seq > newest:
-            rules, newest = said, seq
+        rules_there = found.rules(KEEP)
+        if rules_there is not None and seq > newest:
+            rules, newest = rules_there, seq
         if found.rest():
             left.append((seq, found.rest()))
     return rules, newest, tuple(left)

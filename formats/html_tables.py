@@ -1,4 +1,4 @@
-"""Objects as HTML, for notebooks: tables of escaped text, without scripts, styles of others, or anything fetched."""
+"""Render objects as HTML for notebooks: tables of escaped text, without scripts, style sheets or remote resources."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["HtmlTable", "Rows", "counted", "table", "text"]
 _T = TypeVar("_T")
 
 _MOST: Final = 12
-"""Items of a list that are shown."""
+"""Maximum items of a list shown in a cell."""
 _LONGEST: Final = 200
-"""Letters of a text that are shown."""
+"""Maximum letters of a text shown in a cell."""
 _ROWS: Final = 50
-"""Rows of a list that are shown: of more, the first and last."""
+"""Maximum rows of a list. Of a longer list the first and last rows are shown."""
 _CELL: Final = "text-align:left;vertical-align:top;padding:2px 8px"
 
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts, every one of which is escaped. Without headings there is no line for them."""
+    """Return an HTML table of texts, all of them escaped. Without headings it has no header line."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         inner = "".join(f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells)
@@ -34,7 +34,7 @@ def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def counted(number: int, thing: str) -> str:
-    """``1 term``, ``2 terms``."""
+    """Return a count with its noun: ``1 term``, ``2 terms``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
@@ -48,14 +48,14 @@ class HtmlTable:
 
 
 class Rows(list[_T]):
-    """A list that a notebook shows as a table, and an interactive session as lines; so does a slice of it.
+    """A list that a notebook shows as a table and an interactive session as lines. A slice of it is shown alike.
 
-    In all else it is a list: it is equal to one of the same items.
+    In everything else it behaves as a list: it is equal to a list of the same items.
 
     Args:
-        items: what it holds, each with the attributes that are shown.
-        thing: what one of them is called.
-        columns: names of the attributes.
+        items: the items of the list, each with the attributes in `columns`.
+        thing: the noun for one item.
+        columns: names of the attributes to show.
     """
 
     def __init__(self, items: Iterable[_T], thing: str, columns: Sequence[str]) -> None:
@@ -68,27 +68,27 @@ class Rows(list[_T]):
     @overload
     def __getitem__(self, index: slice, /) -> Self: ...
     def __getitem__(self, index: SupportsIndex | slice, /) -> _T | Self:
-        """One item, or a table of some."""
+        """Return one item, or a `Rows` of a slice."""
         if isinstance(index, slice):
             return type(self)(super().__getitem__(index), self._thing, self._columns)
         return super().__getitem__(index)
 
     def __repr__(self) -> str:
-        """Aligned lines of texts, the title first."""
+        """Return aligned lines of text, beginning with the title."""
         cells = [self._columns, *self._cells()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         return "\n".join([self._title(), *(line.rstrip() for line in (lines if self else ()))])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For copies: a list's own way knows nothing of the columns."""
+        """Support copies: a list's own `__reduce__` does not include the columns."""
         return type(self), (list(self), self._thing, self._columns)
 
     def _repr_html_(self) -> str:
         return self.with_title(self._title())
 
     def with_title(self, title: str) -> str:
-        """The table as HTML, under another title than how many there are."""
+        """Return the table as HTML with this title, instead of the number of items."""
         return table(title, self._columns, self._cells())
 
     def _title(self) -> str:
@@ -106,7 +106,7 @@ class Rows(list[_T]):
 
 
 def _fields(thing: Any) -> list[tuple[str, str]]:
-    """Names and values of a dataclass's fields."""
+    """Return names and values of a dataclass's fields as texts."""
     found = []
     for field in fields(thing):
         if field.repr:
@@ -116,7 +116,7 @@ def _fields(thing: Any) -> list[tuple[str, str]]:
 
 
 def _named(name: str, value: Any) -> str:
-    """The value of a field. ``time`` is one, in seconds since the Unix epoch; a ``pid`` is a name, and no amount."""
+    """Format the value of a field. ``time`` is in seconds since 1970; a ``pid`` is shown without separators."""
     if name == "time" and isinstance(value, float):
         return _moment(value)
     return str(value) if name == "pid" and isinstance(value, int) else text(value)
@@ -127,7 +127,7 @@ def _moment(seconds: float) -> str:
 
 
 def text(value: Any) -> str:
-    """A value in a cell: what is long is cut, and says how long it is; numbers are rounded to six digits."""
+    """Format a value for a cell: long values are truncated and show their length; numbers get six digits."""
     if isinstance(value, str):
         return value if len(value) <= _LONGEST else f"{value[:_LONGEST]}... ({len(value):,} letters)"
     if value is None:
@@ -142,16 +142,16 @@ def text(value: Any) -> str:
         return f"{value:,.0f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    if _anonymous(value):  # one of many, in one cell: what it has of its own, without tables in it
+    if _anonymous(value):  # one of many in a cell: only its own fields, without nested tables
         return ", ".join(
-            f"{name} {told}" for name, told in _fields(value) if not isinstance(getattr(value, name), Mapping)
+            f"{name} {shown}" for name, shown in _fields(value) if not isinstance(getattr(value, name), Mapping)
         )
     name = getattr(value, "ref", None) if is_dataclass(value) else None
     return name if isinstance(name, str) else text(repr(value))
 
 
 def _anonymous(value: Any) -> bool:
-    """A dataclass that is no checkpoint: those have a REF by which they are known."""
+    """Whether `value` is a dataclass without a REF, so not a checkpoint, which is shown by its REF."""
     return is_dataclass(value) and not isinstance(getattr(value, "ref", None), str)
 
 

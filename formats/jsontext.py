@@ -1,7 +1,7 @@
-"""Canonical JSON text, and strict parsing of JSON that nobody has checked.
+"""Write canonical JSON text, and strictly parse untrusted JSON.
 
-Canonical: ASCII, no white space, members in the order given, no NaN. Order is part of the text because the order of a
-state's keys is part of the state.
+Canonical text is ASCII, without white space and NaN, with members in the given order. The order is part of the text
+because the order of a state's keys is part of the state.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ __all__ = ["MAX_ARRAYS", "MAX_DEPTH", "MAX_DIGITS", "MAX_MARKS", "MAX_STRING", "
 
 MAX_DEPTH = 256
 MAX_MARKS = 1 << 24
-"""Commas and opening brackets that a text may have outside of its strings: no more values than these can be in it."""
+"""Maximum commas and opening brackets of a text outside of its strings. They bound its number of values."""
 MAX_ARRAYS = 1 << 21
-"""Opening brackets among them: an empty array is two bytes of text and sixty of memory, an object two hundred."""
+"""Maximum opening brackets among them: an empty array has 2 bytes of text and 60 of memory, an object 200."""
 MAX_STRING = 1 << 26
-"""Bytes of text between the quotes of a string."""
+"""Maximum bytes of text between the quotes of a string."""
 MAX_DIGITS = 4300
-"""Digits of a number: CPython's own limit on int(text); stated, because another reader has to know it."""
+"""Maximum digits of a number: CPython's limit for int(text), stated here because other readers must know it."""
 
 
 def dumps(value: Any) -> bytes:
-    """Canonical JSON text of `value`.
+    """Return the canonical JSON text of `value`.
 
     Raises:
         ValueError: a float is NaN or infinite (the typed tree writes those as tags).
-        TypeError: an object that JSON has no form for.
+        TypeError: JSON cannot represent an object in `value`.
     """
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
 def bounded(value: Any, *, what: str, max_marks: int = MAX_MARKS) -> bytes:
-    """`dumps` of what will be read by `loads`, which takes no text with more values than these.
+    """Return `dumps(value)` after checking that `loads` accepts a text with so many values.
 
     Raises:
-        FormatError: too many; nothing that is written may be unreadable.
-        ValueError, TypeError: as `dumps`.
+        FormatError: too many values: a text must not be written if it cannot be read.
+        ValueError, TypeError: see `dumps`.
     """
     text = dumps(value)
     check(text, what=what, max_marks=max_marks)
@@ -50,26 +50,26 @@ def bounded(value: Any, *, what: str, max_marks: int = MAX_MARKS) -> bytes:
 
 
 def check(text: bytes, *, what: str, max_marks: int = MAX_MARKS) -> None:
-    """Raise `FormatError` if `loads` takes no text with so many values. A hundredth of the time of parsing it."""
+    """Raise `FormatError` if `loads` would refuse a text with so many values. Takes 1 % of the time of parsing it."""
     _check_marks(text, what, max_marks)
 
 
 def loads(
     data: bytes | memoryview, *, what: str, max_bytes: int, max_depth: int = MAX_DEPTH, max_marks: int = MAX_MARKS
 ) -> Any:
-    """Parse JSON from an untrusted source, in memory of at most 64 bytes and a member's name for each of its values.
+    """Parse JSON from an untrusted source. Memory is bounded by 64 bytes and a member's name for each value.
 
     Args:
         data: UTF-8 text.
         what: names the source in errors.
-        max_bytes: longer text is refused before it is parsed.
-        max_depth: deeper nesting is refused before it is parsed.
-        max_marks: so is a text with more commas and opening brackets outside of strings, or with more than
-            `MAX_ARRAYS` brackets.
+        max_bytes: maximum length of the text, checked before it is parsed.
+        max_depth: maximum nesting, checked before it is parsed.
+        max_marks: maximum number of commas and opening brackets outside of strings, checked before it is parsed, as is
+            the limit of `MAX_ARRAYS` brackets.
 
     Raises:
-        FormatError: not JSON, a duplicate key, NaN or Infinity, too long (also a string or a number), too deep or too
-            many values.
+        FormatError: not JSON, a duplicate key, NaN or Infinity, a text, string or number that is too long, nesting that
+            is too deep, or too many values.
     """
     text = bytes(data)
     if len(text) > max_bytes:
@@ -97,8 +97,8 @@ def loads(
         return found
 
     try:
-        # Ours are called for every number, and take ten times as long as Python's: only where a number may be too long
-        # or too large (or a string looks like one).
+        # Our functions would be called for every number and take ten times as long as Python's. They are used only if a
+        # number may be too long or too large (or a string looks like one).
         long = _LONG_NUMBER.search(text) is not None
         large = long or _LARGE_NUMBER.search(text) is not None
         return json.loads(
@@ -115,22 +115,22 @@ def loads(
 
 
 def _letters(text: bytes, what: str) -> str:
-    """The text's characters. Surrogates become escapes: so a high and a low one are joined, however each is written."""
-    # Decoded here: of bytes Python would also take UTF-16 and UTF-32, in which brackets go uncounted.
-    # Lone surrogates are let through: a document inside a header may have them, and they are escaped when written.
+    """Decode the text. Surrogates become escapes, so that high and low ones are joined however each is written."""
+    # Decoded here: from bytes Python would also accept UTF-16 and UTF-32, in which brackets would not be counted.
+    # Lone surrogates are allowed: a document inside a header may contain them, and they are escaped when written.
     letters = text.decode("utf-8", "surrogatepass")
     if text.isascii() or not _RAW_SURROGATE.search(text):
         return letters
     if _BROKEN_ESCAPE.search(letters):
         raise FormatError(f"{what}: not JSON: a backslash before a surrogate")
-    # Prevents: two texts, of two surrogates and of the character that they stand for, with one canonical form.
+    # Prevents: two texts with one canonical form: one with two surrogates, one with the character they stand for.
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", letters)
 
 
 def _check_marks(text: bytes, what: str, max_marks: int) -> None:
-    """Raise `FormatError` if the text has too many values. Takes a hundredth of the time of parsing it."""
+    """Raise `FormatError` if the text has too many values. Takes 1 % of the time of parsing it."""
     arrays, marks = _marks(text)
-    if arrays > MAX_ARRAYS or marks > max_marks:  # perhaps only for what is in its strings
+    if arrays > MAX_ARRAYS or marks > max_marks:  # strings may contain some of them: count exactly
         counted = [_marks(piece) for piece in _without_strings(text)]
         arrays, marks = sum(one for one, _ in counted), sum(both for _, both in counted)
     if arrays > MAX_ARRAYS or marks > max_marks:
@@ -140,13 +140,13 @@ def _check_marks(text: bytes, what: str, max_marks: int) -> None:
 
 def _check_depth(text: bytes, what: str, max_depth: int) -> None:
     """Raise `FormatError` if arrays and objects are nested too deep."""
-    # Quick bound first: only text with many brackets can be deep, and only that pays for the exact scan.
+    # A quick bound first: only text with many brackets can be deep and needs the exact scan.
     if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
         raise FormatError(f"{what}: JSON nested deeper than {max_depth}")
 
 
 def _check_strings(text: bytes, what: str) -> None:
-    """Raise `FormatError` if a string is too long, which only one in a longer text can be."""
+    """Raise `FormatError` if a string is too long. Only a text longer than the limit can contain one."""
     if len(text) <= MAX_STRING:
         return
     for found in _STRING.finditer(text):
@@ -155,13 +155,13 @@ def _check_strings(text: bytes, what: str) -> None:
 
 
 def _twice(pairs: list[tuple[str, Any]]) -> str:
-    """The first key that is there again."""
+    """Return the first key that occurs again."""
     seen: set[str] = set()
     return next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
 
 def _checked(token: str, what: str) -> str:
-    """The token of a number. Raises `FormatError` for one of too many digits."""
+    """Return the token of a number. Raises `FormatError` if it has too many digits."""
     digits = len(token) - sum(map(token.count, "-+.eE"))
     if digits > MAX_DIGITS:
         raise FormatError(f"{what}: a number of {digits} digits, at most {MAX_DIGITS} are allowed")
@@ -169,7 +169,7 @@ def _checked(token: str, what: str) -> str:
 
 
 def _marks(text: bytes) -> tuple[int, int]:
-    """(opening brackets, these and commas)."""
+    """Return (opening brackets, opening brackets and commas)."""
     arrays = text.count(b"[") + text.count(b"{")
     return arrays, arrays + text.count(b",")
 
@@ -186,19 +186,19 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _without_strings(text: bytes) -> Iterator[bytes]:
-    """The text without its strings, in pieces: at once it would take the memory of millions of small ones."""
+    """Yield the text without its strings, in pieces: at once it would take the memory of millions of small strings."""
     position = 0
     while position < len(text):
         piece = text[position : position + _PIECE]
-        whole = _CLOSED.match(piece).end()  # type: ignore[union-attr] # it matches anything
+        whole = _CLOSED.match(piece).end()  # type: ignore[union-attr] # the pattern matches any text
         yield _STRING.sub(b"", piece[:whole])
         position += whole
-        if whole < len(piece):  # behind it a string begins that the piece cuts
+        if whole < len(piece):  # a string begins here and crosses the end of the piece
             position = _STRING.match(text, position).end()  # type: ignore[union-attr]
 
 
 def _depth(text: bytes) -> int:
-    """Nesting depth of JSON text; brackets inside strings do not count. Linear, and never recurses."""
+    """Return the nesting depth of JSON text, without brackets inside strings. Linear time, no recursion."""
     deepest = depth = 0
     for piece in _without_strings(text):
         for byte in piece.translate(None, _NO_BRACKET):

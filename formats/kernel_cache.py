@@ -1,9 +1,9 @@
-"""Machine code that numba keeps on disk, checked before it runs.
+"""Check the machine code in numba's disk cache before it runs.
 
-numba writes it without a sync and without a checksum. After a power cut a file may be empty, cut short, or have pages
-of zeros: unpickling it raises anything (``EOFError``, ``UnpicklingError``, ``ModuleNotFoundError``), or it loads and
-the process dies in it. So each function's files get a list of their hashes beside them (``….sums``). Files without
-a list, or with another hash, are deleted, and the function is compiled anew.
+numba writes these files without a sync and without a checksum. After a power cut a file may be empty, truncated, or
+contain pages of zeros. Unpickling it then raises anything (``EOFError``, ``UnpicklingError``, ``ModuleNotFoundError``),
+or it loads and the process crashes in it. Therefore a list of file hashes (``….sums``) is stored beside the files of
+each function. Files without a list, or with another hash, are deleted, and the function is compiled again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _SUFFIXES: Final = (".nbi", ".nbc")
 _LIMIT: Final = 1 << 20
-"""Bytes of a list of hashes."""
+"""Maximum bytes of a list of hashes."""
 
 
 def machine_code(function: Callable[_P, _R], signature: tuple[Any, ...], options: dict[str, Any]) -> Callable[_P, _R]:
-    """The function, compiled by numba for one signature, or fetched from its cache.
+    """Return the function compiled by numba for one signature, from its cache if possible.
 
     Args:
+        function: the function to compile.
         signature: numba's types of the arguments.
-        options: of ``numba.jit``.
+        options: options of ``numba.jit``.
 
     Raises:
-        whatever numba raises for a function that it cannot compile.
+        Whatever numba raises for a function that it cannot compile.
     """
     import numba
 
@@ -46,8 +47,8 @@ def machine_code(function: Callable[_P, _R], signature: tuple[Any, ...], options
             try:
                 compiled: Callable[_P, _R] = numba.jit(signature, cache=True, **options)(function)
             except (OSError, RuntimeError):
-                break  # the folder cannot be written after all, or the disk is full
-            except Exception:  # noqa: BLE001 - whatever unpickling raises for a file that is not what numba wrote
+                break  # the folder turned out not to be writable, or the disk is full
+            except Exception:  # noqa: BLE001 - unpickling a damaged file may raise anything
                 files.drop()
             else:
                 files.note()
@@ -59,7 +60,7 @@ def machine_code(function: Callable[_P, _R], signature: tuple[Any, ...], options
 class _Files:
     """The files of one function in numba's cache, and the list of their hashes.
 
-    numba names them ``MODULE.FUNCTION-LINE.pyXY.nbi`` and ``….N.nbc``: one of the latter for each signature.
+    numba names them ``MODULE.FUNCTION-LINE.pyXY.nbi`` and ``….N.nbc``; there is one of the latter for each signature.
     """
 
     def __init__(self, folder: Path, base: str) -> None:
@@ -69,12 +70,12 @@ class _Files:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> _Files | None:
-        """None: numba finds no folder that it can write, and keeps nothing."""
+        """Return the files of `function`; None: numba can write to no folder, and caches nothing."""
         from numba.core.caching import FunctionCache
 
         try:
             folder = Path(FunctionCache(function).cache_path)  # type: ignore[no-untyped-call]
-        except Exception:  # noqa: BLE001 - RuntimeError: no locator; OSError: the folder cannot be made
+        except Exception:  # noqa: BLE001 - RuntimeError: no locator; OSError: the folder cannot be created
             return None
         code = function.__code__
         name = function.__qualname__.replace("<", "").replace(">", "")
@@ -82,7 +83,7 @@ class _Files:
         return cls(folder, f"{Path(code.co_filename).stem}.{name}-{code.co_firstlineno}.{version}")
 
     def _found(self) -> dict[str, str]:
-        """Name -> hash."""
+        """Return name -> hash of the files that exist."""
         found: dict[str, str] = {}
         with contextlib.suppress(OSError):
             for path in self._folder.iterdir():
@@ -100,19 +101,19 @@ class _Files:
         return listed if isinstance(listed, dict) else {}
 
     def drop_torn(self) -> None:
-        """Delete all of it if one file is not what was written."""
-        # Prevents: running machine code of which a power cut has left a part.
+        """Delete all files if one of them differs from the list."""
+        # Prevents: running machine code that a power cut has left incomplete.
         if self._found() != self._listed():
             self.drop()
 
     def drop(self) -> None:
-        """Delete all of it."""
+        """Delete all files and the list."""
         for name in (*self._found(), self._sums.name):
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
 
     def note(self) -> None:
-        """Write the list, unless it is what it would be."""
+        """Write the list of hashes if it has changed."""
         found = self._found()
         if found == self._listed():
             return
@@ -120,6 +121,6 @@ class _Files:
         try:
             temporary.write_text(json.dumps(found), "utf-8")
             temporary.replace(self._sums)
-        except OSError:  # without a list the next process compiles anew
+        except OSError:  # without a list the next process compiles again
             with contextlib.suppress(OSError):
                 temporary.unlink()

@@ -1,41 +1,41 @@
-"""Which implementation of the hot kernels runs: the numpy reference, or the same loops compiled by numba.
+"""Choose the implementation of each hot kernel: the numpy reference, or the same loops compiled by numba.
 
-numpy defines what a kernel does. Where the optional package numba is installed (``pip install ckptstore[fast]``),
-compiled forms of the hot ones run instead; they return the same bits, and tests compare the two. The environment
-variable ``CKPTSTORE_KERNELS`` decides otherwise: ``numpy`` leaves numba alone, ``compiled`` insists on it.
+numpy defines what a kernel does. If the optional package numba is installed (``pip install ckptstore[fast]``), compiled
+forms of the hot kernels run instead. They return the same bits, and tests compare the two. The environment variable
+``CKPTSTORE_KERNELS`` overrides the choice: ``numpy`` never uses numba, ``compiled`` requires it.
 
-A module of kernels says that one of its functions is hot, and names the module with the compiled forms, which is
-imported at the first call and not before::
+A module of kernels marks a function as hot and names the module with its compiled form, which is imported at the first
+call::
 
     @hot("ckptstore.formats.codecs.compiled_planes")
     def difference(new, base, out):
         ...  # in numpy
 
-There a function of the same name takes the same arguments. What it calls are *loops*, which declare their arguments,
-so that every one is compiled exactly once, at its first call (numba keeps the machine code in ``__pycache__`` for
-later processes, or in the user's cache folder, or not at all where neither can be written; `kernel_cache` checks it
-before it runs; numba notices changes of the file that holds the loop, not of constants that this file imports)::
+A function of the same name in that module takes the same arguments. It calls *loops*, which declare their argument
+types, so that each loop is compiled exactly once, at its first call. numba stores the machine code for later processes
+in ``__pycache__``, or in the user's cache folder, or not at all if it can write to neither. `kernel_cache` checks the
+code before it runs. numba notices changes of the file with the loop, but not of constants which that file imports::
 
     @loop("u4", "u4", "u4!")
     def _difference(new, base, out):
         for i in range(len(out)):
             ...
 
-Loops release the interpreter lock, never reorder floating point, and check no bounds: whoever reads positions from
-a payload compares them first. Integers are promoted to 64 bits between loads and stores; mixing ``np.uint64`` with
-a plain integer makes a float, as in numpy, so cast constants. An array that is written may not be one that is read
-if the loop is to use vector instructions: give what works in place a loop of its own.
+Loops release the interpreter lock, never reorder floating point operations, and do not check bounds: a kernel that
+takes positions from a payload must check them first. Integers are promoted to 64 bits between loads and stores. Mixing
+``np.uint64`` with a plain integer makes a float, as in numpy, so cast constants. A loop can use vector instructions
+only if the arrays it writes are not among those it reads: write a separate loop for work in place.
 
 A compiled kernel that misbehaves must not look like damage of the medium, and must not write a checkpoint that nobody
-can read. Three things see to it:
+can read. Three measures ensure this:
 
-- The first call of a kernel with arguments of new types runs both forms and compares them, and so do the calls 2, 4, 8
-  and so on. The caller gets numpy's result.
-- `confirmed` decodes once more in numpy before damage is believed that was found in bytes whose checksum is right.
-- A kernel that raises what its reference does not is an error of the kernel.
+- The first call of a kernel with arguments of new types runs both forms and compares the results, and so do calls 2,
+  4, 8 and so on. The caller gets numpy's result.
+- Before damage is reported in bytes whose checksum is right, `confirmed` decodes them again with numpy.
+- An exception that the reference does not raise is an error of the kernel.
 
 In each case all compiled kernels are switched off in this process, a `KernelWarning` names the kernel, and numpy does
-the rest. ``NUMBA_DISABLE_JIT`` means no numba: as plain Python the loops compute something else.
+the rest. ``NUMBA_DISABLE_JIT`` also means no numba: run as plain Python, the loops would compute something else.
 """
 
 from __future__ import annotations
@@ -66,43 +66,43 @@ _compiled: bool | None = None
 _loaded = 0
 _doubts = 0
 _SMALL = 8
-"""Integers below it choose what a kernel does, as ``how`` of ``combine``; larger ones are sizes and limits."""
+"""Integers below this select what a kernel does, such as ``how`` of ``combine``; larger ones are sizes and limits."""
 
 
 class KernelWarning(UserWarning):
-    """A compiled kernel gave other bytes than numpy, or failed, or numba cannot be imported. numpy does the rest."""
+    """A compiled kernel returned other bytes than numpy or failed, or numba cannot be imported. numpy does the rest."""
 
 
 def loaded() -> int:
-    """How many loops this process has compiled or fetched from the cache: where that grew, a time is no measurement."""
+    """Return how many loops were compiled or loaded from the cache so far. A timing during which it grew is invalid."""
     return _loaded
 
 
 def kind() -> str:
-    """``numpy`` or ``compiled``: what hot kernels run as in this process.
+    """Return ``numpy`` or ``compiled``: the form of hot kernels that this process uses.
 
     Raises:
-        UsageError: ``CKPTSTORE_KERNELS`` is neither.
-        MissingDependencyError: it is ``compiled``, and numba is not installed or does not fit this numpy.
+        UsageError: ``CKPTSTORE_KERNELS`` has another value.
+        MissingDependencyError: it is ``compiled``, but numba is not installed or does not support this numpy.
     """
     return KINDS[_use_compiled()]
 
 
 def use(wanted: str | None) -> None:
-    """Run hot kernels as ``wanted`` from now on, in all threads; None: as the environment says. Raises as ``kind``."""
+    """Select the form of hot kernels for all threads; None: as the environment says. Raises the errors of ``kind``."""
     global _compiled
     with _lock:
         _compiled = None if wanted is None else _decided(wanted)
 
 
 def steady(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Declare a function that changes none of its arguments but ``out``: it begins anew when a kernel fails in it."""
+    """Declare a function that changes no argument but ``out``: it is run again if a compiled kernel in it fails."""
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except KernelError:  # switched off by now
+        except KernelError:  # compiled kernels are off now
             return function(*args, **kwargs)
 
     return run
@@ -117,7 +117,7 @@ def distrust(kernel: str, why: str) -> None:
         _compiled = False
     _warn(
         f"{kernel}: {why}; this process continues with numpy's kernels, which are slower and write the same bytes. "
-        f"Set {VARIABLE}=numpy until numba is mended, and check what was saved before: ckpt verify --deep"
+        f"Set {VARIABLE}=numpy until numba is repaired, and check what was saved before: ckpt verify --deep"
     )
 
 
@@ -125,13 +125,13 @@ def _warn(text: str) -> None:
     try:
         warnings.warn(text, KernelWarning, stacklevel=3)
     except KernelWarning:
-        # Warnings are errors here. Raising would fail the save or load that numpy can do.
+        # Warnings are turned into errors. Raising here would fail a save or load that numpy can complete.
         print(f"KernelWarning: {text}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def doubted() -> Iterator[None]:
-    """While this lasts all threads get numpy's results, and each compiled kernel is compared with them."""
+    """While this context is open, all threads get numpy's results, and each compiled kernel is compared with them."""
     global _doubts
     with _lock:
         _doubts += 1
@@ -143,27 +143,27 @@ def doubted() -> Iterator[None]:
 
 
 def doubting() -> bool:
-    """Whether some thread is within `doubted`."""
+    """Whether some thread is inside `doubted`."""
     return _doubts > 0
 
 
 def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
-    """What `work` returns. Damage that it computes is believed only if numpy finds it, too.
+    """Return the result of `work`. Damage that it computes is reported only if numpy computes it, too.
 
     Args:
-        work: may be run twice; the second time it begins anew, whatever the first has left in its memory.
-        since: it uses what was computed before, when compiled kernels were in use.
+        work: may be run twice; the second run starts over, whatever the first one left in its memory.
+        since: whether `work` uses earlier results, from a time when compiled kernels were in use.
 
     Raises:
-        CorruptSegmentError: numpy finds damage, too; or the stored bytes do not match their checksum, which is no
-            matter of kernels (`CorruptSegmentError.computed` is False).
+        CorruptSegmentError: numpy finds damage, too; or the stored bytes do not match their checksum, which does not
+            depend on kernels (`CorruptSegmentError.computed` is False).
     """
     if not (since or _use_compiled()):
         return work()
     try:
         return work()
     except (CorruptSegmentError, KernelError) as error:
-        # Prevents: an intact checkpoint that is called damaged, or dropped, because a compiled kernel is wrong.
+        # Prevents: an intact checkpoint reported as damaged, or dropped, because a compiled kernel is wrong.
         if not getattr(error, "computed", True):
             raise
     with doubted():
@@ -175,18 +175,19 @@ def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
 def hot(
     module: str, *, reads: Sequence[str] = (), destroys: Sequence[str] = (), compare: bool = True
 ) -> Callable[[Callable[_P, _R]], Hot[_P, _R]]:
-    """Declare a reference kernel that ``module`` has a compiled form of, under the same name.
+    """Declare a reference kernel whose compiled form is the function of the same name in ``module``.
 
     Args:
-        reads: arguments that may be large and are only read: they are not copied for a comparison.
-        destroys: arguments that hold nothing of use afterwards: they are not compared.
-        compare: whether its calls are compared. False: its module tries it in another way.
+        module: dotted name of the module, which is imported at the first call.
+        reads: arguments that may be large and are only read; they are not copied for a comparison.
+        destroys: arguments whose contents are useless afterwards; they are not compared.
+        compare: whether calls are compared. False: the kernel's module tests it in another way.
     """
     return lambda reference: Hot(reference, module, reads, destroys, compare)
 
 
 class Hot(Generic[_P, _R]):
-    """A kernel with two forms. Called, it runs the one in use; ``reference`` is the one in numpy."""
+    """A kernel with two forms. A call runs the form in use; ``reference`` is the numpy form."""
 
     def __init__(
         self,
@@ -210,8 +211,8 @@ class Hot(Generic[_P, _R]):
         """Run the form in use.
 
         Raises:
-            KernelError: the compiled form failed, and the arguments may be half changed. It is switched off.
-            and what the reference raises.
+            KernelError: the compiled form failed, and the arguments may be partly changed. It is now switched off.
+            Anything that the reference raises.
         """
         if kwargs or not (_use_compiled() if _compiled is None else _compiled):
             return self.reference(*args, **kwargs)
@@ -219,17 +220,17 @@ class Hot(Generic[_P, _R]):
         if self._compare:
             kind = tuple(map(_kind_of, arguments))
             number = self._calls.get(kind, 0) + 1
-            # Prevents: a miscompiled encoder whose payloads nobody can decode.
+            # Prevents: a miscompiled encoder that writes payloads which nobody can decode.
             if _doubts or not number & (number - 1):
                 result = self._compared(arguments)
-                self._calls[kind] = number  # not before: another thread would run what is still being compared
+                self._calls[kind] = number  # only now: another thread must not run the form that is being compared
                 return result
             self._calls[kind] = number
         elif _doubts:
             return self.reference(*args, **kwargs)
         try:
             return (self._fast or self.compiled)(*args, **kwargs)
-        except (CkptError, ValueError, MemoryError):  # of the arguments, as the reference
+        except (CkptError, ValueError, MemoryError):  # caused by the arguments, as in the reference
             raise
         except Exception as error:
             why = f"failed with {type(error).__name__}: {error}"
@@ -241,7 +242,7 @@ class Hot(Generic[_P, _R]):
         return f"compiled kernel {self.reference.__name__!r} ({self._module})"
 
     def _compared(self, args: Sequence[Any]) -> _R:
-        """Numpy's result. The compiled form works on copies."""
+        """Run both forms and return numpy's result. The compiled form works on copies."""
         memory: dict[Any, Any] = {}
         copies = [arg if at in self._reads else _copied(arg, memory) for at, arg in enumerate(args)]
         flaw = ""
@@ -251,13 +252,13 @@ class Hot(Generic[_P, _R]):
             found = compiled(*copies)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - what a broken kernel raises
+        except Exception as error:  # noqa: BLE001 - a broken kernel may raise anything
             flaw = f"failed with {type(error).__name__}: {error}"
         reference: Callable[..., _R] = self.reference
-        result = reference(*args)  # raises where the arguments are wrong
+        result = reference(*args)  # raises if the arguments are invalid
         if not flaw:
             same = _same(found, result) and (
-                result is False  # the arguments were refused, and what was written before is worthless
+                result is False  # the arguments were refused; what was written before that does not matter
                 or all(
                     _same(mine, its)
                     for at, (mine, its) in enumerate(zip(args, copies, strict=True))
@@ -271,23 +272,23 @@ class Hot(Generic[_P, _R]):
 
     @property
     def compiled(self) -> Callable[_P, _R]:
-        """The compiled form, whatever is in use. Raises ``ImportError`` without numba."""
+        """The compiled form, whichever form is in use. Raises ``ImportError`` without numba."""
         if self._fast is None:
             self._fast = getattr(importlib.import_module(self._module), self.reference.__name__)
         return self._fast
 
 
 def loop(*arguments: str) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
-    """Declare a loop to be compiled for arguments of exactly these kinds.
+    """Declare a loop to be compiled for arguments of exactly these types.
 
-    ``u1 u2 u4 u8 i1 i2 i4 i8 f4 f8`` are contiguous one-dimensional arrays that are only read, with ``!`` such that
-    are written; ``int``, ``float`` and ``bool`` are scalars of 64, 64 and 8 bits. Arrays may lie at any address.
+    ``u1 u2 u4 u8 i1 i2 i4 i8 f4 f8`` are contiguous one-dimensional arrays that are only read; with ``!`` appended they
+    are written, too. ``int``, ``float`` and ``bool`` are scalars of 64, 64 and 8 bits. Arrays need no alignment.
     """
     return lambda function: Loop(function, arguments)
 
 
 def loops(*arguments: str) -> Callable[[Callable[..., Any]], dict[int, Loop[..., Any]]]:
-    """Declare a loop for every word size, by that size: ``u`` (or ``u!``) among ``arguments`` stands for the words."""
+    """Declare one loop per word size and return them by size: ``u`` (or ``u!``) in ``arguments`` is the word type."""
 
     def declare(function: Callable[..., Any]) -> dict[int, Loop[..., Any]]:
         kinds = {word: [a.replace("u", f"u{word}") if a in ("u", "u!") else a for a in arguments] for word in WORDS}
@@ -297,7 +298,7 @@ def loops(*arguments: str) -> Callable[[Callable[..., Any]], dict[int, Loop[...,
 
 
 class Loop(Generic[_P, _R]):
-    """A function that numba compiles when it is first called."""
+    """A function that numba compiles at its first call."""
 
     def __init__(self, function: Callable[_P, _R], arguments: tuple[str, ...]) -> None:
         self._function = function
@@ -306,7 +307,7 @@ class Loop(Generic[_P, _R]):
         update_wrapper(self, function)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Run the machine code. Raises ``TypeError`` for arguments of other kinds than declared."""
+        """Run the machine code. Raises ``TypeError`` for arguments of other types than declared."""
         return (self._machine or self._compile())(*args, **kwargs)
 
     def _compile(self) -> Callable[_P, _R]:
@@ -319,7 +320,7 @@ class Loop(Generic[_P, _R]):
 
 
 def inner(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let loops of the same module call a function of their own. Imports numba at once, as such modules may."""
+    """Compile a helper function that loops of the same module call. Imports numba immediately, as such modules may."""
     import numba
 
     found: Callable[_P, _R] = numba.njit(nogil=True, error_model="numpy")(function)
@@ -333,7 +334,7 @@ def _jit(function: Callable[_P, _R], arguments: tuple[str, ...]) -> Callable[_P,
 
 
 def _kind_of(argument: Any) -> Any:
-    """What decides, of an argument, which loop a kernel runs."""
+    """Return the property of an argument that determines which loop a kernel runs."""
     if isinstance(argument, np.ndarray):
         return argument.dtype.char
     if isinstance(argument, int):
@@ -344,7 +345,7 @@ def _kind_of(argument: Any) -> Any:
 
 
 def _copied(argument: Any, memory: dict[Any, Any]) -> Any:
-    """A copy of an argument; arrays that were one, or the same memory, are so again."""
+    """Copy an argument. Arrays that share an object or memory share their copy."""
     if isinstance(argument, list):
         return [_copied(part, memory) for part in argument]
     if not isinstance(argument, np.ndarray):
@@ -361,7 +362,7 @@ def _copied(argument: Any, memory: dict[Any, Any]) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two results, or two arguments after a call, are bit for bit equal."""
+    """Whether two results, or two arguments after a call, are equal bit for bit."""
     if isinstance(one, np.ndarray):
         return (
             isinstance(other, np.ndarray)
@@ -394,15 +395,15 @@ def _use_compiled() -> bool:
 
 
 def _decided(wanted: str) -> bool:
-    """Whether to run compiled forms; an empty wish is for them where they can run."""
+    """Whether to run compiled forms. An empty `wanted` means: if they can run."""
     if wanted not in ("", *KINDS):
         raise UsageError(f"{VARIABLE} is {wanted!r}; it may be {' or '.join(KINDS)}")
     if wanted == "numpy":
         return False
     try:
         config = importlib.import_module("numba").config
-    except BaseException as error:  # absent, made for another numpy, a variable NUMBA_… that it refuses, or broken
-        # Prevents: a process that ends without a word, because a broken numba calls sys.exit when it is imported.
+    except BaseException as error:  # absent, for another numpy version, an invalid variable NUMBA_…, or broken
+        # Prevents: a process that ends silently because a broken numba calls sys.exit when it is imported.
         if not isinstance(error, Exception) and by_signal(error):
             raise
         if wanted:
@@ -413,7 +414,7 @@ def _decided(wanted: str) -> bool:
                 f"kernels, which are slower and write the same bytes; install numba again, or set {VARIABLE}=numpy"
             )
         return False
-    # Prevents: loops that run as plain Python, where integers grow and wrap otherwise.
+    # Prevents: loops run as plain Python, where integers grow instead of wrapping.
     if config.DISABLE_JIT:
         if wanted:
             raise UsageError(f"{VARIABLE} is {wanted}, and NUMBA_DISABLE_JIT turns numba's compiler off: unset one")

@@ -1,9 +1,9 @@
-"""Where the tensors of a plain segment lie: their order, their offsets, their chunks, and how big states are split.
+"""Place tensors in a plain segment: their order, offsets and chunks, and the split of a large state over segments.
 
 The data region starts at a multiple of `ALIGN`. Tensors whose size is a multiple of 128 bytes come first, so each of
-them starts on a 128-byte boundary; the others follow by item size, largest first, so each starts at a multiple of its
-item size without a hole (item sizes are powers of two). Within both groups the order given is kept: it is the order in
-which training will touch them. safetensors refuses holes, overlaps and trailing bytes; there are none.
+them starts on a 128-byte boundary. The others follow by item size, largest first, so each starts at a multiple of its
+item size without a gap (item sizes are powers of two). Within both groups the given order is kept, because it is the
+order in which training uses the tensors. safetensors refuses gaps, overlaps and trailing bytes; there are none.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ __all__ = [
 ]
 
 CHUNK = 16 << 20
-"""Logical bytes of a chunk, the unit of hashing, encoding and parallel work; a tensor's last chunk may be shorter."""
+"""Logical bytes of a chunk, the unit of hashing, encoding and parallel work. A tensor's last chunk may be shorter."""
 
 ALIGN = 4096
 """Headers are padded to a multiple of this, so that data starts on a block boundary."""
 
 HEADER_LIMIT = 64 << 20
-"""Largest header in bytes, its length field and padding included (safetensors itself refuses 100 MB)."""
+"""Largest header in bytes, including its length field and padding (safetensors itself refuses 100 MB)."""
 
 SEGMENT_LIMIT = 4 << 30
-"""States are split so that a segment stays below this many bytes; a larger tensor has a segment of its own."""
+"""A state is split so that each segment stays below this many bytes. A larger tensor gets a segment of its own."""
 
 RESERVED_PREFIX = "ckptstore/"
-"""Names that begin so belong to the format: no tensor of a state has one, and no tensor of a plain segment."""
+"""Prefix of names that belong to the format. No tensor of a state or of a plain segment has such a name."""
 
 MAX_DIMENSIONS = 64
 MAX_SIZE = 1 << 53
-"""No dimension, product of dimensions or byte count reaches this: every JSON reader is exact below it."""
+"""Upper bound (exclusive) of dimensions, their products and byte counts: every JSON reader is exact below it."""
 
 _CACHE_LINE = 128
-_TENSOR_HEADER_BYTES = 400  # more than the members of one tensor take without its name, shards included
+_TENSOR_HEADER_BYTES = 400  # more than the members of one tensor need without its name, even for a shard
 _HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What has to be known of a tensor to place it.
+    """The properties of a tensor that determine its place.
 
     Attributes:
         name: flat name, unique in a segment.
         dtype: logical dtype (`dtypes.DTYPES`).
         shape: logical shape.
-        global_shape: shape of the whole tensor when this is a shard of it.
-        offset: where the shard begins in the whole tensor, per dimension; given exactly when `global_shape` is.
+        global_shape: shape of the whole tensor if this is a shard.
+        offset: position of the shard in the whole tensor, per dimension; set exactly if `global_shape` is.
         itemsize: bytes of one logical element.
         nbytes: bytes of the tensor's C-contiguous little-endian image.
 
     Raises:
-        FormatError: unknown dtype, a name that safetensors cannot hold, a bad shape, a shard outside its tensor.
+        FormatError: unknown dtype, a name that safetensors cannot store, an invalid shape, a shard outside its tensor.
     """
 
     name: str
@@ -101,14 +101,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places of the tensors in a plain segment.
+    """The positions of the tensors in a plain segment.
 
     Attributes:
         specs: the tensors in file order.
-        header_size: bytes before the data, a multiple of `ALIGN`, the 8-byte length field included.
+        header_size: bytes before the data, a multiple of `ALIGN`, including the 8-byte length field.
         offsets: absolute file offset of each tensor, by name, in file order.
         size: length of the file in bytes.
-        members: what the header's text says of the tensors, if it was made for its length; not compared.
+        members: the tensors' part of the header text, if it was already built to compute its length; not compared.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -119,19 +119,19 @@ class Layout:
 
 
 def order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """File order of `specs`, which come in access order."""
+    """Return `specs`, given in access order, in file order."""
 
     def rank(spec: TensorSpec) -> int:
         return -_CACHE_LINE if spec.nbytes % _CACHE_LINE == 0 else -spec.itemsize
 
-    return sorted(specs, key=rank)  # stable: access order within
+    return sorted(specs, key=rank)  # stable: keeps the access order within a rank
 
 
 def place(specs: Sequence[TensorSpec], header_size: int) -> Layout:
-    """Lay `specs`, already in file order, one after the other behind a header of `header_size` bytes.
+    """Place `specs`, already in file order, one after the other behind a header of `header_size` bytes.
 
     Raises:
-        FormatError: a name that a plain segment cannot have, or one twice.
+        FormatError: a name occurs twice, or is not allowed in a plain segment.
     """
     offsets: dict[str, int] = {}
     end = header_size
@@ -146,7 +146,7 @@ def place(specs: Sequence[TensorSpec], header_size: int) -> Layout:
 
 
 def padded(size: int) -> int:
-    """`size` rounded up to a multiple of `ALIGN`."""
+    """Round `size` up to a multiple of `ALIGN`."""
     return -(-size // ALIGN) * ALIGN
 
 
@@ -156,16 +156,17 @@ def chunk_count(nbytes: int) -> int:
 
 
 def chunk_extents(nbytes: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of each chunk within the logical bytes of a tensor of `nbytes` bytes."""
+    """Yield (start, length) of each chunk within the logical bytes of a tensor of `nbytes` bytes."""
     for start in range(0, nbytes, CHUNK):
         yield start, min(CHUNK, nbytes - start)
 
 
 def split(specs: Iterable[TensorSpec], limit: int = SEGMENT_LIMIT - HEADER_LIMIT) -> list[list[TensorSpec]]:
-    """Split a state over segments, in access order: at most `limit` bytes of data and half a header's names in each.
+    """Split a state over segments, in access order.
 
-    The other half of the header is the tree's. A tensor larger than `limit` has a segment of its own. There is at
-    least one segment, because the tree needs one.
+    Each segment gets at most `limit` bytes of data, and tensors whose descriptions fill at most half a header: the
+    other half is for the state's tree. A tensor larger than `limit` gets its own segment. There is always at least one
+    segment, because the tree needs one.
     """
     parts: list[list[TensorSpec]] = [[]]
     data = header = 0
@@ -182,9 +183,9 @@ def split(specs: Iterable[TensorSpec], limit: int = SEGMENT_LIMIT - HEADER_LIMIT
 
 
 def _check_shape(shape: Sequence[int], name: str) -> None:
-    """Raise `FormatError` unless `shape` is one that every reader can compute with.
+    """Raise `FormatError` for a shape that some reader cannot compute with.
 
-    The running product is checked from the left as safetensors does, which therefore refuses (2^40, 2^40, 0).
+    The running product is checked from the left, as in safetensors, which therefore refuses (2^40, 2^40, 0).
     """
     if len(shape) > MAX_DIMENSIONS:
         raise FormatError(f"tensor {name!r}: {len(shape)} dimensions, at most {MAX_DIMENSIONS} are allowed")

@@ -1,8 +1,8 @@
-"""Flat, readable tensor names from key paths.
+"""Build flat, readable tensor names from key paths.
 
-The tree is what says which tensor stands where; names only have to be distinct, stable while the structure of the
-state is, and familiar: ``("model", "encoder.weight")`` is ``model.encoder.weight``, as people know it from
-safetensors files. State-dict keys contain dots, so two paths can ask for one name: all of those are escaped.
+The tree defines which tensor is where. Names only need to be distinct, to stay the same while the structure of the
+state does, and to be familiar: ``("model", "encoder.weight")`` becomes ``model.encoder.weight``, as in most safetensors
+files. State-dict keys contain dots, so two paths can lead to one name; all such paths get escaped names.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _COMPILED = "_orig_mod"
 
 
 def bare_name(name: str) -> str:
-    """A name without what `torch.compile` puts into those of a compiled module, at any depth."""
+    """Return a name without the parts that `torch.compile` adds to names of a compiled module, at any depth."""
     return ".".join(part for part in name.split(".") if part != _COMPILED) or name if _COMPILED in name else name
 
 
 def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:
-    """One name per path, distinct, none empty, ``__metadata__`` or below ``ckptstore/``.
+    """Return one name per path: distinct, not empty, not ``__metadata__`` and not below ``ckptstore/``.
 
-    A path's plain name is its keys' `str` joined by dots. If two paths share it, or it is not allowed, each of them
-    takes its escaped name; should that be taken too, ``~2``, ``~3`` ... follows.
+    The plain name of a path is the `str` of its keys, joined by dots. If two paths have the same plain name, or it is
+    not allowed, each of them gets its escaped name. If that is taken, too, ``~2``, ``~3`` ... is appended.
 
     Args:
         paths: distinct key paths; each key is a dict key or a position in a list.
@@ -52,11 +52,11 @@ def flat_names(paths: Sequence[tuple[object, ...]]) -> list[str]:
 
 
 def place_names(places: Sequence[tuple[tuple[object, ...], str]]) -> list[str]:
-    """One name per place at which a tensor stands: what a selection calls it. A name means one tensor.
+    """Return one name per place of a tensor, for use in a selection. A name belongs to only one tensor.
 
-    The place that a tensor is named after has the tensor's name: its first one, as `flat_names` does it, or the one
-    whose plain name it is; if there is none, its first one. Any other has its plain name if that is allowed and means
-    no other tensor (neither is one's name, nor is the plain name of a place of another), else its escaped one, as in
+    One place of each tensor has the tensor's own name: the first place, if `flat_names` derives that name from it; else
+    the place whose plain name it is; else the first one. Every other place has its plain name if that is allowed and
+    belongs to no other tensor (as its name, or as the plain name of one of its places), else its escaped name, as in
     `flat_names`. Two places of one tensor may share a plain name.
 
     Args:

@@ -1,12 +1,12 @@
-"""Trees of many ranks: one tree in which what all ranks have alike stands once, and the rest once for each of them.
+"""Merge the trees of many ranks into one, which stores once whatever all ranks have in common (SPEC.md 3.3).
 
 ::
 
     {"$ranks": [[0, 1, 0, null], [node, node]]}     rank 0 and 2 have the first node, rank 1 the second, rank 3 has none
 
-It stands in place of the node that differs, as deep in the tree as can be. ``null`` stands for a member of a dict that
-a rank does not have: nothing else may be missing. Nothing in the nodes is a ``$ranks`` again. `merge` makes such a tree
-of the ranks' own, `of_rank` gives one rank's back, or the union of all (`tree_union`); in between it is an ordinary
+This object replaces a node that differs, as deep in the tree as possible. ``null`` means that a rank does not have this
+member of a dict; nothing else may be missing. The nodes contain no ``$ranks``. `merge` makes such a tree of the ranks'
+own trees. `of_rank` returns one rank's tree, or the union of all (`tree_union`). Everywhere else it is an ordinary
 typed tree (`state`).
 """
 
@@ -18,25 +18,25 @@ from typing import Any, Final
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext
 from ckptstore.formats.tree import MAX_DEPTH, paths, tensor_names
-from ckptstore.formats.tree_union import united
+from ckptstore.formats.tree_union import union_of
 
 __all__ = ["TAG", "left_out", "merge", "of_rank", "rank_count"]
 
 TAG: Final = "$ranks"
-_AROUND: Final = 3  # an object and two arrays stand around a node that differs
+_NODE_DEPTH: Final = 3  # an object and two arrays are around a node that differs
 _GONE: Final = object()
 _MAPPINGS: Final = ("$odict", "$counter")
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """One tree of the trees of ranks 0, 1, ... If all are the same it is that one.
+    """Merge the trees of ranks 0, 1, ... into one. If all are equal, the result is that tree.
 
     Args:
         trees: typed JSON, as `state.flatten` writes it; at least one.
 
     Raises:
-        UnsupportedStateError: values differ so deep in the state that there is no place for their ranks; or something
-            that all ranks have alike is too deep for a reader that takes a rank's part.
+        UnsupportedStateError: values differ so deep in the state that ``$ranks`` would exceed `MAX_DEPTH`; or something
+            that all ranks have in common is too deep for a reader that takes a rank's part.
     """
     distinct: dict[bytes, int] = {}
     columns = [distinct.setdefault(jsontext.dumps(tree), len(distinct)) for tree in trees]
@@ -44,31 +44,31 @@ def merge(trees: Sequence[Any]) -> Any:
         return trees[0]
     first = [trees[columns.index(column)] for column in range(len(distinct))]
     merged = _Merger(columns).node(first, 0)
-    # Prevents: a state that is stored, and that nobody can load: who takes a rank's part or the union counts in bodies.
+    # Prevents: a stored state that nobody can load. Taking a rank's part or the union also counts nesting in bodies.
     if _deepest(merged) > MAX_DEPTH:
         raise UnsupportedStateError(
             f"something is nested {MAX_DEPTH} deep or deeper in a state that differs over the ranks: no process could "
-            "load it; nest it less"
+            "load it; reduce the nesting"
         )
     return merged
 
 
 class _Merger:
-    """Merges distinct trees; `columns` has for every rank which of them is its own."""
+    """Merges distinct trees. `columns` has, for each rank, the index of its tree."""
 
     def __init__(self, columns: Sequence[int]) -> None:
         self.columns = columns
 
     def node(self, nodes: Sequence[Any], depth: int) -> Any:
-        """One node of as many as there are trees; `_GONE` stands for none."""
+        """Merge one node from each tree; `_GONE` means that a tree does not have it."""
         texts = [None if node is _GONE else jsontext.dumps(node) for node in nodes]
         if len(set(texts)) == 1:
             return nodes[0]
         merged = _GONE if None in texts else self.container(nodes, depth)
-        return self.apart(nodes, texts, depth) if merged is _GONE else merged
+        return self.per_rank(nodes, texts, depth) if merged is _GONE else merged
 
     def container(self, nodes: Sequence[Any], depth: int) -> Any:
-        """Containers of one shape, merged member by member; `_GONE` if they are not."""
+        """Merge containers of the same shape member by member; `_GONE` if their shapes differ."""
         if all(isinstance(node, list) for node in nodes):
             return self.elements(nodes, depth)
         if not all(isinstance(node, dict) for node in nodes):
@@ -96,21 +96,21 @@ class _Merger:
         return [self.node(list(column), depth + 1) for column in zip(*bodies, strict=True)]
 
     def members(self, bodies: Sequence[Mapping[str, Any]], depth: int) -> Any:
-        """Every rank's members, in an order in which each rank's own keep theirs."""
+        """Merge members in an order that preserves each rank's own order; `_GONE` if there is none."""
         keys = list(dict.fromkeys(key for body in bodies for key in body))
         if any([key for key in keys if key in body] != list(body) for body in bodies):
             return _GONE
         return {key: self.node([body.get(key, _GONE) for body in bodies], depth + 1) for key in keys}
 
     def pairs(self, bodies: Sequence[list[Any]], depth: int) -> Any:
-        """Pairs of the same keys in the same order."""
+        """Merge pairs if all have the same keys in the same order, else return `_GONE`."""
         if len({jsontext.dumps([key for key, _ in body]) for body in bodies}) > 1:
             return _GONE
         columns = zip(*bodies, strict=True)
         return [[column[0][0], self.node([value for _, value in column], depth + 2)] for column in columns]
 
-    def apart(self, nodes: Sequence[Any], texts: Sequence[bytes | None], depth: int) -> dict[str, Any]:
-        """A node for each rank; those that are the same stand once, in the order of the first rank that has them."""
+    def per_rank(self, nodes: Sequence[Any], texts: Sequence[bytes | None], depth: int) -> dict[str, Any]:
+        """Return a ``$ranks`` object. Equal nodes are stored once, in the order of the first rank that has them."""
         rows: dict[bytes, int] = {}
         kept: list[Any] = []
         places: list[int | None] = []
@@ -123,15 +123,15 @@ class _Merger:
             if place == len(kept):
                 kept.append(nodes[column])
             places.append(place)
-        if depth + _AROUND + max(map(_depth, kept)) > MAX_DEPTH:
+        if depth + _NODE_DEPTH + max(map(_depth, kept)) > MAX_DEPTH:
             raise UnsupportedStateError("values that differ over the ranks are nested too deep")
         return {TAG: [places, kept]}
 
 
 def _deepest(tree: Any) -> int:
-    """The most arrays and objects that stand around anything of a merged tree, as `_of_rank` counts.
+    """Return the largest number of arrays and objects around anything in a merged tree, as `_of_rank` counts.
 
-    Without what differs over the ranks, which `_Merger.apart` bounds.
+    Nodes that differ over the ranks are not visited: `_Merger.per_rank` bounds them.
     """
     deepest, waiting = 0, [(tree, 0)]
     while waiting:
@@ -145,7 +145,7 @@ def _deepest(tree: Any) -> int:
 
 
 def _depth(node: Any) -> int:
-    """Arrays and objects in one another, the node's own counted."""
+    """Return how deep arrays and objects are nested, including the node itself."""
     deepest, waiting = 0, [(node, 1)]
     while waiting:
         found, depth = waiting.pop()
@@ -157,10 +157,10 @@ def _depth(node: Any) -> int:
 
 
 def rank_count(tree: Any) -> int | None:
-    """How many ranks a tree is of; None if it has nothing that differs over ranks.
+    """Return the number of ranks of a tree; None if nothing in it differs over ranks.
 
     Raises:
-        FormatError: a ``$ranks`` that is none, or several of different numbers of ranks.
+        FormatError: an invalid ``$ranks``, or several with different numbers of ranks.
     """
     counts: set[int] = set()
     waiting = [tree]
@@ -181,15 +181,16 @@ def rank_count(tree: Any) -> int | None:
 
 
 def of_rank(tree: Any, rank: int | None) -> Any:
-    """The tree of one rank.
+    """Return the tree of one rank, or the union of all.
 
     Args:
-        tree: what `merge` gave, from an untrusted source; a tree without ``$ranks`` is every rank's.
-        rank: whose; of a tree of fewer ranks that of `rank` modulo their number. None: of no rank: the union of all
-            (`united.united`), whatever the order of their keys. Where values differ it has the first rank's.
+        tree: the result of `merge`, from an untrusted source. A tree without ``$ranks`` is the tree of every rank.
+        rank: the rank; if the tree has fewer ranks, `rank` modulo their number. None: the union of all ranks
+            (`tree_union.union_of`), whatever the order of their keys. Where values differ, it has the first rank's.
 
     Raises:
-        FormatError: a ``$ranks`` that is none; one within another; or what a rank lacks is no member of a dict.
+        FormatError: an invalid ``$ranks``; one inside another; or a rank lacks something that is no member of a dict.
+        ValueError: `rank` is negative.
     """
     if rank is not None and rank < 0:
         raise ValueError(f"rank {rank}")
@@ -218,21 +219,21 @@ def _of_rank(node: Any, rank: int | None, depth: int, *, inside: bool = False) -
         raise FormatError(f"state tree: {TAG} within {TAG}")
     places, nodes = _checked(node[TAG])
     wanted = dict.fromkeys(places if rank is None else [places[rank % len(places)]])
-    found = [_of_rank(nodes[one], rank, depth + _AROUND, inside=True) for one in wanted if one is not None]
-    return united(found, depth) if found else _GONE
+    found = [_of_rank(nodes[one], rank, depth + _NODE_DEPTH, inside=True) for one in wanted if one is not None]
+    return union_of(found, depth) if found else _GONE
 
 
 def left_out(tree: Any, union: Any = None) -> list[str]:
-    """Tensors that a reader that is no rank never meets, in tree order.
+    """Return the tensors that are lost when a reader takes the union of all ranks, in tree order.
 
-    The union of all ranks (`of_rank`) neither names them nor has another rank's tensor in their place.
+    The union (`of_rank`) neither names them nor has another rank's tensor in their place.
 
     Args:
-        tree: of all ranks.
-        union: that of `tree`, if it was made already.
+        tree: the tree of all ranks.
+        union: the union of `tree`, if it was computed already.
 
     Raises:
-        FormatError: as `of_rank`.
+        FormatError: see `of_rank`.
     """
     if rank_count(tree) is None:
         return []
@@ -248,14 +249,14 @@ def left_out(tree: Any, union: Any = None) -> list[str]:
         elif isinstance(node, dict):
             places, nodes = _checked(node[TAG])
             used = [nodes[one] for one in dict.fromkeys(places) if one is not None]
-            there = {path for path, _ in paths(united(used))} if used else set()
+            there = {path for path, _ in paths(union_of(used))} if used else set()
             shown.update(name for one in used for path, name in paths(one) if path in there)
     return [name for name in missing if name not in shown]
 
 
 def _present(node: Any) -> Any:
     if node is _GONE:
-        raise FormatError(f"state tree: {TAG} leaves out what is no member of a dict")
+        raise FormatError(f"state tree: {TAG} leaves out something that is not a member of a dict")
     return node
 
 
@@ -269,7 +270,7 @@ def _checked(body: Any) -> tuple[list[int | None], list[Any]]:
 
 
 def _tag(node: Mapping[str, Any]) -> str | None:
-    """The tag of a tagged node, None for a plain dict."""
+    """Return the tag of a tagged node, None for a plain dict."""
     if len(node) == 1:
         (key,) = node
         return key if key[:1] == "$" else None

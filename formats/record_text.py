@@ -1,11 +1,11 @@
-"""Log slots, FORMAT, requests and pins: records <-> bytes that people can read.
+"""Encode and decode log slots, FORMAT, requests and pins as text that people can read.
 
-Each is one line of canonical JSON, a line feed, the xxh3_128 of that JSON as 32 hex digits, a line feed. Every byte is
-checked, so a flipped bit anywhere is found. A commit that does not fit a slot goes into a manifest object in the same
-form, and the slot names its size and hash.
+Each text is one line of canonical JSON, a line feed, the xxh3_128 of that JSON as 32 hex digits, and a line feed. The
+hash covers every byte, so any flipped bit is found. A commit that does not fit a slot is stored as a manifest object in
+the same form; the slot then has the manifest's size and hash.
 
-What is wrong with the bytes raises `FormatError`; the engine decides whether that is a hostile file or damage. A whole
-text that asks for a feature this version lacks raises `IncompatibleFormatError`.
+Invalid bytes raise `FormatError`; the engine decides whether they are hostile or damaged. An intact text that requires
+a feature this version lacks raises `IncompatibleFormatError`.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ _OF_COMMITS: Final = frozenset(
     {"segments", "checkpoints", "encodings", "drops", "retires", "tags", "requests", "swept", KEEP}
     | {term_members.CLOSED, term_members.HIGHEST, term_members.LACKS}
 )
-"""Members of a COMMIT that a slot with a manifest leaves to it."""
+"""Members of a COMMIT that are in the manifest, not in the slot, if there is a manifest."""
 _MANIFEST: Final = "manifest"
-"""Member of a slot: where the text of its COMMIT is."""
+"""Member of a slot that points to the manifest object with the text of its COMMIT."""
 _TAIL: Final = 34  # line feed, 32 hex digits, line feed
 
 
 def seal(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON, line feed, its hash, line feed. Raises `FormatError` if it has too many values to be read."""
+    """Return canonical JSON, line feed, its hash, line feed. Raises `FormatError` for too many values to read."""
     text = jsontext.bounded(value, what=f"a text of kind {value.get('ckptstore')!r}")
     return text + f"\n{xxh3_128(text)}\n".encode("ascii")
 
 
 def unseal(data: bytes, *, what: str, max_bytes: int = SLOT_LIMIT) -> Any:
-    """The JSON value of a sealed text.
+    """Check a sealed text and return its JSON value.
 
     Raises:
         FormatError: a byte differs from what was written, or the text is longer than `max_bytes`.
@@ -92,8 +92,9 @@ def unseal(data: bytes, *, what: str, max_bytes: int = SLOT_LIMIT) -> Any:
 def torn(data: bytes) -> bool:
     """Whether `data` may be the beginning of a sealed text whose writer has not finished, or was killed.
 
-    Canonical JSON has no line feed and no zero byte. So the beginning of a text lacks one of the two line feeds, and a
-    text of which blocks are missing has zeros. What has both and no zeros was written to its end: right, or damaged.
+    Canonical JSON contains no line feed and no zero byte. So an incomplete text lacks at least one of its two line
+    feeds, and a text with missing blocks contains zeros. Data with both line feeds and no zeros was written completely:
+    it is intact or damaged, but not torn.
     """
     return not data or b"\0" in data or (data[:1] == b"{" and data.count(b"\n") < 2)
 
@@ -102,10 +103,10 @@ def torn(data: bytes) -> bool:
 
 
 def encode_open(record: OpenRecord, *, seq: int, run: str) -> bytes:
-    """The slot text of an OPEN.
+    """Return the slot text of an OPEN.
 
     Raises:
-        FormatError: longer than a slot may be.
+        FormatError: the text is longer than a slot may be.
     """
     parent = None if record.parent is None else list(record.parent)
     known = _common("open", record, seq, run)
@@ -117,17 +118,17 @@ def encode_open(record: OpenRecord, *, seq: int, run: str) -> bytes:
 
 
 def encode_commit(record: CommitRecord, *, seq: int, run: str, manifest: str) -> tuple[bytes, bytes | None]:
-    """The slot text of a COMMIT and, if the record does not fit a slot, the manifest object it then points to.
+    """Return the slot text of a COMMIT, and its manifest object or None if the record fits the slot.
 
     Args:
-        record: what to write; its own `manifest` is ignored.
-        manifest: a fresh uuid, used only if a manifest is needed.
+        record: the record to write; its own `manifest` is ignored.
+        manifest: a fresh uuid for the manifest object, used only if one is needed.
 
     Raises:
-        FormatError: longer than even a manifest may be.
+        FormatError: the text is longer than even a manifest may be.
     """
     known = _common("commit", record, seq, run)
-    policy = {} if record.keep is None else {KEEP: list(record.keep)}  # no rules is a policy, too
+    policy = {} if record.keep is None else {KEEP: list(record.keep)}  # an empty list is a policy: no rules
     body: dict[str, Any] = {
         "segments": [_segment(entry) for entry in record.segments],
         "checkpoints": [_checkpoint(entry) for entry in record.checkpoints],
@@ -147,25 +148,25 @@ def encode_commit(record: CommitRecord, *, seq: int, run: str, manifest: str) ->
 def decode_record(
     data: bytes, *, seq: int, run: str, what: str, fetch: Callable[[str, int], bytes] | None = None
 ) -> Record:
-    """What a slot holds.
+    """Decode a slot.
 
     Args:
         data: the slot's bytes.
-        seq: the slot's number; the text has to name it.
-        run: the store's run; the text has to name it.
+        seq: the slot's number; the text must contain it.
+        run: the store's run; the text must contain it.
         what: names the slot in errors.
-        fetch: (key, size in bytes) -> bytes of a manifest object; without it a manifest is refused.
+        fetch: (key, size in bytes) -> bytes of a manifest object. None: a record with a manifest is refused.
 
     Raises:
-        FormatError: damaged, hostile, or another slot's or store's text.
-        IncompatibleFormatError: whole, but of a kind or with a feature this version does not know.
-        Anything `fetch` raises.
+        FormatError: damaged, hostile, or the text of another slot or store.
+        IncompatibleFormatError: intact, but of a kind or with a feature that this version does not know.
+        Anything that `fetch` raises.
     """
     found = Members(unseal(data, what=what), what)
     kind, incompat = _heading(found, seq, run, what)
     if kind == "open":
         term, parent = found.term(), found.checkpoint_id("parent")
-        if parent is not None and parent.term >= term:  # or whoever follows the line of parents might go in circles
+        if parent is not None and parent.term >= term:  # else following the line of parents could loop
             found.refuse("parent", "a checkpoint of an earlier term")
         term_members.check_types(found.rest(), what)
         return OpenRecord(
@@ -192,14 +193,14 @@ def _from_manifest(
 ) -> CommitRecord:
     term, nonce, previous = slot.term(), slot.digest("nonce"), slot.digest("previous")
     manifest, size, digest = pointer.digest("id"), pointer.number("size"), pointer.digest("hash")
-    # Prevents: a store that is written to without a feature that only the slot names.
+    # Prevents: writing to a store without knowing a feature that only the slot, not its manifest, requires.
     needs = slot.names("ro_compat")
     if fetch is None or size > MANIFEST_LIMIT:
         raise FormatError(f"{what}: a manifest of {size} bytes")
     if doubled := sorted(_OF_COMMITS & slot.rest().keys()):
-        # Prevents: what a slot says beside its manifest passed over without a word.
+        # Prevents: silently ignoring members that a slot has beside its manifest.
         raise FormatError(f"{what}: has a manifest, and beside it the member {doubled[0]!r}")
-    # Prevents: a wrong member of a slot passed over, because a manifest lies beside it.
+    # Prevents: silently ignoring an invalid member of a slot because the slot has a manifest.
     term_members.check_types(slot.rest(), what)
     data = fetch(manifest_key(term, manifest), size)
     what = f"{what}, manifest {manifest}"
@@ -207,7 +208,7 @@ def _from_manifest(
         raise FormatError(f"{what}: checksum mismatch in {len(data)} bytes, {size} expected")
     found = Members(unseal(data, what=what, max_bytes=MANIFEST_LIMIT), what)
     kind, incompat = _heading(found, seq, run, what)
-    if _MANIFEST in found.rest():  # else it would become a member of the next record made of this one
+    if _MANIFEST in found.rest():  # else the next record made of this one would get it as a member
         found.refuse(_MANIFEST, "a member of a manifest")
     record = _commit(found, incompat, manifest, what)
     if kind != "commit" or (record.term, record.nonce, record.previous) != (term, nonce, previous):
@@ -216,7 +217,10 @@ def _from_manifest(
 
 
 def _heading(found: Members, seq: int, run: str, what: str) -> tuple[str, tuple[str, ...]]:
-    """What every slot begins with -> (kind, incompat). Features come first: they may change what the rest means."""
+    """Read the members at the beginning of every slot -> (kind, incompat).
+
+    Features are checked first, because they may change the meaning of everything else.
+    """
     incompat = found.names("incompat")
     if unknown := [name for name in incompat if name not in KNOWN_FEATURES]:
         raise IncompatibleFormatError(f"{what}: needs {', '.join(unknown)}, which this version does not know")
@@ -263,7 +267,7 @@ def _outcomes(found: Members) -> dict[str, str | None]:
 
 
 def _common(kind: str, record: Record, seq: int, run: str) -> dict[str, Any]:
-    """What every slot begins with."""
+    """Return the members at the beginning of every slot."""
     place = {"ckptstore": kind, "run": run, "seq": seq, "previous": record.previous}
     return place | {"term": record.term, "nonce": record.nonce}
 
@@ -281,7 +285,7 @@ def _features(record: Record) -> dict[str, Any]:
 def _changes(
     encodings: Sequence[Encoding], drops: Sequence[str], retires: Sequence[Node], tags: Mapping[str, Node | None]
 ) -> dict[str, Any]:
-    """What a COMMIT and a request have in common."""
+    """Return the members that a COMMIT and a request have in common."""
     return {
         "encodings": [_encoding(entry) for entry in encodings],
         "drops": list(drops),
@@ -315,7 +319,7 @@ def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
 def _read_checkpoint(value: Any, term: int, what: str) -> CheckpointEntry:
     found = Members(value, what)
     entry = CheckpointEntry(
-        term=term,  # and promises only checkpoints of its own term
+        term=term,  # a record promises only checkpoints of its own term
         step=found.number("step"),
         state=found.digest("state"),
         time=found.time("time"),
@@ -354,17 +358,22 @@ def _read_encoding(value: Any, what: str) -> Encoding:
 
 
 def encode_format(file: FormatFile) -> bytes:
-    """FORMAT's bytes."""
+    """Return the bytes of FORMAT."""
     features = {operation: list(names) for operation, names in file.features.items()}
     known = {"ckptstore": "format", "major": file.major, "run": file.run, "anchor_every": file.anchor_every}
     return seal(_joined(known | {"features": features}, {}, file.extra))
 
 
 def decode_format(data: bytes, *, what: str = "FORMAT") -> FormatFile:
-    """Raises `FormatError`; `IncompatibleFormatError` for another major or an unknown feature needed to read."""
+    """Decode FORMAT.
+
+    Raises:
+        FormatError: the text is damaged or not a FORMAT file.
+        IncompatibleFormatError: another major version, or an unknown feature that readers must know.
+    """
     found = Members(unseal(data, what=what), what)
     if (kind := found.text("ckptstore")) != "format":
-        raise FormatError(f"{what}: a text of kind {kind!r}")
+        raise FormatError(f"{what}: a text of kind {kind!r}, expected 'format'")
     if (major := found.number("major")) != MAJOR:
         raise IncompatibleFormatError(f"{what}: format version {major}; this version reads {MAJOR}")
     features = Members(found.mapping("features"), what)
@@ -381,19 +390,19 @@ def decode_format(data: bytes, *, what: str = "FORMAT") -> FormatFile:
 
 
 def encode_request(request: Request, *, run: str) -> bytes:
-    """A request's bytes."""
+    """Return the bytes of a request."""
     known: dict[str, Any] = {"ckptstore": "request", "run": run, "term": request.term, "id": request.id}
     known |= {"what": request.what, "segments": [_segment(entry) for entry in request.segments]}
     changes = _changes(request.encodings, request.drops, request.retires, request.tags)
     known |= {name: value for name, value in changes.items() if value}
     if request.keep is not None:
-        # Prevents: a writer that knows no retention answering that the rules hold now.
+        # Prevents: a writer without retention rules accepting the request and so claiming that the rules are in force.
         known |= {KEEP: list(request.keep), "incompat": [KEEP]}
     return seal(_joined(known, {}, request.extra))
 
 
 def decode_request(data: bytes, *, run: str, what: str) -> Request:
-    """Raises `FormatError`; `IncompatibleFormatError` for an unknown feature."""
+    """Decode a request. Raises `FormatError`, or `IncompatibleFormatError` for an unknown feature."""
     found = Members(unseal(data, what=what, max_bytes=MANIFEST_LIMIT), what)
     kind = found.text("ckptstore")
     if unknown := [name for name in found.names("incompat") if name not in KNOWN_FEATURES]:
@@ -416,13 +425,13 @@ def decode_request(data: bytes, *, run: str, what: str) -> Request:
 
 
 def encode_pin(pin: PinRecord) -> bytes:
-    """A pin's bytes."""
+    """Return the bytes of a pin."""
     known = {"ckptstore": "pin", "nonce": pin.nonce, "segments": list(pin.segments), "reader": dict(pin.reader)}
     return seal(_joined(known, {}, pin.extra))
 
 
 def decode_pin(data: bytes, *, what: str) -> PinRecord:
-    """Raises `FormatError`."""
+    """Decode a pin. Raises `FormatError`."""
     found = Members(unseal(data, what=what, max_bytes=MANIFEST_LIMIT), what)
     if found.text("ckptstore") != "pin":
         raise FormatError(f"{what}: not a pin")

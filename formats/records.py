@@ -1,7 +1,7 @@
-"""What the log says, as data classes: the entries of a store's history, and the small files beside them.
+"""Data classes for the log: the records of a store's history, and the small files beside them.
 
-`ckptstore.formats.record_text` turns them into bytes and back; `ckptstore.formats.catalog` applies them. Every class
-keeps the JSON members that this version does not know (`extra`), so that an older version never loses what a newer one
+`ckptstore.formats.record_text` converts them to bytes and back; `ckptstore.formats.catalog` applies records. Every
+class keeps the JSON members that this version does not know (`extra`), so an older version never loses what a newer one
 wrote.
 """
 
@@ -49,27 +49,27 @@ __all__ = [
 MAJOR: Final = 1
 """The format's major version; a store of another major is refused."""
 ANCHOR_EVERY: Final = 1024
-"""Default K: slots whose seq is a multiple of K are anchors and never deleted."""
+"""Default K: slots whose seq is a multiple of K are anchors and are never deleted."""
 FORMAT_KEY: Final = "FORMAT"
 KEEP: Final = "keep"
-"""Member of a COMMIT or request: the rules of retention; and the feature that a request with it needs."""
+"""Member of a COMMIT or request that holds the retention rules. A request with it requires the feature of this name."""
 COPYING_KEY: Final = "COPYING"
-"""Of a copy that is being made, which has no FORMAT yet."""
+"""Key of the object that marks an unfinished copy, which has no FORMAT yet."""
 NO_SLOT: Final = "0" * 32
-"""What slot 0 names as the hash of the slot before it."""
+"""The `previous` hash of slot 0, which has no slot before it."""
 
 Node: TypeAlias = tuple[int, int]
-"""(term, step): names a checkpoint within one store."""
+"""(term, step): identifies a checkpoint within one store."""
 
 
 def ref_of(node: Node) -> str:
-    """The REF ``STEP@TERM``, which every command takes."""
+    """Return the REF ``STEP@TERM``, which every command accepts."""
     term, step = node
     return f"{step}@{term}"
 
 
 class CheckpointId(NamedTuple):
-    """A checkpoint's identity: where it stands in the history, and the hash of its state (32 hex digits)."""
+    """A checkpoint's identity: its position in the history and the hash of its state (32 hex digits)."""
 
     term: int
     step: int
@@ -94,7 +94,7 @@ class SegmentEntry:
         id: uuid, 32 hex digits.
         term: the term that wrote it.
         size: length of the object in bytes.
-        header: length of its header in bytes, the 8-byte length field included.
+        header: length of its header in bytes, including the 8-byte length field.
         hash: xxh3_128 of those header bytes, 32 hex digits.
     """
 
@@ -113,15 +113,15 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """One way to restore a checkpoint: an edge from `base` (None: from nothing) to `checkpoint`.
+    """One way to restore a checkpoint: an edge from `base` (None: no base) to `checkpoint`.
 
     Attributes:
-        checkpoint: (term, step) of what it restores.
+        checkpoint: (term, step) of the checkpoint that it restores.
         kind: ``full``, ``delta``, ``gradient``, ...
         base: the checkpoint it builds on; None for a full.
-        segments: ids of the segments it reads, in reading order; at least one.
-        lossy: the restored bits may differ from the saved ones; asked for by name.
-        bytes: stored bytes attributable to this encoding.
+        segments: ids of the segments to read, in reading order; at least one.
+        lossy: the restored bits may differ from the saved ones; only written if the user asked for it.
+        bytes: stored bytes that belong to this encoding.
     """
 
     checkpoint: Node
@@ -140,7 +140,7 @@ class CheckpointEntry:
     Attributes:
         state: hash of the whole state, 32 hex digits.
         time: Unix seconds when it was saved; information only.
-        tensors: how many.
+        tensors: number of tensors.
         nbytes: logical bytes of all tensors.
     """
 
@@ -170,18 +170,18 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class OpenRecord:
-    """A new term.
+    """The beginning of a new term.
 
     Attributes:
         term: above every earlier term.
-        parent: the checkpoint it continues from; None: from nothing.
-        nonce: 128 random bits, 32 hex digits: no two OPENs have the same bytes. It names the term beyond doubt: in a
+        parent: the checkpoint it continues from; None: it starts without one.
+        nonce: 128 random bits, 32 hex digits, so that no two OPENs have the same bytes. It identifies the term: in a
             copy of the store another term may have the same number.
         time: Unix seconds; information only.
         writer: who opened it (host, pid, version); information only.
-        incompat: features a reader must know.
-        ro_compat: features a writer must know.
-        previous: xxh3_128 of the bytes of the slot before, so that a lost or foreign slot shows; `NO_SLOT` in slot 0.
+        incompat: features that a reader must know.
+        ro_compat: features that a writer must know.
+        previous: xxh3_128 of the bytes of the previous slot, which reveals a lost or foreign slot; `NO_SLOT` in slot 0.
     """
 
     term: int
@@ -197,22 +197,23 @@ class OpenRecord:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """One change of the catalog, all or nothing.
+    """One atomic change of the catalog.
 
     Attributes:
         term: the newest term; only its owner commits.
-        nonce: of its term's OPEN. `Term.commit` fills it in, like `previous`.
-        segments: added; all of this term.
-        checkpoints: promised from now on; all of this term.
-        encodings: edges added, for the checkpoints above or for older promised ones.
-        drops: ids of segments that are given up: live ones, or ones of this term that will never be committed.
-        retires: (term, step) of checkpoints promised no longer.
+        nonce: the nonce of its term's OPEN. `Term.commit` fills it in, as it does `previous`.
+        segments: segments to add; all of this term.
+        checkpoints: checkpoints promised from now on; all of this term.
+        encodings: edges to add, for the checkpoints above or for older promised ones.
+        drops: ids of segments to give up: live ones, or ones of this term that will never be committed.
+        retires: (term, step) of checkpoints that are no longer promised.
         tags: name -> (term, step), or None to remove the tag.
-        requests: uuid of a request handled -> None if accepted, else why it was refused.
-        swept: ids dropped earlier in this term whose objects are known to be gone, to be forgotten.
-        keep: the rules of retention from now on (`ckptstore.formats.retention_rules`), none: keep all; None: no change.
-        manifest: id of the manifest object that carries the record, if it did not fit a slot.
-        previous: xxh3_128 of the bytes of the slot before (see `OpenRecord`).
+        requests: uuid of an answered request -> None if accepted, else the reason for refusing it.
+        swept: ids dropped earlier in this term whose objects are known to be deleted; the catalog forgets them.
+        keep: the retention rules from now on (`ckptstore.formats.retention_rules`). Empty: keep every checkpoint.
+            None: the rules do not change.
+        manifest: id of the manifest object that contains the record, if it did not fit a slot.
+        previous: xxh3_128 of the bytes of the previous slot (see `OpenRecord`).
     """
 
     term: int
@@ -234,18 +235,18 @@ class CommitRecord:
 
 
 Record: TypeAlias = OpenRecord | CommitRecord
-"""What a log slot holds."""
+"""The content of a log slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormatFile:
-    """The store's FORMAT file, created once.
+    """The store's FORMAT file, which is created once.
 
     Attributes:
         run: uuid of the run, 32 hex digits.
         major: `MAJOR` of the version that created the store.
-        anchor_every: K, the distance of anchors in slots.
-        features: operation -> features that whoever performs it must know (``read``, ``write``, ...).
+        anchor_every: K, the distance between anchors in slots.
+        features: operation (``read``, ``write``, ...) -> features that a program must know to perform it.
     """
 
     run: str
@@ -257,12 +258,12 @@ class FormatFile:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What another process asks of the writer of `term`: the members of a COMMIT, under a uuid of its own.
+    """A request of another process to the writer of `term`: the members of a COMMIT, with a uuid.
 
     Attributes:
         id: uuid, 32 hex digits.
-        what: one line for people: what this is and who asks.
-        keep: as in a COMMIT. A writer that does not know it refuses the request: it needs the feature `KEEP`.
+        what: one line for people: the purpose of the request and who sent it.
+        keep: as in a COMMIT. The request then requires the feature `KEEP`, so a writer without it refuses the request.
     """
 
     id: str
@@ -284,12 +285,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """A reader's claim on segments. A changed nonce says that the reader lives.
+    """A reader's claim on segments. A changed nonce shows that the reader is alive.
 
     Attributes:
-        nonce: 128 random bits, 32 hex digits, new at every refresh.
-        segments: ids of the segments claimed.
-        reader: who claims them (host, pid); information only.
+        nonce: 128 random bits, 32 hex digits; new at every renewal.
+        segments: ids of the claimed segments.
+        reader: the claiming process (host, pid); information only.
     """
 
     nonce: str
@@ -302,28 +303,28 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,127}\Z")
 
 
 def valid_tag(name: str) -> bool:
-    """Whether `name` may name a tag: 1-128 letters, digits and ``_.+/-``, the first a letter, digit or ``_``."""
+    """Whether `name` is a valid tag name: 1-128 letters, digits and ``_.+/-``, the first a letter, digit or ``_``."""
     return isinstance(name, str) and _TAG.match(name) is not None
 
 
 def _decimal(text: str, digits: int) -> bool:
-    """Whether a key's part is a number of so many digits, as keys are written (Python knows other scripts' digits)."""
+    """Whether part of a key is a number of `digits` ASCII digits. (`str.isdecimal` alone accepts other scripts.)"""
     return len(text) == digits and text.isascii() and text.isdecimal()
 
 
 def slot_key(seq: int) -> str:
-    """Key of log slot `seq`."""
+    """Return the key of log slot `seq`."""
     return f"log/{seq:020d}"
 
 
 def slot_of(key: str) -> int | None:
-    """The seq of a log slot's key; None if `key` is not one."""
+    """Return the seq of a log slot's key; None if `key` is not one."""
     digits = key.removeprefix("log/")
     return int(digits) if key.startswith("log/") and _decimal(digits, 20) else None
 
 
 def fold_key(seq: int, digest: str) -> str:
-    """Key of the fold through slot `seq` whose hash is `digest` (32 hex digits; the key carries the first 16)."""
+    """Return the key of the fold through slot `seq`. `digest` is its hash, 32 hex digits; the key has the first 16."""
     return f"fold/{seq:020d}-{digest[:16]}"
 
 
@@ -331,18 +332,18 @@ _FOLD: Final = re.compile(r"fold/([0-9]{20})-([0-9a-f]{16})")
 
 
 def fold_of(key: str) -> tuple[int, str] | None:
-    """(seq, first 16 digits of the hash) of a fold's key; None if `key` is not one."""
+    """Return (seq, first 16 digits of the hash) of a fold's key; None if `key` is not one."""
     found = _FOLD.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
 
 def segment_key(term: int, segment: str) -> str:
-    """Key of a segment."""
+    """Return the key of a segment."""
     return f"seg/{term:010d}/{segment}.safetensors"
 
 
 def manifest_key(term: int, manifest: str) -> str:
-    """Key of a manifest object."""
+    """Return the key of a manifest object."""
     return f"seg/{term:010d}/{manifest}.json"
 
 
@@ -350,12 +351,12 @@ _BELOW_SEG: Final = re.compile(r"seg/([0-9]{10})/([0-9a-f]{32})\.(?:safetensors|
 
 
 def folder_term(name: str) -> int:
-    """The term of a folder below ``seg/``; 0 if the name is none."""
+    """Return the term of a folder below ``seg/``; 0 if `name` is not the name of such a folder."""
     return int(name) if _decimal(name, 10) else 0
 
 
 def object_of(key: str) -> tuple[int, str] | None:
-    """(term, uuid) of the key of a segment or manifest; None if `key` is neither."""
+    """Return (term, uuid) of the key of a segment or manifest; None if `key` is neither."""
     found = _BELOW_SEG.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
@@ -364,7 +365,7 @@ _REQUEST: Final = re.compile(r"req/([0-9]{10})-([0-9a-f]{32})")
 
 
 def request_of(key: str) -> tuple[int, str] | None:
-    """(term, uuid) of a request's key; None if `key` is not one."""
+    """Return (term, uuid) of a request's key; None if `key` is not one."""
     found = _REQUEST.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
@@ -373,20 +374,20 @@ _PIN: Final = re.compile(r"pins/([0-9a-f]{32})")
 
 
 def pin_key(pin: str) -> str:
-    """Key of a pin."""
+    """Return the key of a pin."""
     return f"pins/{pin}"
 
 
 def pin_of(key: str) -> str | None:
-    """The uuid of a pin's key; None if `key` is not one."""
+    """Return the uuid of a pin's key; None if `key` is not one."""
     found = _PIN.fullmatch(key)
     return found[1] if found else None
 
 
 def in_format(key: str) -> bool:
-    """Whether a key has one of the forms of SPEC, section 6. What has another name is no object of the store.
+    """Whether a key has one of the forms of SPEC.md 6. Anything else is not an object of the store.
 
-    Somebody else put it there (an editor, a file manager, a sync client): it is neither read nor deleted.
+    Such a file comes from somebody else (an editor, a file manager, a sync client) and is neither read nor deleted.
     """
     return key in {FORMAT_KEY, COPYING_KEY} or any(
         form(key) is not None for form in (slot_of, fold_of, object_of, pin_of, request_of)

@@ -1,16 +1,16 @@
-"""Which of the checkpoints to come is stored by itself, because the rules of retention keep it for good.
+"""Decide which of the next checkpoints to store as a full, so that retention rules do not keep long chains for one.
 
-A step diff or delta needs all that it builds on. What the rules keep for good (``every:N``) keeps its chain stored for
-as long, although nobody can load the rest of it any more. So where such a checkpoint would keep more than a full takes,
-it becomes a full, and what came before it can go. Every writer asks this: for step diffs and deltas, of one process, of
-an agent, of many ranks (where rank 0 asks).
+A step diff or delta needs everything that it builds on. If a rule keeps such a checkpoint for good (``every:N``), its
+chain stays stored as long, although nothing else in the chain can be loaded any more. If that would keep more bytes
+than a full has, the checkpoint is stored as a full, and its predecessors can be deleted. Every writer asks this module:
+for step diffs and deltas, in one process, in an agent, and on many ranks (where rank 0 asks).
 
-``last`` and ``newer-than`` keep for a while only: their chains go when the window moves on. But a chain stays stored
-until a full ends it, and a small medium may be full before. So where space is short but a full still fits, and most of
-the stored checkpoints are retired, a chain ends as soon as it takes more than a full.
+``last`` and ``newer-than`` keep a checkpoint only for a while; its chain is deleted when the window moves on. But a
+chain stays stored until a full ends it, and a small medium may fill up first. If space is short, a full still fits
+and most of the stored checkpoints are retired, a chain therefore ends as soon as it is larger than a full.
 
-Which checkpoints are the best, and which will get a tag, nobody knows beforehand: what those keep stored,
-`ckptstore.formats.commit_checks.pinned` counts and compaction frees.
+Nobody can predict which checkpoints will be the best or will get a tag. What those keep stored is counted by
+`ckptstore.formats.commit_checks.pinned`, and compaction frees it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ckptstore.formats.rule_windows import window_of
 __all__ = ["Chains", "kept_for_good"]
 
 _REMEMBERED: Final = 1024
-"""Steps whose chains are known: more than there are bases at any time."""
+"""Number of steps whose chains are remembered; it exceeds the number of bases at any time."""
 
 
 def kept_for_good(rules: Sequence[str], step: int) -> bool:
-    """Whether rules keep a checkpoint of this step whatever comes after it.
+    """Whether the rules keep a checkpoint of this step for good, whatever is saved after it.
 
-    False also where this version does not know a rule: then nothing is retired, and nothing is gained.
+    Also False if this version does not know one of the rules: then nothing is retired, so a full would free nothing.
     """
     windows = [window_of(rule) for rule in rules]
     if any(window is None for window in windows):
@@ -38,39 +38,40 @@ def kept_for_good(rules: Sequence[str], step: int) -> bool:
 
 
 class Chains:
-    """What the checkpoints of a term would keep stored that no rule keeps. Sizes are parts of a full."""
+    """What the checkpoints of a term would keep stored although no rule keeps it. Sizes are fractions of a full."""
 
     def __init__(self, rules: Callable[[], Sequence[str]], short: Callable[[], bool] = lambda: False) -> None:
         """
         Args:
-            rules: gives the store's rules as they are now.
-            short: whether space is short but a full still fits, and most of the stored checkpoints are retired.
+            rules: returns the present rules of the store.
+            short: returns whether space is short, a full still fits, and most of the stored checkpoints are retired.
         """
         self._rules = rules
         self._short = short
-        self._chain: dict[int, float] = {}  # by step: what its chain takes above the full
-        self._kept: dict[int, float] = {}  # by step: what is stored for it alone, itself included
+        self._chain: dict[int, float] = {}  # step -> size of its chain above the full
+        self._kept: dict[int, float] = {}  # step -> size of what is stored only for it, including itself
 
     def wants_full(self, step: int, base: int, size: float) -> bool:
-        """Whether the next checkpoint is to be a full, and not coded against another.
+        """Whether the next checkpoint should be a full, rather than encoded against another.
 
         Args:
-            step: its step.
-            base: the step that it would build on.
-            size: what it would take then, as a part of a full.
+            step: the step of the next checkpoint.
+            base: the step on which it would build.
+            size: its size if it builds on that, as a fraction of a full.
         """
-        # Prevents: a chain that stays stored for ever for one checkpoint, and takes more than a full.
+        # Prevents: a chain larger than a full that stays stored forever for one checkpoint.
         if kept_for_good(self._rules(), step) and self._kept.get(base, 0.0) + size > 1.0:
             return True
-        # Prevents: a run that dies of a full medium, while what fills it are retired steps that the newest builds on.
+        # Prevents: a run that dies of a full medium that is filled with retired steps on which the newest builds.
         return self._chain.get(base, 0.0) + size > 1.0 and self._short()
 
     def stored(self, step: int, base: int | None, size: float) -> None:
-        """A checkpoint is stored.
+        """Note that a checkpoint is stored.
 
         Args:
-            base: the step that it builds on; None: it is a full.
-            size: what it takes, as a part of a full.
+            step: its step.
+            base: the step on which it builds; None: it is a full.
+            size: its size as a fraction of a full.
         """
         below = 0.0 if base is None else self._kept.get(base, 0.0)
         self._kept.pop(step, None)

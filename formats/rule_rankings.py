@@ -1,4 +1,4 @@
-"""What rules of retention rank by: numbers that the metadata of checkpoints have, and the line of the newest."""
+"""What retention rules rank by: numbers in the metadata of checkpoints, and the line of the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ckptstore.formats.records import CheckpointEntry, Node
 __all__ = ["line", "metric", "metric_in", "names", "number"]
 
 _METRICS: Final = "metrics"
-"""Member of the metadata in which a `Checkpointer` puts what it is told."""
+"""Member of the metadata in which a `Checkpointer` stores the metrics it is given."""
 
 
 def metric(entry: CheckpointEntry, name: str) -> float | None:
-    """`number` in a checkpoint's metadata."""
+    """Return `number` of a checkpoint's metadata."""
     return metric_in(entry.extra, name)
 
 
 def metric_in(extra: Mapping[str, Any], name: str) -> float | None:
-    """`number` in what a COMMIT says of a checkpoint besides."""
-    said = extra.get(metadata.MEMBER)
-    return number(said, name) if isinstance(said, Mapping) else None
+    """Return `number` of the metadata among the extra members of a checkpoint's entry."""
+    labels = extra.get(metadata.MEMBER)
+    return number(labels, name) if isinstance(labels, Mapping) else None
 
 
-def number(said: Mapping[str, Any], name: str) -> float | None:
-    """The number of this name in metadata, or in its ``metrics``; None: there is none, or it is NaN."""
-    inner = said.get(_METRICS)
-    found = said.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
+def number(labels: Mapping[str, Any], name: str) -> float | None:
+    """Return the number `name` in metadata, or in its ``metrics``; None: there is none, or it is NaN."""
+    inner = labels.get(_METRICS)
+    found = labels.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
     value = metadata.read({name: found})[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -43,19 +43,19 @@ def number(said: Mapping[str, Any], name: str) -> float | None:
 
 
 def names(catalog: Catalog) -> list[str]:
-    """Of all numbers that the metadata of checkpoints have, sorted."""
+    """Return the names of all numbers in the metadata of checkpoints, sorted."""
     found: set[str] = set()
     for extra in catalog.checkpoints.extras().values():
-        said = extra.get(metadata.MEMBER)
-        if isinstance(said, Mapping):
-            inner = said.get(_METRICS)
-            said_names = {*said, *(inner if isinstance(inner, Mapping) else ())} - found
-            found.update(name for name in said_names if number(said, name) is not None)
+        labels = extra.get(metadata.MEMBER)
+        if isinstance(labels, Mapping):
+            inner = labels.get(_METRICS)
+            new_names = {*labels, *(inner if isinstance(inner, Mapping) else ())} - found
+            found.update(name for name in new_names if number(labels, name) is not None)
     return sorted(found)
 
 
 def line(catalog: Catalog) -> Callable[[Node], bool]:
-    """Tells whether a checkpoint is one that the newest term continues: on no branch that was gone back from."""
+    """Return a predicate for the line of the newest term: the checkpoints it continues, without abandoned branches."""
     until: dict[int, int] = {}
     term, step = catalog.term, MAX_INT
     while (opened := catalog.terms.get(term)) is not None:

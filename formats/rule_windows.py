@@ -1,4 +1,4 @@
-"""What each rule of retention keeps at present, brought up to date with every checkpoint that comes."""
+"""What each retention rule keeps at present, updated with every new checkpoint."""
 
 from __future__ import annotations
 
@@ -20,19 +20,30 @@ from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import CheckpointEntry, Node
 from ckptstore.formats.rule_rankings import line, metric_in
 
-__all__ = ["MAX_RULE", "RULES", "Ends", "Found", "Kind", "Window", "ends", "kind_of", "parts_of_best", "window_of"]
+__all__ = [
+    "MAX_RULE",
+    "RULES",
+    "CheckpointColumns",
+    "Ends",
+    "RuleKind",
+    "RuleWindow",
+    "ends",
+    "kind_of",
+    "parts_of_best",
+    "window_of",
+]
 
 MAX_RULE: Final = 200
-"""Letters of a rule."""
+"""Maximum length of a rule in letters."""
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
-class Found:
-    """Every checkpoint that a catalog has, as columns: a rule that looks at all of them makes no object for each.
+class CheckpointColumns:
+    """All checkpoints of a catalog, as columns: a rule that checks all of them creates no object for each.
 
     Attributes:
-        newest: None: there is none.
-        nodes: all of them, ascending.
+        newest: the newest checkpoint; None: there is none.
+        nodes: (term, step) of all checkpoints, ascending.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -43,61 +54,61 @@ class Found:
 
     @cached_property
     def on_line(self) -> list[Node]:
-        """Those on the line of the newest term."""
+        """The checkpoints on the line of the newest term."""
         return list(filter(self._on_line, self.nodes))
 
     @cached_property
     def extras(self) -> Mapping[Node, Mapping[str, Any]]:
-        """What those say that say more than every checkpoint does."""
+        """Extra members (metadata, for example) of the checkpoints that have any."""
         return self._table.extras()
 
     @cached_property
     def times(self) -> list[float]:
-        """As `nodes`."""
+        """The times of the checkpoints, in the order of `nodes`."""
         return list(self._table.column(TIME, lambda entry: entry.time))
 
 
-class Window(ABC):
-    """What one rule keeps at present."""
+class RuleWindow(ABC):
+    """The checkpoints that one rule keeps at present."""
 
     @abstractmethod
-    def begin(self, found: Found) -> Iterable[Node] | None:
-        """Take all of them in -> those that the rule keeps; None: every one."""
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
+        """Start with all checkpoints of a catalog and return those that the rule keeps; None: every one."""
 
     def add(self, entry: CheckpointEntry, on_line: bool) -> Iterable[Node]:  # noqa: ARG002  # some rules need neither
-        """Another checkpoint is there -> those that the rule keeps no longer because of it."""
+        """Add a checkpoint. Return those that the rule no longer keeps because of it."""
         return ()
 
-    def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:  # noqa: ARG002
-        """Those that the rule keeps no longer now that this is the newest one."""
+    def expire(self, newest: CheckpointEntry) -> Iterable[Node]:  # noqa: ARG002
+        """Return the checkpoints that the rule no longer keeps because `newest` is now the newest one."""
         return ()
 
-    def refill(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only ages change so
-        """The newest one is older than the one before: what was let go may be kept again."""
+    def restart(self, entries: Iterable[CheckpointEntry]) -> None:  # noqa: B027  # only rules of age need it
+        """Start again because the newest checkpoint is older than the previous one: released ones may be kept again."""
 
     def for_good(self, step: int) -> bool:  # noqa: ARG002  # most windows move on
-        """Whether the rule keeps every checkpoint of this step, whatever comes after it."""
+        """Whether the rule keeps every checkpoint of this step for good, whatever is saved after it."""
         return False
 
     @abstractmethod
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:
-        """Whether the rule keeps a checkpoint that was added."""
+        """Whether the rule keeps a checkpoint that was added before."""
 
 
-class _Highest(Window):
-    """``last:N``, and most of ``best:NAME:N``: the N highest of the line; of equals the newer."""
+class _Highest(RuleWindow):
+    """``last:N`` and the ranking of ``best:NAME:N``: the N highest of the line. Of equal ones the newer is kept."""
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
         """
         Args:
-            value: of a step, and of what is said of it, the number that ranks it; None: it has none.
+            value: (step, extra members) -> the number that ranks the checkpoint; None: it has no such number.
         """
         self._count = count
         self._value = value
         self._ranks: list[tuple[float, int, int]] = []
         self._kept: set[Node] = set()
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         nothing: Mapping[str, Any] = {}
         ranked = (
             (value, step, term)
@@ -120,21 +131,21 @@ class _Highest(Window):
         self._kept.remove((term, step))
         return ((term, step),)
 
-    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002  # only such were added
+    def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002  # only those of the line are in it
         return entry.node in self._kept
 
 
-class _Best(_Highest):
-    """``best:NAME:N``. While no checkpoint of the line has a number of this name it keeps all.
+class _BestOf(_Highest):
+    """``best:NAME:N``. It keeps everything while no checkpoint of the line has a number of this name.
 
-    A metric that comes late, or has another name, shall not cost what came before.
+    So a metric that is reported late, or is named differently, does not cost the earlier checkpoints.
     """
 
     def __init__(self, count: int, value: Callable[[int, Mapping[str, Any]], float | None]) -> None:
         super().__init__(count, value)
         self._before: list[Node] = []
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         kept = super().begin(found)
         if kept:
             return kept
@@ -156,13 +167,13 @@ class _Best(_Highest):
         return not self._ranks or super().keeps(entry, on_line)
 
 
-class _NewerThan(Window):
+class _NewerThan(RuleWindow):
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._since = -math.inf
         self._oldest: list[tuple[float, Node]] = []
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         if found.newest is not None:
             self._since = found.newest.time - self._seconds
         self._oldest = sorted((time, node) for time, node in zip(found.times, found.nodes, strict=True))
@@ -173,14 +184,14 @@ class _NewerThan(Window):
         heapq.heappush(self._oldest, (entry.time, entry.node))
         return ()
 
-    def lapse(self, newest: CheckpointEntry) -> Iterable[Node]:
+    def expire(self, newest: CheckpointEntry) -> Iterable[Node]:
         self._since = newest.time - self._seconds
         found = []
         while self._oldest and self._oldest[0][0] < self._since:
             found.append(heapq.heappop(self._oldest)[1])
         return found
 
-    def refill(self, entries: Iterable[CheckpointEntry]) -> None:
+    def restart(self, entries: Iterable[CheckpointEntry]) -> None:
         self._oldest = [(entry.time, entry.node) for entry in entries]
         heapq.heapify(self._oldest)
 
@@ -188,11 +199,11 @@ class _NewerThan(Window):
         return entry.time >= self._since
 
 
-class _Every(Window):
+class _Every(RuleWindow):
     def __init__(self, steps: int) -> None:
         self._steps = steps
 
-    def begin(self, found: Found) -> Iterable[Node] | None:
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         return [node for node in found.nodes if node[1] % self._steps == 0]
 
     def for_good(self, step: int) -> bool:
@@ -202,40 +213,40 @@ class _Every(Window):
         return self.for_good(entry.step)
 
 
-class _Branches(Window):
-    def begin(self, found: Found) -> Iterable[Node] | None:
+class _Branches(RuleWindow):
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:
         return set(found.nodes).difference(found.on_line)
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return not on_line
 
 
-class _Tagged(Window):
-    """Tags keep in any case: the rule only says so."""
+class _Tagged(RuleWindow):
+    """Tagged checkpoints are always kept: this rule only states it."""
 
-    def begin(self, found: Found) -> Iterable[Node] | None:  # noqa: ARG002
+    def begin(self, found: CheckpointColumns) -> Iterable[Node] | None:  # noqa: ARG002
         return ()
 
     def keeps(self, entry: CheckpointEntry, on_line: bool) -> bool:  # noqa: ARG002
         return False
 
 
-def _last(rest: str) -> Window | None:
+def _last(rest: str) -> RuleWindow | None:
     count = _count(rest)
     return None if count is None else _Highest(count, lambda step, _: float(step))
 
 
-def _every(rest: str) -> Window | None:
+def _every(rest: str) -> RuleWindow | None:
     count = _count(rest)
     return None if count is None else _Every(count)
 
 
-def _newer_than(rest: str) -> Window | None:
+def _newer_than(rest: str) -> RuleWindow | None:
     seconds = _seconds(rest)
     return None if seconds is None else _NewerThan(seconds)
 
 
-def _best(rest: str) -> Window | None:
+def _best(rest: str) -> RuleWindow | None:
     name, digits, direction = parts_of_best(rest)
     count, sign = _count(digits), 1.0 if direction == "max" else -1.0
     if count is None or not name:
@@ -245,11 +256,11 @@ def _best(rest: str) -> Window | None:
         found = metric_in(extra, name)
         return None if found is None else sign * found
 
-    return _Best(count, value)
+    return _BestOf(count, value)
 
 
 def parts_of_best(rest: str) -> tuple[str, str, str]:
-    """``METRIC:N:max`` -> METRIC, N and max; or min."""
+    """Split ``METRIC:N:max`` into METRIC, N and ``max``; without a direction it is ``min``."""
     name, _, direction = rest.rpartition(":")
     if direction not in ("min", "max"):
         name, direction = rest, "min"
@@ -269,51 +280,51 @@ def _seconds(text: str) -> float | None:
 
 
 Ends = Literal["newer", "better", "never"]
-"""What makes a rule let go of a checkpoint: newer ones, better ones, or nothing by itself."""
+"""What makes a rule release a checkpoint: newer ones, better ones, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RuleKind:
     """One kind of rule.
 
     Attributes:
-        form: how it is written, for messages: ``last:N``. Without a colon it takes nothing.
-        make: what follows the colon -> what keeps a rule of this kind; None: that is no rule.
-        ends: what makes it let go of a checkpoint. Compaction moves nothing that is about to go.
+        form: how the rule is written, for messages: ``last:N``. A form without a colon has no argument.
+        make: text behind the colon -> the window of the rule; None: the text is invalid.
+        ends: what makes the rule release a checkpoint. Compaction moves nothing that will be released soon.
     """
 
     form: str
-    make: Callable[[str], Window | None]
+    make: Callable[[str], RuleWindow | None]
     ends: Ends
 
 
-RULES: Final[Mapping[str, Kind]] = MappingProxyType(
+RULES: Final[Mapping[str, RuleKind]] = MappingProxyType(
     {
-        "last": Kind("last:N", _last, "newer"),
-        "every": Kind("every:N", _every, "never"),
-        "best": Kind("best:METRIC:N (or best:METRIC:N:max)", _best, "better"),
-        "newer-than": Kind("newer-than:7d (s, m, h, d, w)", _newer_than, "newer"),
-        "tagged": Kind("tagged", lambda _: _Tagged(), "never"),
-        "branches": Kind("branches", lambda _: _Branches(), "never"),
+        "last": RuleKind("last:N", _last, "newer"),
+        "every": RuleKind("every:N", _every, "never"),
+        "best": RuleKind("best:METRIC:N (or best:METRIC:N:max)", _best, "better"),
+        "newer-than": RuleKind("newer-than:7d (s, m, h, d, w)", _newer_than, "newer"),
+        "tagged": RuleKind("tagged", lambda _: _Tagged(), "never"),
+        "branches": RuleKind("branches", lambda _: _Branches(), "never"),
     }
 )
-"""Every kind of rule by the name before its colon. A row is all that another kind needs in the engine and command."""
+"""Every kind of rule, by the name before its colon. A row here is all that a new kind needs in engine and command."""
 
 
-def window_of(rule: str) -> Window | None:
-    """What keeps a rule; None: this version does not know it."""
+def window_of(rule: str) -> RuleWindow | None:
+    """Return the window of a rule; None: this version does not know the rule."""
     kind = None if len(rule) > MAX_RULE else kind_of(rule)
     return None if kind is None else kind.make(rule.partition(":")[2])
 
 
-def kind_of(rule: str) -> Kind | None:
-    """The kind that a rule is written like: ``last:`` and any text for ``last:N``. None: it is written like none."""
+def kind_of(rule: str) -> RuleKind | None:
+    """Return the kind of a rule by its form: ``last:`` with any text is ``last:N``. None: no kind has this form."""
     name, colon, _ = rule.partition(":")
     kind = RULES.get(name)
     return kind if kind is not None and bool(colon) == (":" in kind.form) else None
 
 
 def ends(reason: str) -> Ends:
-    """What ends a reason to keep a checkpoint: a rule as it is written, or ``newest``."""
+    """Return what ends a reason to keep a checkpoint. `reason` is a rule as it is written, or ``newest``."""
     kind = kind_of(reason)
     return "newer" if reason == "newest" else "never" if kind is None else kind.ends

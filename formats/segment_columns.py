@@ -1,8 +1,8 @@
-"""Columns: what a segment says of thousands of chunks, without a JSON object for each.
+"""Read and write columns: compact lists of hashes, digests and numbers in a segment's header or index.
 
-Hashes and digests are one JSON string: 16 lower-case hex digits each, 16 dashes where there is none. That needs no
-quotes (which would be escaped twice in a safetensors header), and its length is known before any hash is. Other numbers
-are arrays.
+A column describes thousands of chunks without a JSON object for each. Hashes and digests are one JSON string: 16
+lower-case hex digits each, or 16 dashes for a missing value. Such a string contains no quotes (they would be escaped
+twice in a safetensors header), and its length is known before any hash is. Other numbers are arrays.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _COLUMN = re.compile(r"(?:[0-9a-f]{16}|-{16})*")
 
 
 def hash_column(hashes: Iterable[str | None]) -> str:
-    """Chunk hashes as a column.
+    """Join chunk hashes into a column.
 
     Raises:
-        FormatError: one is not 16 hex digits.
+        FormatError: a hash is not 16 hex digits.
     """
     cells = [_NONE if cell is None else cell for cell in hashes]
     for cell in cells:
@@ -37,10 +37,10 @@ def hash_column(hashes: Iterable[str | None]) -> str:
 
 
 def digest_column(digests: Iterable[int | None]) -> str:
-    """State digests (unsigned 64-bit) as a column.
+    """Join state digests (unsigned 64-bit) into a column.
 
     Raises:
-        FormatError: one does not fit 64 bits.
+        FormatError: a digest does not fit 64 bits.
     """
     digests = list(digests)
     if not all(digest is None or 0 <= digest < 1 << 64 for digest in digests):
@@ -49,17 +49,21 @@ def digest_column(digests: Iterable[int | None]) -> str:
 
 
 def read_hashes(value: Any, count: int, what: str) -> list[str | None]:
-    """The `count` hashes of a column; `FormatError` naming `what` for anything else."""
+    """Return the `count` hashes of a column. Raises `FormatError`, which names `what`, for anything else."""
     return [None if cell == _NONE else cell for cell in _cells(value, count, what, _COLUMN)]
 
 
 def read_known_hashes(value: Any, count: int, what: str) -> list[str]:
-    """The `count` hashes of a column in which none may be missing; `FormatError` naming `what` for anything else."""
+    """Return the `count` hashes of a column without missing ones. Raises `FormatError`, which names `what`."""
     return _cells(value, count, what, _KNOWN)
 
 
 def read_digests(columns: dict[str, Any], count: int, where: str) -> list[int | None]:
-    """Take the `count` digests of column ``digests``, if there is one; `FormatError` for anything else."""
+    """Remove column ``digests`` from `columns` and return its `count` digests, each None if there is no such column.
+
+    Raises:
+        FormatError: the column is not made of `count` digests.
+    """
     if "digests" not in columns:
         return [None] * count
     value, what = columns.pop("digests"), f"{where}: digests"
@@ -67,7 +71,17 @@ def read_digests(columns: dict[str, Any], count: int, where: str) -> list[int | 
 
 
 def numbers(value: Any, what: str, count: int | None = None, limit: int = MAX_INT) -> tuple[int, ...]:
-    """An array of integers in [0, limit], `count` of them if given; `FormatError` naming `what` for anything else."""
+    """Return an array of integers in [0, limit] as a tuple.
+
+    Args:
+        value: the parsed JSON value.
+        what: names the array in errors.
+        count: required length; None: any length.
+        limit: the largest number allowed.
+
+    Raises:
+        FormatError: `value` is anything else.
+    """
     if type(value) is not list or (count is not None and len(value) != count):
         raise FormatError(f"{what}: not an array of {'numbers' if count is None else f'{count} numbers'}")
     if not all(type(number) is int and 0 <= number <= limit for number in value):

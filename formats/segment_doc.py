@@ -1,7 +1,7 @@
-"""What a segment says about itself, as data classes, and the members that both of its forms share.
+"""Data classes for what a segment says about itself, and the document members that both forms share.
 
-A segment describes itself completely: with the log gone, its header (and in the packed form its index) still tell which
-run, term and steps it belongs to, on which checkpoints it builds, and how every tensor is encoded.
+A segment describes itself completely. If the log is lost, the header (in the packed form also the index) still says
+which run, term and steps the segment belongs to, on which checkpoints it builds, and how every tensor is encoded.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ __all__ = [
 ]
 
 VERSION: Final = 1
-"""Version of the segment format; another one is refused."""
+"""Version of the segment format; any other version is refused."""
 KNOWN_INCOMPAT: Final[frozenset[str]] = frozenset()
 """Features of `SegmentDoc.incompat` that this version can read."""
 RAW: Final = "raw"
-"""The codec of bytes stored as they are: stored length, stored hash = logical length, decoded hash."""
+"""The codec of bytes stored unencoded: the stored length is the logical one, the stored hash the decoded one."""
 USES: Final = "uses"
-"""Member of a packed document: what its reader has to know, so that one that does not refuses before the index."""
+"""Member of a packed document: features that a reader must know. It lets a reader refuse before it reads the index."""
 LENGTH: Final = struct.Struct("<Q")
-"""The length field that a safetensors file begins with."""
+"""The length field at the beginning of a safetensors file."""
 MAX_DOC_DEPTH: Final = jsontext.MAX_DEPTH + 8
-"""Nesting of a document: a tree as deep as `jsontext` takes by itself, and the members around it."""
+"""Nesting limit of a document: a tree of the depth that `jsontext` allows, plus the members around it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stored piece of a tensor: chunk k holds the logical bytes [k * `CHUNK`, (k + 1) * `CHUNK`) of it, encoded.
+    """A stored piece of a tensor. Chunk k holds its logical bytes [k * `CHUNK`, (k + 1) * `CHUNK`), encoded.
 
     Attributes:
         offset: absolute offset in the file.
-        length: stored bytes; 0 when the codec needs none (derived or predicted exactly).
+        length: stored bytes; 0 if the codec needs none (the chunk is derived or predicted exactly).
         logical: decoded bytes.
         stored_hash: `chunk_hash` of the stored bytes.
-        decoded_hash: `chunk_hash` of the decoded bytes, or None where the writer did not have them.
+        decoded_hash: `chunk_hash` of the decoded bytes; None if the writer did not have them.
     """
 
     offset: int
@@ -70,18 +70,18 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of one step as a segment stores it.
+    """A tensor of one step, as a segment stores it.
 
     Attributes:
-        name: flat name; one that begins with ``ckptstore/`` is auxiliary: data that other entries' codecs refer to (a
-            gradient, a pool of tiny tensors), not a tensor of the state. Only the packed form has those.
+        name: flat name. A name that begins with ``ckptstore/`` is auxiliary: data that codecs of other entries refer to
+            (a gradient, a pool of tiny tensors), not a tensor of the state. Only the packed form has such entries.
         dtype: logical dtype.
         shape: logical shape.
-        chunks: `layout.chunk_count(nbytes)` of them, in order.
+        chunks: its chunks in order; there are `layout.chunk_count(nbytes)`.
         codec: how the chunks are encoded, `RAW` or the name of a codec.
-        params: the codec's parameters: a JSON object.
-        global_shape: shape of the whole tensor, when this is a shard.
-        offset: where the shard begins in the whole tensor.
+        params: parameters of the codec, a JSON object.
+        global_shape: shape of the whole tensor if this entry is a shard.
+        offset: position of the shard in the whole tensor.
         digest: state digest of the decoded bytes (unsigned 64-bit), or None.
     """
 
@@ -102,7 +102,7 @@ class TensorEntry:
 
     @property
     def stored(self) -> int:
-        """Stored bytes, without the tensor's share of header and index."""
+        """Stored bytes, without the tensor's part of header and index."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
@@ -120,21 +120,21 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class SegmentDoc:
-    """Everything that a segment says about itself.
+    """The complete description that a segment gives of itself.
 
     Attributes:
         run: uuid of the run (32 hex digits).
-        term: the term that wrote it.
+        term: the term whose writer wrote the segment.
         segment: the segment's own uuid (32 hex digits).
-        encodings: by step, ascending, what it says of each that it holds; the plain form holds exactly one.
-        generation: counts the reuses of the file on media that recycle files; 0 for a fresh one.
-        parents: the checkpoint that a term continues from (None: from nothing), for its own term and those of its
-            checkpoints, as far as the writer knew.
-        trees: the typed JSON tree of each step; empty in further segments of a checkpoint.
-        tensors: per step (every one of `steps` is a key), its tensors by name, in file order.
-        incompat: features without which the segment cannot be read.
-        ro_compat: features without which it must not be rewritten.
-        extra: members of the document that this version does not know, kept as they are.
+        encodings: step -> its description, for each step in the segment, ascending. The plain form has exactly one.
+        generation: how often the file was reused, on media that recycle files; 0 for a new file.
+        parents: term -> the checkpoint that the term continues from (None: from nothing). It covers the segment's own
+            term and those of its checkpoints, as far as the writer knew them.
+        trees: step -> its typed JSON tree; empty in all but one segment of a checkpoint.
+        tensors: step -> its tensors by name, in file order. Every one of `steps` is a key.
+        incompat: features that a reader must know to read the segment.
+        ro_compat: features that a writer must know to rewrite it.
+        extra: members of the document that this version does not know, kept unchanged.
     """
 
     run: str
@@ -150,32 +150,32 @@ class SegmentDoc:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        strangers = (set(self.trees) | set(self.tensors)).difference(self.steps)
-        if strangers:
-            raise FormatError(f"segment {self.segment}: trees or tensors of other steps ({min(strangers)})")
+        other_steps = (set(self.trees) | set(self.tensors)).difference(self.steps)
+        if other_steps:
+            raise FormatError(f"segment {self.segment}: trees or tensors of other steps ({min(other_steps)})")
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps it holds data of, ascending."""
+        """The steps whose data it holds, ascending."""
         return tuple(self.encodings)
 
     @property
     def kind(self) -> str:
-        """The kind of its encodings, ``mixed`` if they differ."""
+        """The kind of its encodings; ``mixed`` if they differ."""
         kinds = {encoding.kind for encoding in self.encodings.values()}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
     @property
     def lossy(self) -> bool:
-        """Whether some of its steps are not what training had."""
+        """Whether the tensors of some step differ from those that training had."""
         return any(encoding.lossy for encoding in self.encodings.values())
 
 
 def identity_members(doc: SegmentDoc, form: str) -> dict[str, Any]:
-    """The members of the document, without trees and tensors, that both forms begin with.
+    """Return the members at the beginning of both forms: the document without trees and tensors.
 
     Raises:
-        FormatError: the document could not be read back.
+        FormatError: the document is invalid: a reader would refuse it.
     """
     identity = {
         "version": VERSION,
@@ -194,18 +194,18 @@ def identity_members(doc: SegmentDoc, form: str) -> dict[str, Any]:
 
 
 def read_identity(members: Members, where: str) -> SegmentDoc:
-    """Take what `identity_members` wrote out of `members`, the form aside.
+    """Remove from `members` everything that `identity_members` wrote, except the form, and return it as a document.
 
     Returns:
         The document without trees, tensors and unknown members.
 
     Raises:
         IncompatibleFormatError: another version, or an unknown ``incompat`` feature.
-        FormatError: a member is missing or not what it must be.
+        FormatError: a member is missing or invalid.
     """
     version = members.number("version")
     if version != VERSION:
-        raise IncompatibleFormatError(f"{where}: segment format version {version}; {VERSION} is known")
+        raise IncompatibleFormatError(f"{where}: segment format version {version}; this version reads {VERSION}")
     incompat = members.names("incompat")
     unknown = sorted(set(incompat) - KNOWN_INCOMPAT)
     if unknown:
@@ -223,15 +223,17 @@ def read_identity(members: Members, where: str) -> SegmentDoc:
 
 
 def with_extra(members: dict[str, Any], doc: SegmentDoc) -> dict[str, Any]:
-    """`members` followed by those that this version does not know. Raises `FormatError` if it does know one."""
-    taken = sorted(doc.extra.keys() & members.keys())
-    if taken:
-        raise FormatError(f"segment {doc.segment}: {taken[0]!r} is no unknown member")
+    """Append the unknown members of `doc` to `members`. Raises `FormatError` if `members` already has one of them."""
+    known = sorted(doc.extra.keys() & members.keys())
+    if known:
+        raise FormatError(f"segment {doc.segment}: {known[0]!r} is a known member and cannot be in `extra`")
     return members | dict(doc.extra)
 
 
 def read_trees(members: Members, steps: Sequence[int]) -> dict[int, Any]:
-    """Take the trees, ``{"trees": {"100": tree}}``, by step. Their insides are checked by `state.unflatten`.
+    """Remove ``trees`` from `members` and return it by step.
+
+    The JSON form is ``{"trees": {"100": tree}}``. The trees themselves are not checked: `state.unflatten` does that.
 
     Raises:
         FormatError: a tree of a step that the segment does not hold.
@@ -244,8 +246,8 @@ def read_trees(members: Members, steps: Sequence[int]) -> dict[int, Any]:
 
 
 def frame(header: bytes, header_size: int) -> bytes:
-    """Length field, header text and padding: `header_size` bytes. Raises `FormatError` if the text does not fit."""
+    """Return length field, header text and padding, `header_size` bytes. Raises `FormatError` if the text is longer."""
     planned = header_size - LENGTH.size
     if len(header) > planned:
-        raise FormatError(f"a header of {len(header)} bytes does not fit the {planned} that were planned")
+        raise FormatError(f"a header of {len(header)} bytes exceeds the {planned} bytes that were planned")
     return LENGTH.pack(planned) + header.ljust(planned)

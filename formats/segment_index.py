@@ -1,9 +1,9 @@
-"""The index of a packed segment: entries of several steps, as columns.
+"""The index of a packed segment: the entries of several steps, as columns.
 
-Consecutive steps hold the same tensors, encoded in the same ways. So each distinct tensor description and each distinct
-(codec, parameters) is written once and an entry is a pair of rows of those tables; chunks are columns of numbers and of
-hashes. What follows from the rest is left out: the length of a chunk's decoded bytes, its offset (each lies where the
-one before ends), the hash of no bytes, the decoded hash of raw bytes.
+Consecutive steps usually hold the same tensors in the same encodings. Therefore each distinct tensor description and
+each distinct (codec, parameters) pair is written once, and an entry is a pair of row numbers. Chunks are columns of
+numbers and hashes. Derivable values are omitted: the decoded length of a chunk, its offset (each chunk begins where the
+previous one ends), the hash of zero bytes, and the decoded hash of raw bytes.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ __all__ = ["MAX_CHUNKS", "MAX_ENTRIES", "index_members", "read_index", "uses_of"
 
 MAX_ENTRIES: Final = 1 << 20
 MAX_CHUNKS: Final = 1 << 20
-"""Entries and chunks of one packed segment: bounds what a hostile index can make a reader allocate."""
+"""Maximum entries and chunks of one packed segment. They bound what a hostile index can make a reader allocate."""
 
 _Row = TypeVar("_Row")
 _HASH_OF_NOTHING: Final = chunk_hash(b"")
 
 
 def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, Any]:
-    """The index of `doc` as a JSON object.
+    """Return the index of `doc` as a JSON object.
 
     Args:
-        doc: the document, its tensors with their chunks.
+        doc: the document; its tensors have their chunks.
         payload: bytes of encoded chunks.
-        header_size: where they begin in the file.
+        header_size: offset of the payload in the file.
 
     Raises:
-        FormatError: the index could not be read back.
-        CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
+        FormatError: the index is invalid: a reader would refuse it.
+        CorruptSegmentError: the chunks do not fill the payload without gaps and overlaps.
     """
     entries = [entry for step in doc.steps for entry in doc.tensors.get(step, {}).values()]
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     if len(entries) > MAX_ENTRIES or len(chunks) > MAX_CHUNKS:
         raise FormatError(f"segment {doc.segment}: {len(entries)} entries, {len(chunks)} chunks are too many")
-    tensors, codecs = _Table(), _Table()
+    tensors, codecs = _RowTable(), _RowTable()
     columns: dict[str, Any] = {
         "counts": [len(doc.tensors.get(step, {})) for step in doc.steps],
         "tensor": [_described(tensors, entry) for entry in entries],
@@ -73,18 +73,18 @@ def index_members(doc: SegmentDoc, payload: int, header_size: int) -> dict[str, 
 
 
 def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, where: str) -> SegmentDoc:
-    """`doc` with the trees, tensors and unknown members of its index.
+    """Return `doc` with the trees, tensors and unknown members of its index.
 
     Args:
-        doc: what the header said.
+        doc: the document as read from the header.
         index: the members of the parsed index.
         payload: bytes of encoded chunks.
-        header_size: where they begin in the file.
+        header_size: offset of the payload in the file.
         where: names the index in errors.
 
     Raises:
         FormatError: not an index of this version.
-        CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
+        CorruptSegmentError: the chunks do not fill the payload without gaps and overlaps.
     """
     trees = read_trees(index, doc.steps)
     columns = index.rest()
@@ -108,7 +108,7 @@ def read_index(doc: SegmentDoc, index: Members, payload: int, header_size: int, 
 
 
 def uses_of(index: Mapping[str, Any]) -> list[str]:
-    """The codecs of an index and the ids of the rules of its optimizer steps, ascending: what a reader has to know."""
+    """Return what a reader of this index must know, sorted: codecs and the rule ids of optimizer steps."""
     found = set()
     for codec, params in index["codecs"]:
         found.add(codec)
@@ -118,31 +118,31 @@ def uses_of(index: Mapping[str, Any]) -> list[str]:
     return sorted(found)
 
 
-class _Table:
-    """Distinct rows in order of first use."""
+class _RowTable:
+    """Distinct rows, in order of first use."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
         self._places: dict[Any, int] = {}
 
     def row(self, key: Any, value: Any) -> int:
-        """Place of the row that `key` identifies; it is added as `value` if it is new."""
+        """Return the index of the row for `key`; append `value` as a new row if there is none."""
         place = self._places.setdefault(key, len(self.rows))
         if place == len(self.rows):
             self.rows.append(value)
         return place
 
 
-def _described(tensors: _Table, entry: TensorEntry) -> int:
+def _described(tensors: _RowTable, entry: TensorEntry) -> int:
     what = f"tensor {entry.name!r}"
     spec = TensorSpec(entry.name, entry.dtype, entry.shape, entry.global_shape, entry.offset)
     if [chunk.logical for chunk in entry.chunks] != [length for _, length in chunk_extents(spec.nbytes)]:
-        raise FormatError(f"{what}: its chunks are not those of {spec.nbytes} bytes")
+        raise FormatError(f"{what}: its chunks do not match its size of {spec.nbytes} bytes")
     for chunk in entry.chunks:
         if not natural(chunk.length):
             raise FormatError(f"{what}: a chunk of {chunk.length} bytes")
         if chunk.length == 0 and chunk.stored_hash != _HASH_OF_NOTHING:
-            raise FormatError(f"{what}: a chunk without bytes has another hash than that of no bytes")
+            raise FormatError(f"{what}: an empty chunk does not have the hash of zero bytes")
         if entry.codec == RAW and (chunk.length != chunk.logical or chunk.stored_hash != chunk.decoded_hash):
             raise FormatError(f"{what}: a raw chunk whose stored and decoded bytes differ")
     row: list[Any] = [spec.name, spec.dtype, spec.shape]
@@ -151,14 +151,14 @@ def _described(tensors: _Table, entry: TensorEntry) -> int:
     return tensors.row(spec, row)
 
 
-def _encoded(codecs: _Table, entry: TensorEntry) -> int:
-    # The key is text, because True == 1 == 1.0 in Python and are three things in JSON.
+def _encoded(codecs: _RowTable, entry: TensorEntry) -> int:
+    # The key is JSON text: in Python True == 1 == 1.0, but JSON distinguishes them.
     row = [entry.codec, dict(entry.params)]
     return codecs.row(jsontext.dumps(row), row)
 
 
 def _check_tiling(chunks: Sequence[Chunk], payload: int, header_size: int, where: str) -> None:
-    """Every byte of the payload belongs to exactly one chunk: so every byte has a hash, and none has two meanings."""
+    """Check that each byte of the payload belongs to exactly one chunk: it then has one hash and one meaning."""
     position = header_size
     for chunk in chunks:
         if chunk.offset != position and chunk.length:
@@ -175,7 +175,7 @@ def _check_end(end: int, payload: int, where: str) -> None:
 def _picked(
     columns: dict[str, Any], table: str, column: str, count: int, read: Callable[[Any, str], _Row], where: str
 ) -> list[_Row]:
-    """Take `table` and `column`: the row of the table that each of the `count` cells names."""
+    """Remove `table` and `column` and return, for each of the `count` cells, the row of the table that it names."""
     found = columns.pop(table, None)
     if type(found) is not list:
         raise FormatError(f"{where}: {table} is not an array")
@@ -211,8 +211,8 @@ def _read_chunks(
     extent: tuple[int, int],
     where: str,
 ) -> list[tuple[Chunk, ...]]:
-    """Take the chunks of each entry; `extent` is the payload's (offset, length) in the file."""
-    # Counted before anything is made of it: a shape is a number that anyone can write.
+    """Remove the chunk columns and return the chunks of each entry. `extent` is (offset, length) of the payload."""
+    # Count before allocating: a hostile file can state any shape.
     counts = [chunk_count(spec.nbytes) for spec in specs]
     total = sum(counts)
     if total > MAX_CHUNKS:
@@ -223,7 +223,7 @@ def _read_chunks(
     stored = iter(read_known_hashes(columns.pop("stored", None), filled, f"{where}: stored"))
     encoded = sum(count for count, (codec, _) in zip(counts, codecs, strict=True) if codec != RAW)
     decoded = iter(read_hashes(columns.pop("decoded", None), encoded, f"{where}: decoded"))
-    rows = zip(accumulate(lengths, initial=extent[0]), lengths, strict=False)  # the last number is where they end
+    rows = zip(accumulate(lengths, initial=extent[0]), lengths, strict=False)  # the last sum is the end of the payload
 
     def chunk(codec: str, logical: int, name: str) -> Chunk:
         offset, length = next(rows)

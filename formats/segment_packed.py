@@ -1,8 +1,8 @@
-"""The packed form of a segment: encoded chunks in one tensor, ``ckptstore/payload``, and their index in another.
+"""The packed form of a segment: encoded chunks in tensor ``ckptstore/payload``, their index in ``ckptstore/index``.
 
-Nothing of it pretends to be a user's tensor, and a sparse diff is not outweighed by its header: the index is columns
-(`segment_index`), compressed, and lies *behind* the payload, because it is known last. The header only says who the
-segment is and where its index lies, so that its size is bounded before encoding starts.
+No entry of the header pretends to be a tensor of the user. The header of a sparse diff stays smaller than its data: the
+index consists of columns (`segment_index`), is compressed, and lies *behind* the payload, because it is known last. The
+header only identifies the segment and says where its index is, so the header's size is bounded before encoding starts.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ PACKED: Final = "packed"
 PAYLOAD: Final = RESERVED_PREFIX + "payload"
 INDEX: Final = RESERVED_PREFIX + "index"
 INDEX_LIMIT: Final = HEADER_LIMIT
-"""Largest index in bytes, stored and decompressed."""
+"""Largest index in bytes. It applies to the stored and to the decompressed index."""
 
-_ROOM: Final = ("_" * 16,) * 16
-"""The longest list of these that a header is planned for. Those that this version writes have ten short names."""
+_RESERVED_USES: Final = ("_" * 16,) * 16
+"""The longest ``uses`` that the header has space for. This version writes at most ten names, all shorter."""
 _LEVEL = 3
 
 
 def plan_packed(draft: SegmentDoc) -> int:
-    """Bytes to leave for the header, a multiple of `ALIGN`, whatever the payload and the index become.
+    """Return the bytes to reserve for the header, a multiple of `ALIGN`. Any payload and index fit this header.
 
     Args:
         draft: the document without trees and tensors.
 
     Raises:
-        FormatError: a document that is not well-formed, or a header beyond `HEADER_LIMIT`.
+        FormatError: the document is invalid, or the header exceeds `HEADER_LIMIT`.
     """
-    identity_members(draft, PACKED)  # or it could not be read back
+    identity_members(draft, PACKED)  # raises if a reader would refuse the document
     longest = replace(draft, generation=MAX_INT)
     pointer = _pointer(INDEX_LIMIT, "0" * 32)
-    size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, pointer, _ROOM)))
+    size = padded(LENGTH.size + len(_header_text(longest, MAX_SIZE, INDEX_LIMIT, pointer, _RESERVED_USES)))
     if size > HEADER_LIMIT:
         raise FormatError(f"segment {draft.segment}: a header of {size} bytes; at most {HEADER_LIMIT} are allowed")
     return size
 
 
 def encode_packed(doc: SegmentDoc, payload: int, header_size: int) -> tuple[bytes, bytes]:
-    """Header and stored index of a packed segment; the index follows the payload, and ends the file.
+    """Return the header and the stored index of a packed segment. The index follows the payload and ends the file.
 
     Args:
-        doc: the document, with tensors whose chunks lie in the payload; `doc.extra` goes into the index.
+        doc: the document, with tensors whose chunks lie in the payload. `doc.extra` is stored in the index.
         payload: bytes of encoded chunks.
-        header_size: what `plan_packed` gave; the payload begins there.
+        header_size: the result of `plan_packed`, which is also the offset of the payload.
 
     Raises:
-        FormatError: the document could not be read back, or outgrew what was planned.
-        CorruptSegmentError: the chunks do not fill the payload without holes and overlaps.
+        FormatError: the document is invalid, or larger than planned.
+        CorruptSegmentError: the chunks do not fill the payload without gaps and overlaps.
     """
     members = index_members(doc, payload, header_size)
     index = jsontext.bounded(members, what=f"segment {doc.segment}: index")
@@ -90,14 +90,14 @@ def read_packed(
     read: Callable[[int, int], bytes],
     where: str,
 ) -> SegmentDoc:
-    """The document of a packed segment.
+    """Parse the document of a packed segment.
 
     Args:
-        members: the parsed safetensors header, ``__metadata__`` left out.
+        members: the parsed safetensors header without ``__metadata__``.
         document: the members of ``__metadata__["ckptstore"]``.
         header_size: length of the header in bytes.
         size: length of the file in bytes.
-        read: gives `length` bytes of the file from `offset`; called once, as ``read(offset, length)``.
+        read: returns `length` bytes of the file for ``read(offset, length)``; called once.
         where: names the file in errors.
 
     Raises:
@@ -107,7 +107,7 @@ def read_packed(
     names = frozenset(document.rest()) | {"form"}
     doc = read_identity(document, where)
     pointer = Members(document.mapping("index"), f"{where}: index")
-    told = document.rules(USES)
+    declared = document.rules(USES)
     doc = replace(doc, extra=document.rest())
     if members.keys() != {PAYLOAD, INDEX}:
         raise FormatError(f"{where}: a packed segment has the tensors {PAYLOAD} and {INDEX} only")
@@ -121,9 +121,9 @@ def read_packed(
     index = _decompressed(pointer, read(header_size + payload, length), where)
     found = read_index(doc, Members(index, where), payload, header_size, where)
     if twice := sorted(names & index.keys()):
-        raise FormatError(f"{where}: a member that the header has, too: {twice[0]!r:.80}")
-    if told is not None and list(told) != uses_of(index):
-        raise FormatError(f"{where}: uses {uses_of(index)!r:.200}, the header says {told!r:.200}")
+        raise FormatError(f"{where}: the header also has its member {twice[0]!r:.80}")
+    if declared is not None and list(declared) != uses_of(index):
+        raise FormatError(f"{where}: uses {uses_of(index)!r:.200}, the header says {declared!r:.200}")
     return found
 
 
@@ -144,7 +144,7 @@ def _header_text(doc: SegmentDoc, payload: int, stored: int, pointer: Mapping[st
 
 
 def _read_extent(info: Any, start: int, what: str) -> int:
-    """Length of the U8 tensor `info`, which must begin at `start`."""
+    """Return the length of the U8 tensor `info`, which must begin at `start`."""
     if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"} or info["dtype"] != "U8":
         raise FormatError(f"{what}: not described as bytes")
     (length,) = numbers(info["shape"], f"{what}: shape", 1)
@@ -154,7 +154,7 @@ def _read_extent(info: Any, start: int, what: str) -> int:
 
 
 def _decompressed(pointer: Members, stored: bytes, where: str) -> Any:
-    """The parsed index. Checked before decompression: its hash, and the size that it will have."""
+    """Decompress and parse the index. Its hash and its decompressed size are checked first."""
     digest, decoded = pointer.digest("hash"), pointer.number("length")
     if xxh3_128(stored) != digest:
         raise CorruptSegmentError(f"{where}: {len(stored)} bytes whose hash is not {digest}")
@@ -163,7 +163,7 @@ def _decompressed(pointer: Members, stored: bytes, where: str) -> Any:
     try:
         if zstandard.get_frame_parameters(stored).content_size != decoded:
             raise FormatError(f"{where}: its frame does not hold {decoded} bytes")
-        # One frame whose size is known: zstandard allocates that size and nothing more.
+        # One frame of known size: zstandard allocates that size and nothing more.
         found = zstandard.ZstdDecompressor().decompress(stored, max_output_size=decoded, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise FormatError(f"{where}: {error}") from error

@@ -1,7 +1,7 @@
 """The plain form of a segment: an ordinary ``.safetensors`` file with the tensors under their own names.
 
-Everything about it is known before the data is read except hashes and digests, and those have a fixed width: so the
-header's size is exact before the first byte is written, and the header is written last.
+Everything in the header except hashes and digests is known before the data is read, and those have a fixed width.
+Therefore the size of the header is exact before the first byte is written. The header is written last.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ PLAIN: Final = "plain"
 
 
 def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool = True) -> Layout:
-    """Order and place tensors, and size the header, before any of their bytes are read.
+    """Order and place tensors and compute the header's size, before any of their bytes are read.
 
     Args:
         specs: the tensors, in access order.
-        draft: the document as it will be, its `tensors` aside; one step.
-        digests: whether a state digest of each tensor may be recorded (16 bytes of header each).
+        draft: the document without its `tensors`; it has one step.
+        digests: reserve space for a state digest of each tensor (16 bytes of header each).
 
     Raises:
-        FormatError: two tensors of one name, a document that is not well-formed, a header beyond `HEADER_LIMIT`
-            (`layout.split` keeps tensors below it; what is left is the state's tree).
+        FormatError: two tensors have one name, the document is invalid, or the header exceeds `HEADER_LIMIT`.
+            `layout.split` keeps the tensors' part of it small enough, so a header that is too large has a large tree.
     """
     ordered = order(specs)
     cells = sum(chunk_count(spec.nbytes) for spec in ordered)
@@ -72,14 +72,14 @@ def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool 
 
 
 def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: int | None = None) -> TensorEntry:
-    """The entry of a tensor stored as it is, at its place in `layout`.
+    """Return the entry of a tensor that is stored unencoded, at its position in `layout`.
 
     Args:
-        hashes: `chunk_hash` of each of its chunks.
-        digest: its state digest, if one was computed.
+        hashes: `chunk_hash` of each chunk.
+        digest: state digest, if one was computed.
 
     Raises:
-        FormatError: there are not as many hashes as chunks.
+        FormatError: the number of hashes is not the number of chunks.
     """
     if len(hashes) != chunk_count(spec.nbytes):
         raise FormatError(f"tensor {spec.name!r}: {len(hashes)} hashes for {chunk_count(spec.nbytes)} chunks")
@@ -87,25 +87,25 @@ def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: i
 
 
 def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
-    """The header of a plain segment, exactly `layout.header_size` bytes.
+    """Return the header of a plain segment, exactly `layout.header_size` bytes.
 
     Args:
-        layout: what `plan_plain` gave for the same document.
+        layout: the result of `plan_plain` for the same document.
         doc: the document with the tensors of `layout` (see `raw_entry`).
 
     Raises:
-        FormatError: the document is not the one that was planned, or a tensor is not stored raw at its place.
+        FormatError: the document differs from the planned one, or a tensor is not stored raw at its position.
     """
     entries = doc.tensors.get(doc.steps[0], {})
     if len(entries) != len(layout.specs):
-        raise FormatError(f"segment {doc.segment}: {len(entries)} tensors, planned were {len(layout.specs)}")
+        raise FormatError(f"segment {doc.segment}: {len(entries)} tensors, {len(layout.specs)} were planned")
     hashes: list[str] = []
     for spec in layout.specs:
         entry = entries.get(spec.name)
         if entry is None:
             raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} was planned and is missing")
         if not _as_planned(entry, spec, layout.offsets[spec.name]):
-            raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} is not as it was planned")
+            raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} differs from its plan")
         hashes += [chunk.stored_hash for chunk in entry.chunks]
     digests = [entries[spec.name].digest for spec in layout.specs]
     column = None if all(digest is None for digest in digests) else digest_column(digests)
@@ -114,10 +114,10 @@ def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
 
 
 def read_plain(members: Mapping[str, Any], document: Members, header_size: int, size: int, where: str) -> SegmentDoc:
-    """The document of a plain segment.
+    """Parse the document of a plain segment.
 
     Args:
-        members: the parsed safetensors header, ``__metadata__`` left out.
+        members: the parsed safetensors header without ``__metadata__``.
         document: the members of ``__metadata__["ckptstore"]``.
         header_size: length of the header in bytes.
         size: length of the file in bytes.
@@ -131,7 +131,7 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
     if len(doc.steps) != 1:
         raise FormatError(f"{where}: a plain segment holds one step, not {len(doc.steps)}")
     specs = _specs(members, document, size - header_size, where)
-    counts = [chunk_count(spec.nbytes) for spec in specs]  # bounded: the tensors fill the file, which has `size` bytes
+    counts = [chunk_count(spec.nbytes) for spec in specs]  # bounded: the tensors fill the file of `size` bytes
     hashes = read_known_hashes(document.text("hashes"), sum(counts), f"{where}: hashes")
     digests = read_digests(document.rest(), len(specs), where)
     tensors: dict[str, TensorEntry] = {}
@@ -141,7 +141,7 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
         position += spec.nbytes
         cell += count
     trees = read_trees(document, doc.steps)
-    if USES in document.rest():  # else it would become a member of the index of a packed segment made of this
+    if USES in document.rest():  # else a packed segment made of this one would get it as a member of its index
         document.refuse(USES, "a member of a plain segment")
     return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
 
@@ -149,7 +149,7 @@ def read_plain(members: Mapping[str, Any], document: Members, header_size: int, 
 def _header_text(
     specs: Sequence[TensorSpec], members: bytes, doc: SegmentDoc, hashes: str, digests: str | None
 ) -> bytes:
-    """The header's text around the `members` that `_members_text` made, which no hash changes."""
+    """Build the header text around `members` from `_members_text`, which does not depend on the hashes."""
     what = f"segment {doc.segment}: header"
     document_text = jsontext.bounded(_document(specs, doc, hashes, digests), what=what).decode("ascii")
     own = jsontext.bounded({"__metadata__": {"format": "pt", "ckptstore": document_text}}, what=what)
@@ -161,7 +161,7 @@ def _header_text(
 
 
 def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
-    """What the header says of the tensors: a JSON object."""
+    """Return the header's description of the tensors, a JSON object, as text."""
     members: dict[str, Any] = {}
     end = 0
     for spec in specs:
@@ -190,12 +190,12 @@ def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests
 
 
 def _as_planned(entry: TensorEntry, spec: TensorSpec, position: int) -> bool:
-    """Whether it is what `_entry` makes of its own hashes."""
+    """Whether `entry` is equal to what `_entry` makes of its hashes."""
     if len(entry.chunks) != chunk_count(spec.nbytes):
         return False
     if len(entry.chunks) != 1:
         return entry == _entry(spec, position, [chunk.stored_hash for chunk in entry.chunks], entry.digest)
-    # Nearly all of them. Another entry to compare with would take longer than the rest of a header.
+    # Most tensors have one chunk. Building a second entry to compare with would take longer than the rest of a header.
     (chunk,) = entry.chunks
     return (
         chunk.offset == position
@@ -219,7 +219,7 @@ def _entry(spec: TensorSpec, position: int, hashes: Sequence[str], digest: int |
 
 
 def _specs(members: Mapping[str, Any], document: Members, data: int, where: str) -> list[TensorSpec]:
-    """The tensors in file order. Each begins where the one before ends, and together they are `data` bytes."""
+    """Return the tensors in file order. Each begins where the previous one ends; together they are `data` bytes."""
     logical = _placed(document, "dtypes", 2, len(members), "[place, dtype]")
     shards = _placed(document, "shards", 3, len(members), "[place, global shape, offset]")
     specs: list[TensorSpec] = []
@@ -250,13 +250,13 @@ def _specs(members: Mapping[str, Any], document: Members, data: int, where: str)
 def _logical_shape(dtype: dtypes.DType, info: Mapping[str, Any]) -> tuple[int, ...]:
     shape = numbers(info["shape"], "shape")
     kept = len(shape) - len(dtype.trailing)
-    if info["dtype"] != dtype.storage or shape[kept:] != dtype.trailing:  # fewer dimensions differ, too
+    if info["dtype"] != dtype.storage or shape[kept:] != dtype.trailing:  # also true for too few dimensions
         raise FormatError(f"{dtype.name} is not stored as {info['dtype']!r:.20} {shape!r:.80}")
     return shape[:kept]
 
 
 def _placed(document: Members, name: str, width: int, count: int, wanted: str) -> dict[int, list[Any]]:
-    """Take what a list says of some of `count` tensors, by their places, which ascend."""
+    """Remove list `name` and return its rows by tensor index. The indexes ascend and are below `count`."""
     rows = document.items(name, lambda row: _row(row, width, count), wanted)
     if not ascending([place for place, _ in rows]):
         document.refuse(name, f"a list of {wanted} whose places ascend")
@@ -264,7 +264,7 @@ def _placed(document: Members, name: str, width: int, count: int, wanted: str) -
 
 
 def _row(row: Any, width: int, count: int) -> tuple[int, list[Any]] | None:
-    """``[place, ...]`` as (place, [...]), if the place is one of `count` tensors."""
+    """Return ``[index, ...]`` as (index, [...]) if the index is below `count`, else None."""
     if type(row) is not list or len(row) != width or not natural(row[0]) or row[0] >= count:
         return None
     return row[0], row[1:]

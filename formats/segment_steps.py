@@ -1,7 +1,7 @@
-"""What a segment says of each of its steps: whose checkpoint, how it is encoded, and on what that builds.
+"""Describe each step of a segment: its checkpoint, how it is encoded, and its base.
 
-Columns again, beside the document's ``steps``. With them a COMMIT can be made again from its segments alone: which
-encodings there are, what each builds on, which segments it reads; and with ``parents`` the OPEN of a term.
+The description is stored as columns beside the document's ``steps``. With them the log can be rebuilt from segments: a
+COMMIT from its encodings, their bases and the segments that each reads, and the OPEN of a term from ``parents``.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Final, NamedTuple
 from ckptstore.formats.members import Members, hexadecimal, is_term, is_time, natural
 from ckptstore.formats.records import CheckpointId
 
-__all__ = ["Part", "Ranks", "StepEncoding", "read_parents", "read_ranks", "read_steps", "step_columns"]
+__all__ = ["Ranks", "SegmentPart", "StepEncoding", "read_parents", "read_ranks", "read_steps", "step_columns"]
 
-_NOTHING: Final = object()
+_NO_BASE: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One of several segments that an encoding reads.
+class SegmentPart:
+    """The position of one segment among several that an encoding reads.
 
     Attributes:
-        first: uuid of the encoding's first segment: tells it from other encodings of the same checkpoint.
-        number: which one this is, from 0.
-        count: how many there are, at least 2.
+        first: uuid of the encoding's first segment. It distinguishes encodings of the same checkpoint.
+        number: index of this segment, from 0.
+        count: number of segments, at least 2.
     """
 
     first: str
@@ -36,15 +36,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StepEncoding:
-    """An encoding of one checkpoint, as the segment that holds it knows it.
+    """An encoding of one checkpoint, as described by the segment that holds it.
 
     Attributes:
-        term: the checkpoint's; a merged segment may be of a later one.
-        kind: ``full``, ``delta``, ``gradient``, or what a later version adds.
-        base: the checkpoint that it builds on; None: it needs no other.
-        time: when the checkpoint was made, seconds since 1970 UTC.
-        lossy: some tensor is not what training had, bit for bit (asked for by name).
-        part: which part of the encoding is here; None: all of it.
+        term: the checkpoint's term. The term of a merged segment may be later.
+        kind: ``full``, ``delta``, ``gradient``, or a kind that a later version adds.
+        base: the checkpoint that it builds on; None: it has no base.
+        time: when the checkpoint was made, in seconds since 1970 UTC.
+        lossy: some tensor is not bit for bit what training had (the user asked for this).
+        part: which part of the encoding this segment holds; None: all of it.
     """
 
     term: int
@@ -52,15 +52,15 @@ class StepEncoding:
     base: CheckpointId | None = None
     time: float = 0.0
     lossy: bool = False
-    part: Part | None = None
+    part: SegmentPart | None = None
 
 
 class Ranks(NamedTuple):
-    """What a segment of many ranks says.
+    """The members ``rank`` and ``ranks`` of a segment that many ranks saved.
 
     Attributes:
-        rank: step -> the rank whose segment it is.
-        ranks: step -> how many segments each rank has; in the segment with the tree.
+        rank: step -> the rank that wrote the segment.
+        ranks: step -> number of segments of each rank. Only the segment that holds the tree has it.
     """
 
     rank: Mapping[int, int]
@@ -68,7 +68,7 @@ class Ranks(NamedTuple):
 
 
 def step_columns(encodings: Mapping[int, StepEncoding]) -> dict[str, Any]:
-    """The members ``steps`` to ``parts`` of a document."""
+    """Return the members ``steps`` to ``parts`` of a document."""
     rows = encodings.values()
     return {
         "steps": list(encodings),
@@ -86,10 +86,10 @@ def step_columns(encodings: Mapping[int, StepEncoding]) -> dict[str, Any]:
 
 
 def read_steps(members: Members) -> dict[int, StepEncoding]:
-    """Take what `step_columns` wrote out of `members`.
+    """Remove from `members` what `step_columns` wrote, and return it by step.
 
     Raises:
-        FormatError: something else, or steps that do not ascend.
+        FormatError: a member is invalid, or the steps do not ascend.
     """
     steps = members.items("steps", lambda step: step if natural(step) else None, "steps")
     if not steps or any(left >= right for left, right in pairwise(steps)):
@@ -102,9 +102,9 @@ def read_steps(members: Members) -> dict[int, StepEncoding]:
         if len(column) != len(steps):
             members.refuse(name, f"a list of {len(steps)}, one for each step")
     lossy = members.items("lossy", lambda step: step if natural(step) else None, "steps")
-    _some(members, "lossy", lossy, steps)
+    _check_steps(members, "lossy", lossy, steps)
     rows = members.items("parts", _part, "[step, segment, number, count]")
-    _some(members, "parts", [step for step, _ in rows], steps)
+    _check_steps(members, "parts", [step for step, _ in rows], steps)
     parts, marked = dict(rows), frozenset(lossy)
     found = {}
     for step, term, kind, time, base in zip(steps, terms, kinds, times, bases, strict=True):
@@ -114,7 +114,7 @@ def read_steps(members: Members) -> dict[int, StepEncoding]:
 
 
 def read_parents(members: Members) -> dict[int, CheckpointId | None]:
-    """Take ``parents``: term -> the checkpoint it continues from. Raises `FormatError`."""
+    """Remove ``parents`` and return it: term -> the checkpoint the term continues from. Raises `FormatError`."""
     rows = members.items("parents", _parent, "[term, null or [term, step, state]]")
     if any(left[0] >= right[0] for left, right in pairwise(rows)):
         members.refuse("parents", "a list of ascending terms")
@@ -122,20 +122,20 @@ def read_parents(members: Members) -> dict[int, CheckpointId | None]:
 
 
 def read_ranks(extra: Mapping[str, Any], steps: Sequence[int], where: str) -> Ranks:
-    """What segments of many ranks say (``rank``, ``ranks``); the members stay where they are.
+    """Return ``rank`` and ``ranks`` of a segment that many ranks saved. They stay in `extra`.
 
     Raises:
-        FormatError: something else.
+        FormatError: a member is invalid.
     """
     members = Members(dict(extra), where)
-    rank = members.items("rank", lambda row: _numbered(row, natural), "[step, rank]")
-    ranks = members.items("ranks", lambda row: _numbered(row, _counts), "[step, [number, ...]]")
+    rank = members.items("rank", lambda row: _step_row(row, natural), "[step, rank]")
+    ranks = members.items("ranks", lambda row: _step_row(row, _counts), "[step, [number, ...]]")
     for name, rows in (("rank", rank), ("ranks", ranks)):
-        _some(members, name, [step for step, _ in rows], steps)
+        _check_steps(members, name, [step for step, _ in rows], steps)
     return Ranks(dict(rank), {step: tuple(counts) for step, counts in ranks})
 
 
-def _numbered(row: Any, check: Callable[[Any], bool]) -> tuple[int, Any] | None:
+def _step_row(row: Any, check: Callable[[Any], bool]) -> tuple[int, Any] | None:
     return (row[0], row[1]) if type(row) is list and len(row) == 2 and natural(row[0]) and check(row[1]) else None
 
 
@@ -143,15 +143,15 @@ def _counts(value: Any) -> bool:
     return type(value) is list and all(map(natural, value))
 
 
-def _some(members: Members, name: str, found: Sequence[int], steps: Sequence[int]) -> None:
+def _check_steps(members: Members, name: str, found: Sequence[int], steps: Sequence[int]) -> None:
     if any(left >= right for left, right in pairwise(found)) or not set(found) <= set(steps):
         members.refuse(name, "a list of the segment's steps, ascending")
 
 
 def _base(value: Any) -> CheckpointId | object | None:
-    """`_NOTHING` for null: None says that `value` is something else."""
+    """Parse a base: `_NO_BASE` for null, None if `value` is invalid."""
     if value is None:
-        return _NOTHING
+        return _NO_BASE
     if type(value) is not list or len(value) != 3 or not hexadecimal(value[2]):
         return None
     return CheckpointId(*value) if is_term(value[0]) and natural(value[1]) else None
@@ -167,10 +167,10 @@ def _parent(value: Any) -> tuple[int, CheckpointId | None] | None:
     return None if below is not None and below.term >= value[0] else (value[0], below)
 
 
-def _part(value: Any) -> tuple[int, Part] | None:
+def _part(value: Any) -> tuple[int, SegmentPart] | None:
     if type(value) is not list or len(value) != 4 or not natural(value[0]) or not hexadecimal(value[1]):
         return None
     number, count = value[2:]
     if not natural(number) or not natural(count) or count < 2 or number >= count:
         return None
-    return value[0], Part(value[1], number, count)
+    return value[0], SegmentPart(value[1], number, count)

@@ -1,8 +1,8 @@
-"""Shards: boxes of a tensor that are stored as entries of their own (SPEC 5.1).
+"""Shards: boxes of a tensor that are stored as separate entries (SPEC.md 5.1).
 
-The segments of one encoding have at most one shard of a tensor each, all under the tensor's own name. Where the entries
-of all segments come together, a shard goes by its `ShardKey` instead: so everything that restores tensors by name
-restores shards, too, and a delta builds on the same shard of its base.
+Each segment of an encoding has at most one shard of a tensor, under the tensor's own name. When the entries of all
+segments are combined, each shard is identified by its `ShardKey` instead of that name. So code that restores tensors by
+name also restores shards, and a delta builds on the same shard of its base.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.boxes import Box, gap, overlapping
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.segment_doc import Chunk, TensorEntry
-from ckptstore.formats.step_codec import Group
+from ckptstore.formats.step_codec import StepGroup
 
 __all__ = [
     "ShardKey",
     "ShardedEntry",
     "box_of",
     "check_cover",
+    "combine_shards",
+    "group_with_keys",
     "key_of",
-    "keyed",
-    "keyed_group",
     "name_of",
     "shard_key",
     "shards_hash",
     "state_parts",
-    "together",
+    "with_key",
 ]
 
-_MARK = "\udfff"  # no name has a surrogate: no key is a name
+_MARK = "\udfff"  # a tensor name has no surrogates, so no key is equal to a name
 
 
 class ShardKey(str):
-    """Name of a shard among all shards and tensors of a state. In errors it shows tensor and place.
+    """Name of a shard that is unique among all shards and tensors of a state. In errors it shows tensor and box.
 
     Attributes:
         tensor: name of the tensor.
-        box: what the shard has of it.
+        box: the shard's part of the tensor.
     """
 
     __slots__ = ("box", "tensor")
@@ -53,7 +53,7 @@ class ShardKey(str):
 
 
 def shard_key(name: str, shape: Sequence[int], global_shape: Sequence[int], offset: Sequence[int]) -> ShardKey:
-    """The key of a shard: equal for two that have the same tensor, global shape, offset and shape."""
+    """Return the key of a shard. Two keys are equal if tensor, global shape, offset and shape are."""
     box = Box(tuple(offset), tuple(shape))
     key = ShardKey(f"{name}{_MARK}{box} of {list(global_shape)}")
     key.tensor, key.box = name, box
@@ -61,24 +61,24 @@ def shard_key(name: str, shape: Sequence[int], global_shape: Sequence[int], offs
 
 
 def key_of(entry: TensorEntry | TensorSpec) -> str:
-    """What an entry goes by among those of all segments: its name, or of a shard its key."""
+    """Return what identifies an entry among those of all segments: its name, or the key if it is a shard."""
     if entry.offset is None or entry.global_shape is None:
         return entry.name
     return shard_key(name_of(entry.name), entry.shape, entry.global_shape, entry.offset)
 
 
 def name_of(key: str) -> str:
-    """The tensor's name, of a key or a name."""
+    """Return the tensor's name for a key or a name."""
     return key.tensor if isinstance(key, ShardKey) else key
 
 
 def box_of(entry: TensorEntry | TensorSpec) -> Box:
-    """What an entry has of its tensor, which is all of it unless it is a shard."""
+    """Return an entry's part of its tensor, which is the whole tensor if the entry is not a shard."""
     return Box.whole(entry.shape) if entry.offset is None else Box(entry.offset, entry.shape)
 
 
-def keyed(entry: TensorEntry, key: str) -> TensorEntry:
-    """An entry under its key (`key_of`); what a shard is derived from is that shard of the other tensor."""
+def with_key(entry: TensorEntry, key: str) -> TensorEntry:
+    """Return an entry named by its key (`key_of`). A derived shard then refers to that shard of the other tensor."""
     if entry.offset is None or entry.global_shape is None:
         return entry
     params = entry.params
@@ -87,8 +87,8 @@ def keyed(entry: TensorEntry, key: str) -> TensorEntry:
     return replace(entry, name=key, params=params)
 
 
-def keyed_group(group: Group, keys: dict[str, str]) -> Group:
-    """A group by the keys of its tensors, `keys` by their names in the segment."""
+def group_with_keys(group: StepGroup, keys: dict[str, str]) -> StepGroup:
+    """Return a group whose tensors are named by keys. `keys` maps names in the segment to keys."""
     return replace(group, members=tuple(tuple(keys[name] for name in member) for member in group.members))
 
 
@@ -96,11 +96,11 @@ def keyed_group(group: Group, keys: dict[str, str]) -> Group:
 class ShardedEntry(TensorEntry):
     """A tensor that is stored in shards, described as if it were whole.
 
-    Its chunks have lengths and no hashes, because nothing is stored in them; `codec` is that of its shards, ``mixed``
+    Its chunks have lengths but no hashes, because they store nothing. `codec` is the codec of the shards, or ``mixed``
     if they differ.
 
     Attributes:
-        shards: their entries, by offset.
+        shards: the entries of the shards, ordered by offset.
     """
 
     shards: tuple[TensorEntry, ...] = ()
@@ -111,8 +111,8 @@ class ShardedEntry(TensorEntry):
         return sum(shard.stored for shard in self.shards)
 
 
-def together(shards: Sequence[TensorEntry]) -> ShardedEntry:
-    """All shards of one tensor (`check_cover`) as one entry."""
+def combine_shards(shards: Sequence[TensorEntry]) -> ShardedEntry:
+    """Combine all shards of one tensor (see `check_cover`) into one entry."""
     first = shards[0]
     assert first.global_shape is not None
     spec = TensorSpec(name_of(first.name), first.dtype, first.global_shape)
@@ -123,15 +123,15 @@ def together(shards: Sequence[TensorEntry]) -> ShardedEntry:
 
 
 def check_cover(shards: Sequence[TensorEntry], places: Sequence[str]) -> None:
-    """Whether each element of a tensor is in exactly one of its shards.
+    """Check that each element of a tensor is in exactly one of its shards.
 
     Args:
-        shards: at least one; all are of one tensor.
-        places: the segment of each, for errors.
+        shards: at least one; all of one tensor.
+        places: the segment of each shard, for errors.
 
     Raises:
-        CorruptSegmentError: they differ in dtype or global shape, one has no elements, two overlap, or elements are in
-            none of them; names tensor and segments.
+        CorruptSegmentError: shards differ in dtype or global shape, one has no elements, two overlap, or some elements
+            are in none of them. The error names tensor and segments.
     """
     first = shards[0]
     name = name_of(first.name)
@@ -161,7 +161,7 @@ def _kind(shard: TensorEntry) -> str:
 
 
 def shards_hash(shards: Iterable[TensorEntry]) -> str:
-    """What stands in a state's hash in place of a tensor's (SPEC 4): hex digits, longer than a hash.
+    """Return what replaces the tensor hash in a state's hash for a sharded tensor (SPEC.md 4): a longer hex string.
 
     Raises:
         FormatError: the hash of a decoded chunk is missing.
@@ -174,10 +174,10 @@ def shards_hash(shards: Iterable[TensorEntry]) -> str:
 
 
 def state_parts(entries: Iterable[TensorEntry]) -> list[tuple[str, str, tuple[int, ...], str]]:
-    """What `hashing.state_hash` takes: (name, dtype, shape, hash) of every tensor, whole or in shards.
+    """Return the argument of `checksums.state_hash`: (name, dtype, shape, hash) of every tensor, whole or in shards.
 
     Args:
-        entries: of all tensors of a state: a shard each, or a whole tensor.
+        entries: the entries of all tensors of a state, each a whole tensor or a shard.
 
     Raises:
         FormatError: the hash of a decoded chunk is missing.

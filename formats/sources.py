@@ -1,4 +1,4 @@
-"""Where a tensor's bytes come from, and go to: the C-contiguous, little-endian image of an array of any layout."""
+"""Read and write a tensor's image: the C-contiguous, little-endian bytes of an array of any layout."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Bytes = npt.NDArray[np.uint8]
 """One-dimensional uint8 array."""
 
 Origin = Literal["torch", "numpy"]
-"""Which framework a tensor came from, and goes back to."""
+"""The framework that a tensor came from and is restored to."""
 
 
 class TensorSource(Protocol):
-    """What the writer reads a tensor from. Reading never changes it; every method may run in any thread.
+    """The interface from which a writer reads a tensor. Reading never changes it; every method may run in any thread.
 
     Attributes:
         dtype: logical dtype (`dtypes.DTYPES`).
         shape: logical shape; ``()`` for 0-d.
         nbytes: bytes of the image.
         origin: ``"torch"`` or ``"numpy"``.
-        identity: equal for two sources that show the same memory with the same dtype, shape and strides; such a
-            tensor is stored once, and is one object again on load. Valid while the source is alive.
+        identity: equal for two sources of the same memory with the same dtype, shape and strides. Such a tensor is
+            stored once, and is one object again after a load. Valid while the source is alive.
     """
 
     @property
@@ -44,18 +44,18 @@ class TensorSource(Protocol):
     def identity(self) -> Hashable: ...  # noqa: D102
 
     def view(self) -> Bytes | None:
-        """The image without a copy, 1-D uint8, if host memory holds it in this form; otherwise None."""
+        """Return the image as 1-D uint8 without a copy, if host memory holds it in this form; else None."""
 
     def read(self, offset: int, out: Bytes) -> None:
         """Copy bytes [`offset`, `offset` + `out.size`) of the image into `out` (1-D uint8, any alignment).
 
         Raises:
-            ValueError: the range leaves the image.
+            ValueError: the range exceeds the image.
         """
 
 
 class NumpySource:
-    """A numpy array of any strides and byte order, 0-d and empty ones too. Implements `TensorSource`."""
+    """A numpy array of any strides and byte order, including 0-d and empty ones. Implements `TensorSource`."""
 
     __slots__ = ("array", "dtype", "identity", "nbytes", "shape")
 
@@ -72,19 +72,19 @@ class NumpySource:
         self.dtype = dtype.name
         self.shape = array.shape
         self.nbytes = array.size * dtype.itemsize
-        # Empty arrays share addresses without sharing anything: only the object itself tells them apart.
+        # Unrelated empty arrays may have the same address: only the object itself distinguishes them.
         address = array.__array_interface__["data"][0] if self.nbytes else -id(array)
         self.identity: Hashable = ("numpy", address, array.dtype, array.shape, array.strides)
 
     def view(self) -> Bytes | None:
-        """The image without a copy, or None if the array is strided or big-endian."""
+        """Return the image without a copy, or None if the array is strided or big-endian."""
         array = self.array
         if not array.flags.c_contiguous or array.dtype != dtypes.DTYPES[self.dtype].numpy:
             return None
         return array.reshape(-1).view(np.uint8)
 
     def read(self, offset: int, out: Bytes) -> None:
-        """Copy a range of the image; touches only the rows in that range."""
+        """Copy a range of the image. Only the rows in that range are read."""
         _check_range(offset, out.size, self.nbytes)
         flat = self.view()
         if flat is not None:
@@ -105,11 +105,11 @@ class NumpySource:
 
 
 class BoxSource:
-    """Neighbouring elements of another source, as a shard of a larger tensor. Implements `TensorSource`.
+    """Contiguous elements of another source, as a shard of a larger tensor. Implements `TensorSource`.
 
     Attributes:
-        global_shape: shape of the whole tensor; None: this is no shard.
-        offset: where it begins in that.
+        global_shape: shape of the whole tensor; None: this is not a shard.
+        offset: position of the shard in the whole tensor.
     """
 
     __slots__ = ("_source", "_start", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
@@ -124,8 +124,11 @@ class BoxSource:
     ) -> None:
         """
         Args:
-            shape: its own.
-            start: the byte of the image of `source` at which its image begins.
+            source: the source of the elements.
+            shape: shape of the box.
+            start: offset in bytes of the box's image in the image of `source`.
+            global_shape: shape of the whole tensor; None: this is not a shard.
+            offset: position of the shard in the whole tensor.
         """
         self.dtype: str = source.dtype
         self.shape = shape
@@ -138,7 +141,7 @@ class BoxSource:
         self._start = start
 
     def view(self) -> Bytes | None:
-        """The image without a copy, or None."""
+        """Return the image without a copy, or None."""
         view = self._source.view()
         return None if view is None else view[self._start : self._start + self.nbytes]
 
@@ -149,13 +152,13 @@ class BoxSource:
 
 
 def place_of(source: TensorSource) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Global shape and offset of a source that is a shard; of another one None and None."""
+    """Return global shape and offset of a source that is a shard; (None, None) for any other source."""
     whole, offset = getattr(source, "global_shape", None), getattr(source, "offset", None)
     return (None, None) if whole is None or offset is None else (tuple(whole), tuple(offset))
 
 
 def write_into(array: npt.NDArray[Any], data: Bytes, offset: int) -> None:
-    """The inverse of `NumpySource.read`: write `data` at byte `offset` of the image of an existing array.
+    """Write `data` at byte `offset` of the image of an existing array, the inverse of `NumpySource.read`.
 
     Args:
         array: writable, of any strides and byte order.
@@ -163,7 +166,7 @@ def write_into(array: npt.NDArray[Any], data: Bytes, offset: int) -> None:
         offset: bytes; neither it nor `data.size` need be a multiple of the element size.
 
     Raises:
-        ValueError: the range leaves the image, or the array is read-only.
+        ValueError: the range exceeds the image, or the array is read-only.
         UnsupportedStateError: the array's dtype cannot be stored.
     """
     _check_range(offset, data.size, array.nbytes)
@@ -173,7 +176,7 @@ def write_into(array: npt.NDArray[Any], data: Bytes, offset: int) -> None:
         return
     first, skip = divmod(offset, dtype.itemsize)
     last = -(-(offset + data.size) // dtype.itemsize)
-    if skip or last * dtype.itemsize != offset + data.size:  # part of an element changes: take the rest from the array
+    if skip or last * dtype.itemsize != offset + data.size:  # part of an element changes: read the rest from the array
         whole = np.empty((last - first) * dtype.itemsize, np.uint8)
         NumpySource(array).read(first * dtype.itemsize, whole)
         whole[skip : skip + data.size] = data
@@ -189,8 +192,8 @@ def write_into(array: npt.NDArray[Any], data: Bytes, offset: int) -> None:
 def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int | slice, ...], int]]:
     """Cut elements [`start`, `stop`) of an array of `shape`, counted in C order, into rectangular blocks.
 
-    Yields, in order, the index of a block and its number of elements: at most two per dimension, so that a range of a
-    strided array is copied by few strided copies, without a contiguous copy of the whole.
+    Yields (index of a block, its number of elements), in order; at most two blocks per dimension. So a range of a
+    strided array takes few strided copies and no contiguous copy of the whole array.
     """
     if start >= stop:
         return

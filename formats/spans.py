@@ -1,6 +1,6 @@
-"""A set of whole numbers that takes memory by its gaps, not by its members: evenly spaced ones are one span.
+"""A set of integers whose memory depends on its gaps, not on its members: evenly spaced integers are one span.
 
-What a term knows of its steps for as long as it lasts (which were taken, which were retired) is such a set: a run saves
+A term records such sets for as long as it lasts: the steps that were used, and those that were retired. A run saves
 every step, or every tenth, for weeks.
 """
 
@@ -15,16 +15,16 @@ __all__ = ["Spans"]
 
 
 class Spans(MutableSet[int]):
-    """A set of whole numbers from 0 to 2^63 - 1, in ascending order.
+    """A set of integers from 0 to 2^63 - 1, in ascending order.
 
-    A span is first, last and the distance between two neighbours; no two spans overlap. To add or to ask takes the
-    logarithm of their number.
+    A span has a first and a last number and the distance between neighbors. Spans do not overlap. Adding and testing
+    take time logarithmic in the number of spans.
     """
 
     __slots__ = ("_apart", "_count", "_first", "_last")
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
-        """Of these, in any order."""
+        """Create a set of `numbers`, given in any order."""
         ascending = sorted(set(numbers))
         self._first, self._last, self._apart = array("q"), array("q"), array("q")
         self._count = len(ascending)
@@ -42,7 +42,7 @@ class Spans(MutableSet[int]):
         self._insert(len(self._first), first, last, apart)
 
     def copy(self) -> Self:
-        """A set that stays as it is whatever becomes of this one. Costs the spans."""
+        """Return a copy. The cost is that of copying the spans."""
         twin = type(self)()
         twin._first, twin._last, twin._apart = self._first[:], self._last[:], self._apart[:]
         twin._count = self._count
@@ -50,7 +50,7 @@ class Spans(MutableSet[int]):
 
     @property
     def spans(self) -> int:
-        """How many spans there are, each of which takes 24 bytes."""
+        """Number of spans, each of which takes 24 bytes."""
         return len(self._first)
 
     @property
@@ -78,12 +78,12 @@ class Spans(MutableSet[int]):
         return f"{type(self).__name__}({list(self)!r})"
 
     def add(self, value: int) -> None:
-        """Put a number in."""
+        """Add a number."""
         place = bisect_right(self._first, value) - 1
         if place >= 0:
             if self._holds(place, value):
                 return
-            if value < self._last[place]:  # between two of a span
+            if value < self._last[place]:  # between two numbers of a span
                 self._part(place, value, value)
         self._count += 1
         place += 1
@@ -94,7 +94,7 @@ class Spans(MutableSet[int]):
             self._joined(place)
 
     def discard(self, value: int) -> None:
-        """Take a number out, if it is there."""
+        """Remove a number if it is in the set."""
         place = bisect_right(self._first, value) - 1
         if place < 0 or not self._holds(place, value):
             return
@@ -110,12 +110,12 @@ class Spans(MutableSet[int]):
             self._part(place, value, value + 1)
 
     def clear(self) -> None:
-        """Take all out."""
+        """Remove all numbers."""
         self._first, self._last, self._apart = array("q"), array("q"), array("q")
         self._count = 0
 
     def _part(self, place: int, below: int, above: int) -> None:
-        """Make two of a span: what is below the one, and what is at or above the other. Neither is empty."""
+        """Split a span into the numbers below `below` and those from `above` on. Neither part may be empty."""
         first, last, apart = self._first[place], self._last[place], self._apart[place]
         end = first + (below - 1 - first) // apart * apart
         begin = first + -((first - above) // apart) * apart
@@ -133,7 +133,7 @@ class Spans(MutableSet[int]):
         self._apart.insert(place, apart if first < last else 1)
 
     def _joined(self, place: int) -> bool:
-        """Make one span of this and the next, if they are evenly spaced -> whether they were."""
+        """Combine this span and the next if together they are evenly spaced. Returns whether it did."""
         gap = self._first[place + 1] - self._last[place]
         for one in (place, place + 1):
             if self._first[one] != self._last[one] and self._apart[one] != gap:

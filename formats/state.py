@@ -1,13 +1,13 @@
-"""Nested training state <-> typed JSON tree + named tensors.
+"""Convert nested training state to a typed JSON tree and named tensors.
 
-The tree is normative: it says which values, containers and tensors stand where, and in which order. Values have the
-forms of `values`; containers and tensors have these:
+The tree is normative: it defines the values, containers and tensors of the state, their places and their order. Values
+have the forms of `values`; containers and tensors have these:
 
 =============================  ============================================================================
 ``[...]``                      list
 ``{"key": ...}``               dict whose keys are all strings, none beginning with ``$``; order kept
-``{"$dict": [[k, v], ...]}``   any other dict; keys are values (bytearray excepted) or tuples of such
-``{"$odict": ...}``            `OrderedDict`; its members in whichever of the two forms above fits
+``{"$dict": [[k, v], ...]}``   any other dict; keys are values (except bytearray) or tuples of them
+``{"$odict": ...}``            `OrderedDict`; its members in one of the two forms above
 ``{"$counter": ...}``          `Counter`, likewise
 ``{"$tuple": [...]}``          tuple
 ``{"$set": [...]}``            set of values, tuples and frozensets, sorted by their JSON text; ``$frozenset`` likewise
@@ -15,10 +15,10 @@ forms of `values`; containers and tensors have these:
 ``{"$size": [...]}``           `torch.Size`; ``{"$dtype": "float32"}``; ``{"$device": "cuda:0"}``
 =============================  ============================================================================
 
-Types are exact: a subclass (namedtuple, IntEnum, defaultdict) is refused rather than restored as something else.
-Tensors that are tied (equal `TensorSource.identity`) have one name. Containers that stand at two places become two.
+Types are exact: a subclass (namedtuple, IntEnum, defaultdict) is refused, because it would be restored as another type.
+Tied tensors (equal `TensorSource.identity`) have one name. A container at two places becomes two containers.
 
-The text of a tree is at most `TREE_LIMIT` long: it has its place in a segment's header, beside the tensors' names.
+The text of a tree has at most `TREE_LIMIT` bytes, because it is stored in a segment's header, beside the tensor names.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from ckptstore.formats.names import flat_names
 from ckptstore.formats.sources import NumpySource, Origin, TensorSource
 from ckptstore.formats.tree import (
     MAX_DEPTH,
-    Place,
     Resolve,
+    TensorPlace,
     paths,
     places,
     select,
@@ -56,10 +56,10 @@ __all__ = [
     "FlatState",
     "NumpySource",
     "Origin",
-    "Place",
     "Recognise",
     "Resolve",
     "Tagged",
+    "TensorPlace",
     "TensorSource",
     "check_size",
     "flatten",
@@ -73,20 +73,20 @@ __all__ = [
 ]
 
 TREE_LIMIT: Final = HEADER_LIMIT // 4 - (64 << 10)
-"""Bytes of a tree's JSON text. As a text within a header it is at most twice as long; half a header is for names."""
-_MOST: Final = 12
-"""JSON's bytes for one letter, at most."""
-_VALUE: Final = 8
-"""Letters that stand for any short value with its tag and punctuation."""
+"""Largest JSON text of a tree in bytes. Escaped inside a header it may double; half a header is for tensor names."""
+_LETTER_BYTES: Final = 12
+"""Maximum bytes of JSON text for one letter."""
+_VALUE_LETTERS: Final = 8
+"""Letters counted for any short value, including its tag and punctuation."""
 _MANY: Final = 100_000
-_DEEPEST: Final = MAX_DEPTH - 3  # a container's members stand at most three levels below it
+_DEEPEST: Final = MAX_DEPTH - 3  # the members of a container are at most three levels below it
 _MAPPINGS: Final[dict[type, str]] = {OrderedDict: "$odict", Counter: "$counter"}
 _SETS: Final[dict[type, str]] = {set: "$set", frozenset: "$frozenset"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """What `recognise` returns for a value with a tag of its own: ``$size``, ``$dtype`` or ``$device``."""
+    """A value with its own tag, as returned by `recognise`: ``$size``, ``$dtype`` or ``$device``."""
 
     tag: str
     value: list[int] | str
@@ -94,11 +94,11 @@ class Tagged:
 
 @dataclass(frozen=True, slots=True)
 class FlatState:
-    """A state taken apart.
+    """A state as a tree and its tensors.
 
     Attributes:
         tree: typed JSON.
-        tensors: name -> source, in the order of the tree (access order); tied tensors once.
+        tensors: name -> source, in the order of the tree (access order); each tied tensor once.
     """
 
     tree: Any
@@ -114,17 +114,17 @@ Recognise = Callable[[object], "TensorSource | Tagged | None"]
 
 
 def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
-    """Take a state apart. Copies no tensor.
+    """Convert a state to a tree and named tensors. Copies no tensor.
 
     Args:
         state: nested dicts, lists, tuples, sets, tensors and values.
-        recognise: asked about every object that is not of a built-in type, before numpy: its source, its tagged
-            form, or None.
+        recognise: called for every object that is not of a built-in type, before numpy arrays are recognized. It
+            returns the object's source, its tagged form, or None.
 
     Raises:
-        UnsupportedStateError: an object that is neither; a tensor that cannot be stored; a state nested too deep or
-            containing itself, or with more in it than `TREE_LIMIT` beside its tensors. Names the key path and says
-            what to store in its place.
+        UnsupportedStateError: an object of another type; a tensor that cannot be stored; a state that is nested too
+            deep or contains itself, or whose tree exceeds `TREE_LIMIT`. Names the key path and says what to store
+            instead.
     """
     walk = _Flattener(recognise)
     try:
@@ -139,24 +139,24 @@ def flatten(state: Any, recognise: Recognise | None = None) -> FlatState:
         walk.letters += len(name) * len(nodes)
         for node in nodes:
             node["$t" if source.origin == "torch" else "$a"] = name
-    if _MOST * walk.letters > TREE_LIMIT:
+    if _LETTER_BYTES * walk.letters > TREE_LIMIT:
         check_size(tree)
     return FlatState(tree, tensors)
 
 
 def check_size(tree: Any) -> None:
-    """Raise `UnsupportedStateError` for a tree longer than `TREE_LIMIT`; it names what takes most, and its place."""
+    """Raise `UnsupportedStateError` if a tree exceeds `TREE_LIMIT`. The error names the largest part and its path."""
     length = len(jsontext.dumps(tree))
     if length <= TREE_LIMIT:
         return
     where, largest = "state", length
     while 0 < len(members := _members(tree)) < _MANY:
-        taken, key, tree = max(((len(jsontext.dumps(member)), key, member) for key, member in members), key=_first)
-        if 2 * taken < largest:  # its members are many, none of them to blame
+        size, key, tree = max(((len(jsontext.dumps(member)), key, member) for key, member in members), key=_first)
+        if 2 * size < largest:  # many members, and none of them is the main cause
             break
-        where, largest = where + key, taken
+        where, largest = where + key, size
     raise UnsupportedStateError(
-        f"{where:.1000}: takes {largest / 1e6:.1f} MB as text; all of a state that is not tensors may take "
+        f"{where:.1000}: takes {largest / 1e6:.1f} MB as text; everything in a state except its tensors may take "
         f"{TREE_LIMIT / 1e6:.1f} MB: store it as a tensor (of text, its bytes in a uint8 array), or elsewhere"
     )
 
@@ -166,7 +166,7 @@ def _first(row: tuple[int, str, Any]) -> int:
 
 
 def _members(tree: Any) -> list[tuple[str, Any]]:
-    """What a container holds: (how it is reached, tree). Nothing of a value."""
+    """Return the members of a container as (path text, tree); none for a value."""
     if isinstance(tree, list):
         return [(f"[{index}]", member) for index, member in enumerate(tree)]
     if not isinstance(tree, dict):
@@ -182,7 +182,7 @@ def _members(tree: Any) -> list[tuple[str, Any]]:
 
 
 class _Flattener:
-    """One walk over a state. `path` is where it is; after an error, where it stopped."""
+    """One walk over a state. `path` is the current path; after an error it is where the walk stopped."""
 
     def __init__(self, recognise: Recognise | None) -> None:
         self.recognise = recognise
@@ -190,8 +190,8 @@ class _Flattener:
         self.seen: dict[Any, int] = {}  # identity -> index into the three lists below
         self.sources: list[TensorSource] = []
         self.paths: list[tuple[object, ...]] = []
-        self.nodes: list[list[dict[str, str]]] = []  # every node of a tensor; names are known only at the end
-        self.letters = 0  # the tree's text takes at most `_MOST` bytes for each
+        self.nodes: list[list[dict[str, str]]] = []  # all nodes of each tensor; names are assigned at the end
+        self.letters = 0  # the tree's text has at most `_LETTER_BYTES` bytes for each
 
     def node(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -211,17 +211,17 @@ class _Flattener:
         return self.tensor(found)
 
     def counted(self, node: Any) -> Any:
-        """A value's node, its letters added to `letters`."""
-        self.letters += _VALUE
+        """Return the node of a value and add its letters to `letters`."""
+        self.letters += _VALUE_LETTERS
         if type(node) is str:
             self.letters += len(node)
-        elif type(node) is dict:  # a tag, and what follows it
+        elif type(node) is dict:  # a tag and its body
             self.letters += sum(map(len, node.values()))
         return node
 
     def tensor(self, source: TensorSource) -> dict[str, str]:
         node: dict[str, str] = {}
-        self.letters += _VALUE
+        self.letters += _VALUE_LETTERS
         index = self.seen.setdefault(source.identity, len(self.sources))
         if index == len(self.sources):
             self.sources.append(source)
@@ -231,7 +231,7 @@ class _Flattener:
         return node
 
     def container(self, value: Any, kind: type, depth: int) -> Any:
-        self.letters += _VALUE
+        self.letters += _VALUE_LETTERS
         if kind is dict:
             if _is_plain(value):
                 return self.members(value, depth + 1)
@@ -249,7 +249,7 @@ class _Flattener:
         return {_MAPPINGS[kind]: body}
 
     def measured(self, node: Any) -> Any:
-        """What is taken apart elsewhere, likewise."""
+        """Return a node that was built elsewhere and add its letters to `letters`."""
         self.letters += len(jsontext.dumps(node))
         return node
 
@@ -285,7 +285,7 @@ _CONTAINERS: Final = frozenset({dict, list, tuple, *_MAPPINGS, *_SETS})
 
 
 def _is_plain(mapping: dict[Any, Any]) -> bool:
-    """Whether a JSON object can hold it: string keys, none that looks like a tag."""
+    """Whether a JSON object can store it: all keys are strings, and none looks like a tag."""
     return all(type(key) is str and key[:1] != "$" and values.is_plain_text(key) for key in mapping)
 
 
@@ -305,9 +305,9 @@ def _key(key: Any, depth: int) -> Any:
 
 
 def _check_distinct(nodes: list[Any], what: str) -> None:
-    """Raise `UnsupportedStateError` if two that hold a NaN have one text.
+    """Raise `UnsupportedStateError` if two nodes that contain a NaN have the same text.
 
-    Prevents: two keys that a reader takes for one. Python keeps them apart, because they are two objects.
+    Prevents: two keys that a reader takes for one. Python distinguishes them because they are two objects.
     """
     if len(nodes) > 1 and len({jsontext.dumps(node) for node in nodes}) < len(nodes):
         raise UnsupportedStateError(f"two {what} are the same NaN: nothing tells them apart; store them in a list")

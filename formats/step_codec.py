@@ -1,9 +1,9 @@
-"""Codec ``step``: several tensors of a state that one payload restores together, as an optimizer moved them.
+"""Codec ``step``: one payload restores several tensors of a state, as an optimizer step changed them (SPEC.md 5.5).
 
-A *group* is one parameter, or several small ones laid end to end: for each its slots (`optim.Rule.slots`: the weight
-and what the optimizer keeps for it), fp32 and of one shape. Chunk k of the group's payload makes chunk k of every slot
-out of chunk k of the step before. The weight of the first parameter is the group's *leader*: the payload is its chunks.
-The entries of the other tensors have no bytes; they name the leader.
+A *group* is one parameter, or several small ones laid end to end. Each parameter has slots (`optim.Rule.slots`: the
+weight and the optimizer's state for it), which are fp32 and have one shape. Chunk k of the group's payload computes
+chunk k of every slot from chunk k of the previous step. The weight of the first parameter is the group's *leader*: its
+chunks are the payload. The entries of the other tensors have no bytes; they name the leader.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ckptstore.formats import optim
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment_doc import TensorEntry
 
-__all__ = ["STEP", "Group", "follower_params", "groups_of"]
+__all__ = ["STEP", "StepGroup", "follower_params", "groups_of"]
 
 STEP: Final = "step"
 _ENCODINGS: Final = ("predicted", "replayed", "sparse")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """What one payload restores.
+class StepGroup:
+    """The tensors that one payload restores.
 
     Attributes:
         encoding: how the payload was made.
         rule: the step's arithmetic.
-        members: for each parameter the names of its slots, in the order of ``rule.slots``.
+        members: for each parameter, the names of its slots in the order of ``rule.slots``.
     """
 
     encoding: optim.Encoding
@@ -39,12 +39,12 @@ class Group:
 
     @property
     def leader(self) -> str:
-        """The tensor whose chunks are the payload."""
+        """Name of the tensor whose chunks are the payload."""
         return self.members[0][0]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor of the group."""
+        """Names of all tensors of the group."""
         return tuple(name for member in self.members for name in member)
 
     @property
@@ -58,35 +58,35 @@ class Group:
 
 
 def follower_params(leader: str) -> dict[str, Any]:
-    """Codec parameters of the other tensors of a group."""
+    """Return the codec parameters of a tensor of the group other than the leader."""
     return {"leader": leader}
 
 
-def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[Group]:
-    """The groups among the tensors of one step in one segment.
+def groups_of(tensors: Mapping[str, TensorEntry], where: str) -> list[StepGroup]:
+    """Return the groups among the tensors of one step in one segment.
 
     Raises:
-        IncompatibleFormatError: arithmetic that this version does not know.
-        FormatError: parameters that this version does not understand.
-        CorruptSegmentError: a group that is not whole, or whose tensors do not fit together; names one of them.
+        IncompatibleFormatError: a rule of arithmetic that this version does not know.
+        FormatError: invalid parameters, or ones that this version does not know.
+        CorruptSegmentError: a group is incomplete, or its tensors do not fit together; the error names one of them.
     """
     found = [
         _read(tensor, where) for tensor in tensors.values() if tensor.codec == STEP and "leader" not in tensor.params
     ]
-    taken: dict[str, str] = {}
+    leaders: dict[str, str] = {}
     for group in found:
         for name in group.names:
-            if name in taken:
+            if name in leaders:
                 raise CorruptSegmentError(f"{where}: tensor {name!r} is moved twice in one step")
-            taken[name] = group.leader
+            leaders[name] = group.leader
         _check(group, tensors, where)
     for name, tensor in tensors.items():
-        if tensor.codec == STEP and name not in taken:
+        if tensor.codec == STEP and name not in leaders:
             raise CorruptSegmentError(f"{where}: tensor {name!r}: its group {tensor.params.get('leader')!r} is missing")
     return found
 
 
-def _read(leader: TensorEntry, where: str) -> Group:
+def _read(leader: TensorEntry, where: str) -> StepGroup:
     what = f"{where}: tensor {leader.name!r}"
     params = leader.params
     encoding, rule, members = params.get("encoding"), params.get("rule"), params.get("members")
@@ -98,7 +98,7 @@ def _read(leader: TensorEntry, where: str) -> Group:
         known = optim.rule(rule)
     except FormatError as error:
         raise type(error)(f"{what}: {error}") from error
-    group = Group(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))
+    group = StepGroup(cast("optim.Encoding", encoding), known, tuple(tuple(member) for member in members))
     if any(len(member) != len(known.slots) for member in group.members):
         raise FormatError(f"{what}: a parameter has the slots {', '.join(known.slots)}")
     return group
@@ -111,7 +111,7 @@ def _is_table(members: object) -> bool:
     )
 
 
-def _check(group: Group, tensors: Mapping[str, TensorEntry], where: str) -> None:
+def _check(group: StepGroup, tensors: Mapping[str, TensorEntry], where: str) -> None:
     total = 0
     for member in group.members:
         first: TensorEntry | None = None

@@ -1,4 +1,4 @@
-"""Steps as people read them: in warnings and errors that say which ones were lost."""
+"""Format step numbers for people, in warnings and errors that say which steps were lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["named_steps"]
 
 
 def named_steps(steps: Iterable[int]) -> str:
-    """``step 3``, ``steps 3 and 4``, ``steps 2 to 5, 8 and 11``: every one of them, ascending."""
+    """Return all steps, ascending, as ``step 3``, ``steps 3 and 4`` or ``steps 2 to 5, 8 and 11``."""
     ascending = sorted(set(steps))
     runs: list[tuple[int, int]] = []
     for step in ascending:

@@ -1,8 +1,8 @@
-"""The tables of the catalog: mappings that are shared, not copied.
+"""The tables of the catalog: mappings whose copies share unchanged data.
 
-A table is rows that never change (`ckptstore.formats.columns`) under a few changes that do. A copy shares the rows and
-copies the changes; now and then, when there are many, the changes become rows (`Table.settle`). So a catalog that stays
-as it is costs what changed lately, not what the store holds.
+A table has immutable rows (`ckptstore.formats.columns`) and a few changes on top. A copy shares the rows and copies the
+changes. When there are many changes, `Table.consolidate` turns them into rows. So the cost of a catalog that does not
+change depends on recent changes, not on the size of the store.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from heapq import merge
 from itertools import groupby
 from typing import Any, Final, Generic, Self, TypeVar, overload
 
-from ckptstore.formats.columns import NodeRows, Rows
+from ckptstore.formats.columns import NodeRows, TableRows
 from ckptstore.formats.records import Node
 
 __all__ = ["MANY", "NodeTable", "Table"]
 
 MANY: Final = 1024
-"""Changes above which `Table.settle` makes rows of them (big tables: a 64th of the rows): a copy costs at most so many
-entries, and new rows cost a copy of all columns."""
+"""Number of changes above which `Table.consolidate` makes rows of them (for a large table, a 64th of its rows). A copy
+costs at most that many entries; new rows cost a copy of all columns."""
 
-_TAKEN: Final = 256
-"""Rows that are looked at together on the way down."""
+_BATCH: Final = 256
+"""Rows that are read together when iterating downwards."""
 
 K = TypeVar("K", bound=Any)
 V = TypeVar("V")
@@ -33,30 +33,30 @@ class Table(MutableMapping[K, V], Generic[K, V]):
     """A mapping in ascending order of its keys.
 
     Attributes:
-        rows: what was there before the changes; shared with copies.
+        rows: the rows before the changes; shared with copies.
         changes: key -> its value now, or None if it is gone.
     """
 
     __slots__ = ("_longer", "changes", "rows")
 
-    def __init__(self, rows: Rows[K, V]) -> None:
+    def __init__(self, rows: TableRows[K, V]) -> None:
         self.rows = rows
         self.changes: dict[K, V | None] = {}
-        self._longer = 0  # keys added less keys removed
+        self._longer = 0  # keys added minus keys removed
 
     def copy(self) -> Self:
-        """A table that stays as it is whatever becomes of this one. Costs the changes."""
+        """Return a table that later changes of this one do not affect. The cost is that of copying the changes."""
         twin = type(self)(self.rows)
         twin.changes = self.changes.copy()
         twin._longer = self._longer
         return twin
 
-    def settled(self) -> Rows[K, V]:
-        """All of it as rows."""
+    def settled(self) -> TableRows[K, V]:
+        """Return the whole table as rows."""
         return self.rows.with_changes(self.changes) if self.changes else self.rows
 
     def consolidate(self) -> bool:
-        """Make rows of the changes if there are many -> whether there were."""
+        """Turn the changes into rows if there are many. Returns whether it did."""
         if len(self.changes) <= max(MANY, len(self.rows) // 64):
             return False
         self.rows, self.changes, self._longer = self.settled(), {}, 0
@@ -76,7 +76,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
     @overload
     def get(self, key: K, /, default: V | D) -> V | D: ...
     def get(self, key: K, /, default: Any = None) -> Any:
-        """The value of `key`, or `default`."""
+        """Return the value of `key`, or `default`."""
         if key in self.changes:
             value = self.changes[key]
             return default if value is None else value
@@ -120,7 +120,7 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         return [(key, self.changes[key]) for key in sorted(self.changes)]
 
     def _each(self) -> Iterator[tuple[K, V]]:
-        """Keys and values in one pass over the rows."""
+        """Yield keys and values in one pass over the rows."""
         rows = self.rows
         place = 0
         for key, value in self._ordered():
@@ -132,11 +132,11 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         yield from zip(rows.keys(place), rows.values(place), strict=True)
 
     def column(self, place: int, of: Callable[[V], Any]) -> Iterator[Any]:
-        """One column of numbers, in the order of the keys, each of which has one row; no entries are made of the rows.
+        """Yield one column of numbers in the order of the keys, without creating entries. Each key has one row.
 
         Args:
-            place: which of the rows' columns.
-            of: what it holds of a value.
+            place: index of the column.
+            of: returns the column's number of a changed value.
         """
         numbers = self.rows.columns[place]
         begin = 0
@@ -149,10 +149,10 @@ class Table(MutableMapping[K, V], Generic[K, V]):
         yield from numbers[begin:]
 
     def extras(self) -> dict[K, Mapping[str, Any]]:
-        """Key -> the first row's members that this version does not know, where there are any."""
+        """Return key -> the members of its first row that this version does not know, for keys that have any."""
         found = {key: places[0] for key, places in self.rows.extras.items() if 0 in places and key not in self.changes}
-        lately: Mapping[K, Any] = self.changes
-        return found | {key: value.extra for key, value in lately.items() if value is not None and value.extra}
+        recent: Mapping[K, Any] = self.changes
+        return found | {key: value.extra for key, value in recent.items() if value is not None and value.extra}
 
     def items(self) -> ItemsView[K, V]:
         """See `dict.items`."""
@@ -192,14 +192,14 @@ class _Values(ValuesView[V]):
 
 
 class NodeTable(Table[Node, V]):
-    """A table by (term, step)."""
+    """A table whose keys are (term, step)."""
 
     __slots__ = ()
 
     rows: NodeRows[V]
 
     def highest(self, term: int, step: int | None = None) -> Node | None:
-        """The highest step of `term`, if `step` is given the highest up to that one; None: there is none."""
+        """Return the highest step of `term` up to `step` (None: no limit) as (term, step); None: there is none."""
         found = [
             node
             for node, value in self.changes.items()
@@ -215,19 +215,19 @@ class NodeTable(Table[Node, V]):
         return max(found, default=None)
 
     def holds(self, term: int) -> int:
-        """How many keys are of `term`."""
+        """Return the number of keys of `term`."""
         start, stop = self.rows.upto(term, None)
-        lately = [(node, value is not None) for node, value in self.changes.items() if node[0] == term]
-        several = self.rows.count < len(self.rows)  # rows of one key
+        recent = [(node, value is not None) for node, value in self.changes.items() if node[0] == term]
+        several = self.rows.count < len(self.rows)  # some keys have several rows
         among_rows = sum(1 for _ in self.rows.keys(start, stop)) if several else stop - start
-        return among_rows + sum(there - self._among_rows(node) for node, there in lately)
+        return among_rows + sum(there - self._among_rows(node) for node, there in recent)
 
     def __reversed__(self) -> Iterator[Node]:
-        """From the highest key down; who stops early pays for what was taken."""
+        """Iterate from the highest key down. Rows are read in batches, so stopping early costs little."""
         rows = (
             node
-            for stop in range(len(self.rows), 0, -_TAKEN)
-            for node in reversed(list(self.rows.keys(max(0, stop - _TAKEN), stop)))
+            for stop in range(len(self.rows), 0, -_BATCH)
+            for node in reversed(list(self.rows.keys(max(0, stop - _BATCH), stop)))
         )
         for node, _ in groupby(merge(rows, sorted(self.changes, reverse=True), reverse=True)):
             if self.changes.get(node, node) is not None:

@@ -1,6 +1,6 @@
-"""Reading the typed tree of a state: back to objects, its tensors' names, and parts of it.
+"""Read the typed tree of a state: rebuild the objects, list its tensors, and select parts of it.
 
-The forms are in `state`. Nothing here trusts its input: a tree comes from a segment that anyone may have written.
+The forms are described in `state`. Input is not trusted: a tree comes from a segment that anyone may have written.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ckptstore.formats.sources import Origin
 
 __all__ = [
     "MAX_DEPTH",
-    "Place",
     "Resolve",
+    "TensorPlace",
     "decode_key",
     "member",
     "only_tensors",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAX_DEPTH: Final = 200
-"""Nesting of the tree's JSON; below `jsontext.MAX_DEPTH`, so that what was written can be read inside a document."""
+"""Nesting limit of the tree's JSON. It is below `jsontext.MAX_DEPTH`, so a tree can be read inside a document."""
 
 _ORIGINS: Final[dict[str, Origin]] = {"$t": "torch", "$a": "numpy"}
 _REVIVED: Final = ("$size", "$dtype", "$device")
@@ -45,28 +45,28 @@ Resolve = Callable[[str, Origin], Any]
 
 
 def unflatten(tree: Any, resolve: Resolve, revive: Mapping[str, Callable[[Any], Any]] | None = None) -> Any:
-    """Put a state together again.
+    """Rebuild a state from its tree.
 
     Args:
         tree: typed JSON from an untrusted source.
-        resolve: gives the tensor of a name; called once per name, in tree order. Every place of a tied tensor gets
-            the object that it returned.
+        resolve: returns the tensor of a name. It is called once per name, in tree order; all places of a tied tensor
+            get the same object.
         revive: tag -> function of its checked body, for ``$size`` (list of ints), ``$dtype`` and ``$device`` (str).
-            Without one they come back as tuple and str.
+            A tag without a function becomes a tuple or a str.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
     """
     try:
         return _Unflattener(resolve, revive or {}).node(tree, 0)
-    except RecursionError as error:  # within MAX_DEPTH, but called from a stack that was deep already
+    except RecursionError as error:  # within MAX_DEPTH, but the calling stack was deep already
         raise FormatError("state tree nested too deep for the calling stack") from error
 
 
 def member(tree: Any, name: str) -> Any:
-    """The part of a tree at the place that a dotted name leads to; None: there is none.
+    """Return the part of a tree at a dotted name; None if there is none.
 
-    Keys may hold dots. A list has positions for keys; what has other keys than texts is not looked into.
+    Keys may contain dots. The keys of a list are its positions. A mapping with keys other than strings is not searched.
     """
     node = tree
     while name:
@@ -88,7 +88,7 @@ def _named_members(node: Any) -> dict[str, Any]:
 
 
 def only_tensors(tree: Any) -> bool:
-    """Whether a tree is dicts with texts for keys that hold nothing but tensors."""
+    """Whether a tree consists only of tensors in nested dicts with string keys."""
     if not isinstance(tree, dict):
         return False
     tag = tag_of(tree)
@@ -151,7 +151,7 @@ class _Unflattener:
         else:
             pairs = _list(tag, body)
             if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-                raise FormatError(f"{tag} holds something that is no pair")
+                raise FormatError(f"{tag} contains an entry that is not a [key, value] pair")
             found = {decode_key(key, depth): self.node(member, depth + 3) for key, member in pairs}
             if len(found) != len(pairs):
                 raise FormatError(f"{tag} holds a key twice")
@@ -159,27 +159,27 @@ class _Unflattener:
             return OrderedDict(found)
         if tag == "$counter":
             counter: Counter[Any] = Counter()
-            dict.update(counter, found)  # Counter's own update would add, and fail on counts that are no numbers
+            dict.update(counter, found)  # Counter.update would add, and fail on counts that are not numbers
             return counter
         return found
 
 
 def tag_of(node: dict[str, Any]) -> str | None:
-    """The tag of a tagged node, None for a plain dict. Raises `FormatError`: a tag is not alone."""
+    """Return the tag of a tagged node, None for a plain dict. Raises `FormatError` if a tag is not alone."""
     if len(node) == 1:
         (key,) = node
         return key if key[:1] == "$" else None
     if any(key[:1] == "$" for key in node):
-        raise FormatError(f"state tree: {next(key for key in node if key[:1] == '$')!r:.80} is not alone")
+        raise FormatError(f"state tree: {next(key for key in node if key[:1] == '$')!r:.80} is not the only member")
     return None
 
 
 def _name(name: Any) -> str:
-    """The name of a tensor of a state. Raises `FormatError`."""
-    # Prevents: an auxiliary entry, or one shard, given for a tensor. No tensor of a state has such a name.
+    """Check and return the name of a tensor of a state. Raises `FormatError`."""
+    # Prevents: reading an auxiliary entry, or a single shard, as a tensor. No tensor of a state has such a name.
     named = isinstance(name, str) and name != "__metadata__" and not name.startswith(_RESERVED)
     if not named or not values.is_plain_text(name):
-        raise FormatError(f"state tree: a tensor's name is {name!r:.80}")
+        raise FormatError(f"state tree: {name!r:.80} is not a valid tensor name")
     return str(name)
 
 
@@ -200,12 +200,12 @@ def _value(tag: str, body: Any) -> Any:
 
 def _list(tag: str, body: Any) -> list[Any]:
     if not isinstance(body, list):
-        raise FormatError(f"state tree: {tag} holds no list")
+        raise FormatError(f"state tree: the body of {tag} is not a list")
     return body
 
 
 def decode_key(node: Any, depth: int = 0) -> Any:
-    """A dict key of a tree as Python has it: a value that hashes, or a tuple of such. Raises `FormatError`."""
+    """Return a dict key of a tree as a Python object: a hashable value or a tuple of them. Raises `FormatError`."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     if isinstance(node, list):
@@ -221,7 +221,7 @@ def decode_key(node: Any, depth: int = 0) -> Any:
 
 
 def _decode_element(node: Any, depth: int) -> Any:
-    """An element of a set: what a key may be, or a frozenset; the outermost one may be a set."""
+    """Decode an element of a set: anything a key may be, or a frozenset. The outermost node may be a set."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     tag = tag_of(node) if isinstance(node, dict) else None
@@ -240,10 +240,10 @@ def _decode_element(node: Any, depth: int) -> Any:
 
 
 def tensor_names(tree: Any) -> list[str]:
-    """Names of the tensors in a tree, in tree order, each once.
+    """Return the names of the tensors in a tree, in tree order, each once.
 
     Raises:
-        FormatError: a name is no string.
+        FormatError: a name is not a valid tensor name.
     """
     found: dict[str, None] = {}
     waiting = [tree]
@@ -261,7 +261,7 @@ def tensor_names(tree: Any) -> list[str]:
 
 
 def tensor_count(tree: Any) -> int:
-    """At how many places a tree of `flatten` has a tensor: more than there are tensors if some are tied."""
+    """Return at how many places a tree has a tensor. Tied tensors are counted at each of their places."""
     found, waiting = 0, [tree]
     while waiting:
         node = waiting.pop()
@@ -276,30 +276,30 @@ def tensor_count(tree: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor stands.
+class TensorPlace:
+    """A place of a tensor in the tree.
 
     Attributes:
-        name: what a selection calls it (`names.place_names`).
-        tensor: the name of the tensor; that of its first place, too.
+        name: the name of the place in a selection (`names.place_names`).
+        tensor: the name of the tensor, which is that of its first place.
     """
 
     name: str
     tensor: str
 
 
-def places(tree: Any) -> list[Place]:
-    """Every place of every tensor, in tree order.
+def places(tree: Any) -> list[TensorPlace]:
+    """Return every place of every tensor, in tree order.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
     """
     found = paths(tree)
-    return [Place(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
+    return [TensorPlace(name, tensor) for name, (_, tensor) in zip(place_names(found), found, strict=True)]
 
 
 def paths(tree: Any) -> list[tuple[tuple[Any, ...], str]]:
-    """Every place of every tensor, in tree order: the keys and list positions that lead there, and the tensor's name.
+    """Return (path, tensor name) for every place of every tensor, in tree order; a path has keys and list positions.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
@@ -313,7 +313,7 @@ def paths(tree: Any) -> list[tuple[tuple[Any, ...], str]]:
 
 
 def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple[tuple[Any, ...], str]]) -> None:
-    """Goes where `_select` goes, in its order."""
+    """Walk the tree in the same order as `_select`."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     if isinstance(node, list):
@@ -328,7 +328,7 @@ def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple
     elif tag in ("$dict", "$odict", "$counter") and isinstance(node[tag], list):
         for pair in node[tag]:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise FormatError(f"{tag} holds something that is no pair")
+                raise FormatError(f"{tag} contains an entry that is not a [key, value] pair")
             _find_places(pair[1], (*path, decode_key(pair[0], depth)), depth + 3, found)
     elif tag in ("$tuple", "$odict", "$counter"):
         _find_places(node[tag], path, depth + 1, found)
@@ -338,10 +338,10 @@ def _find_places(node: Any, path: tuple[Any, ...], depth: int, found: list[tuple
 
 
 def select(tree: Any, names: set[str]) -> Any:
-    """The tree without the tensors that are not in `names`.
+    """Return the tree without the tensors that are not in `names`.
 
-    Their key or list position goes; containers, even empty ones, and values stay. A tree that is one tensor, not
-    selected, becomes null.
+    Their keys and list positions are removed. Containers, even empty ones, and values stay. A tree that is a single
+    unselected tensor becomes null.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
@@ -350,11 +350,11 @@ def select(tree: Any, names: set[str]) -> Any:
 
 
 def select_places(tree: Any, kept: Mapping[int, str]) -> Any:
-    """The tree with no tensors but those at some of its places; the rest is as in `select`.
+    """Return the tree with tensors only at selected places; everything else is as in `select`.
 
     Args:
         tree: typed JSON.
-        kept: position in `places` -> the name that the tensor has there in the result.
+        kept: position in `places` -> the name of the tensor at that place in the result.
 
     Raises:
         FormatError: the tree is not what `flatten` writes.
@@ -372,7 +372,7 @@ def _selected(tree: Any, keep: Callable[[str], str | None]) -> Any:
 
 
 def _select(node: Any, keep: Callable[[str], str | None], depth: int) -> Any:
-    """`keep` is asked once per place, in tree order: the name that is to stand there, or None."""
+    """Select recursively. `keep` is called once per place, in tree order, and returns the new name or None."""
     if depth > MAX_DEPTH:
         raise FormatError(f"state tree nested deeper than {MAX_DEPTH}")
     if isinstance(node, list):
@@ -387,7 +387,7 @@ def _select(node: Any, keep: Callable[[str], str | None], depth: int) -> Any:
         pairs = []
         for pair in node[tag]:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise FormatError(f"{tag} holds something that is no pair")
+                raise FormatError(f"{tag} contains an entry that is not a [key, value] pair")
             if (kept := _select(pair[1], keep, depth + 3)) is not _GONE:
                 pairs.append([pair[0], kept])
         return {tag: pairs}

@@ -1,7 +1,7 @@
-"""Copying past the caches: for bytes that nobody reads again soon, as those of a snapshot.
+"""Copy memory past the processor caches, for data that is not read again soon, such as a snapshot.
 
-An ordinary copy loads every line of its target before it overwrites it, a third of all that crosses the memory bus.
-The C library stores past the caches for copies of hundreds of MiB alone, which no tensor is.
+An ordinary copy loads every line of its target before it overwrites it, which is a third of all traffic on the memory
+bus. The C library bypasses the caches only for copies of hundreds of MiB, and no tensor is that large.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ __all__ = ["LARGE", "Addresses", "copy", "moves", "prepare", "ready", "stream"]
 Addresses: TypeAlias = npt.NDArray[np.int64]
 
 LEAST: Final = 1 << 20
-"""Bytes of one copy from which it pays."""
+"""Minimum bytes of one copy that are worth copying past the caches."""
 LARGE: Final = 64 << 20
-"""Bytes of a state that the caches of most processors do not hold: below it nobody calls `prepare`."""
+"""Bytes of a state that exceed the caches of most processors; `prepare` is not called for a smaller state."""
 _TRIED: Final = 1 << 12
 _ready = False
 
 
 @hot("ckptstore.formats.uncached_copy_compiled", compare=False)
 def stream(source: Bytes, out: Bytes) -> None:
-    """Copy `source` to `out`, of the same length; they do not overlap."""
+    """Copy `source` to `out`, which has the same length and does not overlap it."""
     np.copyto(out, source)
 
 
 @hot("ckptstore.formats.uncached_copy_compiled", compare=False)
 def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:  # noqa: ARG001  # of the compiled form
-    """Copy many pieces of memory by their addresses, which nobody checks.
+    """Copy many pieces of memory by address. The addresses are not checked.
 
     Args:
-        to, at, lengths: where each goes to, where it is, and its bytes. No piece overlaps another.
-        past: pieces of so many bytes or more go past the caches.
+        to, at, lengths: target address, source address and bytes of each piece. Pieces do not overlap.
+        past: pieces of at least this many bytes are copied past the caches.
     """
     for target, origin, length in zip(to.tolist(), at.tolist(), lengths.tolist(), strict=True):
         ctypes.memmove(target, origin, length)
@@ -50,7 +50,7 @@ def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None: 
 
 @steady
 def copy(source: Bytes, out: Bytes) -> None:
-    """Copy `source` to `out`, of the same length, which do not overlap: past the caches, if `prepare` was called."""
+    """Copy `source` to `out`, of the same length and not overlapping; past the caches if `prepare` was called."""
     if _ready and len(out) >= LEAST:
         stream(source, out)
     else:
@@ -58,7 +58,7 @@ def copy(source: Bytes, out: Bytes) -> None:
 
 
 def prepare() -> None:
-    """Load and try the compiled form, if there is one: half a second, for which no copy shall wait."""
+    """Load and test the compiled form, if there is one. It takes half a second, for which no copy should wait."""
     global _ready
     if not _ready and kernel_choice.kind() == "compiled":
         _try()
@@ -66,13 +66,13 @@ def prepare() -> None:
 
 
 def _try() -> None:
-    """Copy known bytes by both kernels. They are not compared later: that would take as much memory again."""
+    """Copy known bytes with both kernels. Later copies are not compared: that would take as much memory again."""
     source = np.arange(_TRIED, dtype=np.uint32).view(np.uint8)
     with contextlib.suppress(KernelError):  # switched off, with a warning
         for kernel in (stream, _moved):
             out = np.zeros(len(source) + 1, np.uint8)
             kernel(source[3:-7], out[5 : len(source) - 5])
-            # Prevents: a snapshot that is not what training had, under a hash that says it is right.
+            # Prevents: a snapshot that differs from the state of training but has a matching hash.
             if (
                 not np.array_equal(out[5 : len(source) - 5], source[3:-7])
                 or out[:5].any()
@@ -85,7 +85,7 @@ def _try() -> None:
 
 
 def _moved(source: Bytes, out: Bytes) -> None:
-    """Two copies by addresses: a small piece, and one past the caches."""
+    """Make two copies by address: a small piece, and one past the caches."""
     few = 37
     at = np.array([source.ctypes.data, source.ctypes.data + few], np.int64)
     to = np.array([out.ctypes.data, out.ctypes.data + few], np.int64)
@@ -93,5 +93,5 @@ def _moved(source: Bytes, out: Bytes) -> None:
 
 
 def ready() -> bool:
-    """Whether copies are compiled, and that is done: else many small ones are quicker by other means."""
+    """Whether compiled copies are in use and loaded. If not, many small copies are faster by other means."""
     return _ready and kernel_choice.kind() == "compiled"

@@ -1,4 +1,4 @@
-"""Stores past the caches for numba: what `uncached_copy` defines. Imported at the first call, where numba is."""
+"""The compiled form of `uncached_copy` for numba, imported at the first call if numba is installed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckptstore.formats.sources import Bytes
 from ckptstore.formats.uncached_copy import Addresses
 
 _VECTOR: Final = 32
-_TURN: Final = 4 * _VECTOR
+_LOOP_BYTES: Final = 4 * _VECTOR
 
 
 def _typed_stream(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
-    """Vectors of 32 bytes with ``!nontemporal`` stores, and a fence: another thread reads what it is told is there."""
+    """Vectors of 32 bytes with ``!nontemporal`` stores, and a fence, so that other threads see the data."""
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         target, origin, size = values
@@ -30,7 +30,7 @@ def _typed_stream(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
             address = builder.add(builder.add(base, at), ir.Constant(at.type, _VECTOR * number))
             return builder.inttoptr(address, vector.as_pointer())
 
-        begin, step = ir.Constant(size.type, 0), ir.Constant(size.type, _TURN)
+        begin, step = ir.Constant(size.type, 0), ir.Constant(size.type, _LOOP_BYTES)
         with cgutils.for_range_slice(builder, begin, size, step, intp=size.type) as (at, _):
             loaded = [builder.load(place(origin, at, number), align=1) for number in range(4)]
             for number, value in enumerate(loaded):
@@ -54,20 +54,20 @@ def _typed_move(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
     return types.int64(types.int64, types.int64, types.int64), generate
 
 
-_turns: Callable[..., Any] = intrinsic(_typed_stream)
+_stream_vectors: Callable[..., Any] = intrinsic(_typed_stream)
 _move: Callable[..., Any] = intrinsic(_typed_move)
 
 
 @loop("int", "int", "int")
 def _stream(out: int, source: int, length: int) -> int:
-    done: int = _turns(out, source, length)
+    done: int = _stream_vectors(out, source, length)
     return done
 
 
 def stream(source: Bytes, out: Bytes) -> None:
-    """See ``streaming.stream``."""
+    """See ``uncached_copy.stream``."""
     head = min(-out.ctypes.data % _VECTOR, len(out))
-    body = (len(out) - head) // _TURN * _TURN
+    body = (len(out) - head) // _LOOP_BYTES * _LOOP_BYTES
     _stream(out.ctypes.data + head, source.ctypes.data + head, body)
     np.copyto(out[:head], source[:head])
     np.copyto(out[head + body :], source[head + body :])
@@ -81,12 +81,12 @@ def _moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
             _move(target, origin, length)
             continue
         head = min(-target % _VECTOR, length)
-        body = (length - head) // _TURN * _TURN
+        body = (length - head) // _LOOP_BYTES * _LOOP_BYTES
         _move(target, origin, head)
-        _turns(target + head, origin + head, body)
+        _stream_vectors(target + head, origin + head, body)
         _move(target + head + body, origin + head + body, length - head - body)
 
 
 def moves(to: Addresses, at: Addresses, lengths: Addresses, past: int) -> None:
-    """See ``streaming.moves``."""
+    """See ``uncached_copy.moves``."""
     _moves(to, at, lengths, past)

@@ -1,4 +1,4 @@
-"""What to store in place of an object that cannot be stored."""
+"""Suggest what to store instead of an object that cannot be stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUILTINS: Final = (dict, list, tuple, str, int, float, bytes, set, frozenset)
 
 
 def advice(value: object) -> str:
-    """One clause that says what to do about `value`, for an error message. Never runs code of `value`'s class."""
+    """Return a clause for an error message that says what to do about `value`. Never runs code of `value`'s class."""
     kind = type(value)
     if callable(getattr(kind, "state_dict", None)):
         return "store its state_dict()"

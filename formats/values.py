@@ -1,6 +1,6 @@
-"""Single values of the typed tree: Python and numpy scalars, strings, bytes, long lists of integers.
+"""Encode single values of the typed tree: Python and numpy scalars, strings, bytes, long lists of integers.
 
-JSON writes ``null``, booleans, strings, integers within ±2^53 and finite floats as themselves. Every other value is an
+JSON represents ``null``, booleans, strings, integers within ±2^53 and finite floats directly. Every other value is an
 object with one member, whose key is a tag:
 
 ========================  ==================================================================================
@@ -34,7 +34,7 @@ from ckptstore.formats import dtypes
 __all__ = ["MAX_PLAIN_INT", "decode", "encode", "is_plain_text", "pack_integers"]
 
 MAX_PLAIN_INT: Final = 2**53
-_DIGITS: Final = 4300  # CPython's own limit on reading an integer; stated, because other readers must know it
+_DIGITS: Final = 4300  # CPython's limit for reading an integer; stated here because other readers must know it
 _HUGE: Final = 10**_DIGITS
 _INTEGER: Final = re.compile(f"-?[1-9][0-9]{{0,{_DIGITS - 1}}}")
 _PACK_FROM: Final = 32
@@ -46,15 +46,15 @@ _FLOAT_BITS: Final = {text: bits for bits, text in _FLOATS.items()}
 
 
 def is_plain_text(text: str) -> bool:
-    """Whether `text` is valid Unicode, so that JSON text gives it back (two lone surrogates would come back as one)."""
+    """Whether `text` is valid Unicode, so that JSON preserves it (it would join two lone surrogates)."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def encode(value: object) -> Any:
-    """JSON form of a scalar, or `NotImplemented` if `value` is no scalar of exactly a known type.
+    """Return the JSON form of a scalar, or `NotImplemented` if `value` is not exactly of a known scalar type.
 
     Raises:
-        UnsupportedStateError: a numpy scalar or an integer that the format has no form for.
+        UnsupportedStateError: a numpy scalar or an integer for which the format has no form.
     """
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
@@ -68,7 +68,7 @@ def encode(value: object) -> Any:
 
 
 def pack_integers(values: list[Any] | tuple[Any, ...]) -> dict[str, Any] | None:
-    """``$ints`` form of a list or tuple, or None if it is short, holds anything but integers, or too wide ones."""
+    """Return the ``$ints`` form of a list or tuple; None if it is short, or not all are integers of up to 64 bits."""
     if len(values) < _PACK_FROM or set(map(type, values)) != {int}:
         return None
     code = _narrowest(min(values), max(values))
@@ -86,10 +86,10 @@ def _narrowest(low: int, high: int) -> str | None:
 
 
 def decode(tag: str, body: Any) -> Any:
-    """The value of ``{tag: body}``.
+    """Return the value of ``{tag: body}``.
 
     Raises:
-        FormatError: `body` is not what `encode` writes for any value; nothing is allocated that is longer than it.
+        FormatError: `encode` writes `body` for no value. No memory larger than `body` is allocated.
         KeyError: no value has this tag.
     """
     return _DECODERS[tag](body)
@@ -187,7 +187,7 @@ def _decode_numpy(body: Any) -> np.generic:
     if dtype.name in _NO_SCALAR:
         raise FormatError(f"$np: {dtype.name} has no scalars in numpy")
     if not re.fullmatch(f"[0-9a-f]{{{2 * dtype.itemsize}}}", body[1]):
-        raise FormatError(f"$np: {body[1]!r:.80} is no {dtype.name}")
+        raise FormatError(f"$np: {body[1]!r:.80} is not a {dtype.name} in hex")
     value: np.generic = np.frombuffer(bytes.fromhex(body[1]), dtype.numpy)[0]
     return value
 
@@ -200,10 +200,10 @@ def _decode_integers(body: Any) -> list[int] | tuple[int, ...]:
         raise FormatError(f"$ints: unknown width {code!r:.80}")
     packed = _decode_bytes(text)
     if len(packed) % int(code[1]):
-        raise FormatError(f"$ints: {len(packed)} bytes are no {code} numbers")
+        raise FormatError(f"$ints: {len(packed)} bytes are not a whole number of {code} integers")
     values: list[int] = np.frombuffer(packed, f"<{code}").tolist()
     if len(values) < _PACK_FROM or _narrowest(min(values), max(values)) != code:
-        raise FormatError(f"$ints: {len(values)} numbers need no {code}")
+        raise FormatError(f"$ints: {len(values)} numbers do not need {code}")
     return values if kind == "list" else tuple(values)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats import metadata, rule_rankings
 from ckptstore.formats.catalog import CLOSED, Catalog
-from ckptstore.formats.columns import Rows
+from ckptstore.formats.columns import TableRows
 from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import CheckpointEntry, Node, SegmentEntry, ref_of
 from ckptstore.formats.tables import Table
@@ -109,7 +109,7 @@ class Pace:
         """Nothing seen yet."""
         self.metric = metric
         self.nbytes = 0
-        self._rows: Rows[str, SegmentEntry] | None = None
+        self._rows: TableRows[str, SegmentEntry] | None = None
         self._rows_nbytes = 0
         self._term = 0
         self._spent: Collection[int] = ()

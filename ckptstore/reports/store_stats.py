@@ -11,7 +11,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.commit_checks import users
 from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import CheckpointEntry
-from ckptstore.formats.step_codec import Group
+from ckptstore.formats.step_codec import StepGroup
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_all
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
@@ -195,7 +195,7 @@ class _Shares:
         return self._groups[key][link.tensor.name]
 
     @staticmethod
-    def _parts(group: Group, encoding: Held) -> dict[str, int]:
+    def _parts(group: StepGroup, encoding: Held) -> dict[str, int]:
         members = {name: encoding[name].tensor for name in group.names}
         stored = sum(one.stored for one in members.values())
         nbytes = sum(one.nbytes for one in members.values())

@@ -9,8 +9,8 @@ from typing import Any
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.records import Encoding, ref_of
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import key_of, keyed, keyed_group
-from ckptstore.formats.step_codec import Group, groups_of
+from ckptstore.formats.shards import group_with_keys, key_of, with_key
+from ckptstore.formats.step_codec import StepGroup, groups_of
 from ckptstore.restore.chain import Chain, master_of
 from ckptstore.restore.chain_link import Link
 from ckptstore.restore.replay import Cell, KeptBytes, Program, Stage
@@ -43,14 +43,14 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
             raise CorruptSegmentError(f"{reader.entry.key}: does not build {what}, as the log says")
         tensors = reader.doc.tensors.get(step, {})
         keys = {name: key_of(tensor) for name, tensor in tensors.items()}
-        groups: dict[str, Group] = {}
+        groups: dict[str, StepGroup] = {}
         for group in groups_of(tensors, f"{reader.entry.key}: step {step}"):
-            groups |= dict.fromkeys(group.names, keyed_group(group, keys))
+            groups |= dict.fromkeys(group.names, group_with_keys(group, keys))
         for name, tensor in tensors.items():
             key = keys[name]
             if key in found:
                 raise CorruptSegmentError(f"{reader.entry.key}: tensor {key!r} of step {step} is in two segments")
-            found[key] = Link(keyed(tensor, key), reader, step, groups.get(name))
+            found[key] = Link(with_key(tensor, key), reader, step, groups.get(name))
     return found
 
 

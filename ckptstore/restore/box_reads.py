@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.boxes import Box, elements_of, scattered, touches
+from ckptstore.formats.boxes import Box, common_elements, elements_of, touches
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
@@ -100,7 +100,7 @@ class Job:
             self.memory[start : start + len(data)] = data
             return
         elements = elements_of(data, self.itemsize)
-        for index, block in scattered(elements, start // self.itemsize, self.box, self.sink.box):
+        for index, block in common_elements(elements, start // self.itemsize, self.box, self.sink.box):
             self.sink.put(index, block)
 
     def chunks(self) -> list[tuple[int, int, int]]:

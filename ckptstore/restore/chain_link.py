@@ -9,7 +9,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import checksums, codecs
 from ckptstore.formats.codecs import Codec
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.step_codec import Group
+from ckptstore.formats.step_codec import StepGroup
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.segment_reader import SegmentReader, read_chunk
 
@@ -30,7 +30,7 @@ class Link:
     tensor: TensorEntry
     reader: SegmentReader
     step: int
-    group: Group | None = None
+    group: StepGroup | None = None
 
     @cached_property
     def codec(self) -> Codec:

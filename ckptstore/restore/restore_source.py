@@ -9,7 +9,7 @@ from typing import Any, Final
 from ckptstore.formats.boxes import Box
 from ckptstore.formats.rank_trees import left_out, of_rank, rank_count
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import ShardKey, together
+from ckptstore.formats.shards import ShardKey, combine_shards
 from ckptstore.formats.tree import tensor_names
 from ckptstore.host.caller_warnings import HiddenTensorsWarning, warn
 from ckptstore.restore.box_reads import Part
@@ -99,5 +99,5 @@ class Restorable(ABC):
 
     def _entry(self, keys: tuple[str, ...]) -> TensorEntry:
         if isinstance(keys[0], ShardKey):
-            return together([self.chains[key].tensor for key in keys])
+            return combine_shards([self.chains[key].tensor for key in keys])
         return self.chains[keys[0]].tensor

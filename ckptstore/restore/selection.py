@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptstore.errors import TensorNotFoundError, UsageError
 from ckptstore.formats.boxes import Box
-from ckptstore.formats.state import Place, places, select_places, tensor_names
+from ckptstore.formats.state import TensorPlace, places, select_places, tensor_names
 from ckptstore.host.option_checks import texts
 
 __all__ = ["Selection", "choose", "chosen_box", "one_of", "select_from"]
@@ -27,7 +27,7 @@ class Selection:
     """
 
     whole: Any
-    kept: Mapping[int, Place]
+    kept: Mapping[int, TensorPlace]
     all: bool
 
     @property
@@ -62,7 +62,9 @@ def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> Se
         FormatError: the tree is not what `flatten` writes.
     """
     if chosen is None:
-        return Selection(tree, {index: Place(name, name) for index, name in enumerate(tensor_names(tree))}, all=True)
+        return Selection(
+            tree, {index: TensorPlace(name, name) for index, name in enumerate(tensor_names(tree))}, all=True
+        )
     found = places(tree)
     names = set(choose(list(dict.fromkeys(place.name for place in found)), chosen, where))
     kept = {position: place for position, place in enumerate(found) if place.name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.boxes import Box, boxes_of, elements_of, scattered
+from ckptstore.formats.boxes import Box, boxes_of, common_elements, elements_of
 from ckptstore.formats.layout import CHUNK, chunk_extents
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, aligned
@@ -22,7 +22,7 @@ def iterate_parts(tensor: TensorEntry, parts: Sequence[Part], *, verify: bool = 
     a chunk of it is in memory as long as the present place of the tensor lies within it.
 
     Args:
-        tensor: all of it, as `formats.shards.together` describes it.
+        tensor: all of it, as `formats.shards.combine_shards` describes it.
         parts: its shards, which make it up.
 
     Raises:
@@ -84,7 +84,7 @@ class _Stream:
         at = 0
         for target in boxes_of(self._whole, first, stop):
             array = elements[at : at + target.size].reshape(target.shape)
-            for index, block in scattered(data, self._start, self._box, target):
+            for index, block in common_elements(data, self._start, self._box, target):
                 array[index] = block
             at += target.size
 

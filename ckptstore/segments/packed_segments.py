@@ -12,7 +12,7 @@ import numpy as np
 from ckptstore.backends.base import SegmentSink
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_packed, plan_packed
-from ckptstore.formats.segment_steps import Part
+from ckptstore.formats.segment_steps import SegmentPart
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.write_session import SegmentSession
 
@@ -29,7 +29,7 @@ def drafts(draft: SegmentDoc, tree: Any, count: int) -> list[SegmentDoc]:
     (step,) = draft.steps
     ids = [uuid.uuid4().hex for _ in range(count)]
     known = draft.encodings[step]
-    parts = [Part(ids[0], number, count) if count > 1 else None for number in range(count)]
+    parts = [SegmentPart(ids[0], number, count) if count > 1 else None for number in range(count)]
     return [
         replace(
             draft,

@@ -16,7 +16,7 @@ from ckptstore.formats.byte_text import size
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.commit_checks import droppable, pinned
 from ckptstore.formats.records import CheckpointId, Node
-from ckptstore.formats.retention_rules import Keeping, known
+from ckptstore.formats.retention_rules import RetentionTracker, known
 from ckptstore.log.change import Change
 
 __all__ = ["Retainer", "short_of_space"]
@@ -49,7 +49,7 @@ class Retainer:
         self.bases: Callable[[], Iterable[CheckpointId]] = tuple
         self.settled: Callable[[Node], bool] = lambda _node: True
         self._catalog = catalog
-        self._keeping: Keeping | None = None
+        self._keeping: RetentionTracker | None = None
         self._based: set[Node] = set()
         self._released: set[Node] = set()
         self._pinned_at = _PINNED
@@ -121,13 +121,13 @@ class Retainer:
             return f"nothing is retired: of the rules {', '.join(catalog.keep)} this version does not know all"
         return "nothing is retired while a slot of the log is damaged" if _damaged(catalog) else None
 
-    def _current(self) -> Keeping | None:
+    def _current(self) -> RetentionTracker | None:
         """The rules, applied so far; None: there are none, or nobody can tell what they keep."""
         catalog = self._catalog()
         if not catalog.keep or self.unknown() is not None:
             self._keeping = None
         elif self._keeping is None or self._keeping.rules != catalog.keep:
-            self._keeping = Keeping(catalog.keep, catalog)
+            self._keeping = RetentionTracker(catalog.keep, catalog)
         return self._keeping
 
     def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:

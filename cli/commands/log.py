@@ -117,7 +117,7 @@ def command(
 def _why_nothing(store: Store, found: Lineage) -> str:
     if not found.damage:
         return "no checkpoint yet"
-    return f"`ckpt repair {shlex.quote(store.url)} DST` makes a store of what the segments still tell"
+    return f"`ckpt repair {shlex.quote(store.url)} DST` builds a store from what the segments still contain"
 
 
 def _beside(

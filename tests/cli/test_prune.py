@@ -76,8 +76,8 @@ def test_rules_for_once(ckpt: Run, chain: Path) -> None:
 def test_mistakes(ckpt: Run, chain: Path) -> None:
     for arguments, why in (
         (("prune", chain, "--dry-run"), "has no rules of retention"),
-        (("prune", chain, "--keep", "newest:3"), "'newest:3' is no rule"),
-        (("keep", chain, "last:0", "--take-over"), "'last:0' is no rule"),
+        (("prune", chain, "--keep", "newest:3"), "'newest:3' is not a retention rule"),
+        (("keep", chain, "last:0", "--take-over"), "'last:0' is not a retention rule"),
         (("keep", chain, "last:1", "--everything"), "leave RULE out"),
     ):
         outcome = ckpt(*arguments)

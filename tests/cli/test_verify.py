@@ -99,10 +99,11 @@ def test_a_lost_log_sends_nobody_to_gc(ckpt: Run, run: Path) -> None:
     assert outcome.code == 4
     assert "gc deletes them" not in outcome.out
     assert "belong to no checkpoint (or to one that damage of the log hides: keep them" in outcome.out
-    assert f"hint: `ckpt repair {run} DST` makes a store of what the segments still tell" in ckpt("inspect", run).err
+    hint = f"hint: `ckpt repair {run} DST` builds a store from what the segments still contain"
+    assert hint in ckpt("inspect", run).err
     log = ckpt("log", run)
     assert "no checkpoint yet" not in log.err
-    assert f"`ckpt repair {run} DST` makes a store of what the segments still tell" in log.err
+    assert f"`ckpt repair {run} DST` builds a store from what the segments still contain" in log.err
 
 
 @pytest.mark.filterwarnings("default")

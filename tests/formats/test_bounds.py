@@ -136,7 +136,7 @@ def test_a_small_fold_does_not_become_a_large_one(text: bytes) -> None:
     assert len(data) < 40_000
 
     def run() -> None:
-        with pytest.raises(FormatError, match=f"bytes of {len(text)} bytes of JSON and columns, at most"):
+        with pytest.raises(FormatError, match=f"bytes contain {len(text)} bytes of JSON and columns, at most"):
             folds.decode_fold(data, seq=7, run=seeds.RUN, digest16=digest16, what="fold/x")
 
     assert peak(run) < 1 << 20

@@ -19,7 +19,7 @@ def test_an_encoding_names_the_last_segment_or_one_behind_it(beyond: int) -> Non
     columns["encodings.segment"][0] = rows - 1 + beyond
     text, name = sealed(found, columns)
     if beyond:
-        with pytest.raises(FormatError, match=f"segment {rows} of {rows}"):
+        with pytest.raises(FormatError, match=f"segment {rows} is not among the {rows} segments"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
     else:
         catalog = folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")

@@ -19,7 +19,7 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.keys import identity
 from ckptstore.formats.state import flatten, unflatten
 from ckptstore.formats.tree import decode_key
-from ckptstore.formats.tree_union import united
+from ckptstore.formats.tree_union import union_of
 from tests.forms import short_or
 from tools.conformance.page.ranks import same_key, unranked
 
@@ -103,7 +103,7 @@ def test_two_implementations_and_the_page_agree(one: Any, other: Any) -> None:
 def test_unions_of_dicts_with_any_keys_agree(states: list[dict[Any, int]]) -> None:
     trees = [flatten({**state, 0.5j: 0}).tree for state in states]  # the last key makes pairs of all
     ranks = {"$ranks": [list(range(len(trees))), trees]}
-    assert jsontext.dumps(united(trees)) == jsontext.dumps(unranked(ranks))
+    assert jsontext.dumps(union_of(trees)) == jsontext.dumps(unranked(ranks))
 
 
 NAN = {"$float": "nan"}

@@ -157,7 +157,7 @@ def test_the_narrowest_integers_that_hold_all(code: str, low: int, high: int) ->
     assert state.unflatten(wider, nothing) == beyond
     narrow = ["list", code, np_base64([*beyond[1:], 1], code)]
     if code not in ("u1",):
-        with pytest.raises(FormatError, match=f"need no {code}"):
+        with pytest.raises(FormatError, match=f"do not need {code}"):
             state.unflatten({"$ints": narrow}, nothing)
 
 

@@ -16,7 +16,7 @@ from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import jsontext, rank_trees
 from ckptstore.formats.state import flatten, paths, tensor_names, unflatten
 from ckptstore.formats.tree import decode_key
-from ckptstore.formats.tree_union import united
+from ckptstore.formats.tree_union import union_of
 from tests.forms import short_or
 from tools.conformance.page import ranks as page
 
@@ -148,7 +148,7 @@ def test_each_rank_s_own_tensor_stands_for_those_of_the_others() -> None:
     ],
 )
 def test_unions(trees: list[Any], union: Any) -> None:
-    assert text(united(trees)) == text(union)
+    assert text(union_of(trees)) == text(union)
     assert text(rank_trees.of_rank(rank_trees.merge(trees), None)) == text(union)
 
 
@@ -192,9 +192,9 @@ def test_a_union_is_nested_no_deeper_than_a_tree() -> None:
     for tree in (deep, other):
         unflatten(tree, lambda name, origin: name)
     with pytest.raises(FormatError, match="nested deeper"):
-        unflatten(united([deep, other]), lambda name, origin: name)
+        unflatten(union_of([deep, other]), lambda name, origin: name)
     with pytest.raises(FormatError, match="nested deeper"):
-        united([deep, deep], 10)
+        union_of([deep, deep], 10)
 
 
 def test_what_is_alike_stands_once_and_the_rest_for_each() -> None:

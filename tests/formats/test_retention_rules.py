@@ -24,7 +24,7 @@ from ckptstore.formats.records import (
     Request,
     SegmentEntry,
 )
-from ckptstore.formats.retention_rules import Keeping, checked, known, reasons_of
+from ckptstore.formats.retention_rules import RetentionTracker, checked, known, reasons_of
 from ckptstore.formats.rule_rankings import metric
 from ckptstore.formats.rule_windows import RULES, ends
 
@@ -83,16 +83,16 @@ class TestRules:
         ids=lambda rule: str(rule)[:20] or "empty",
     )  # fmt: skip
     def test_what_is_none(self, rule: Any) -> None:
-        with pytest.raises(UsageError, match="is no rule of retention; there are last:N, every:N"):
+        with pytest.raises(UsageError, match="is not a retention rule; the rules are last:N, every:N"):
             checked(["last:1", rule])
         if isinstance(rule, str):
             assert not known(["last:1", rule])
 
     def test_a_text_is_not_several_rules_and_there_are_not_endlessly_many(self) -> None:
-        with pytest.raises(UsageError, match="several texts"):
+        with pytest.raises(UsageError, match="list of strings"):
             checked("last:1")
         assert len(checked(f"last:{n + 1}" for n in range(retention_rules.MAX_RULES))) == retention_rules.MAX_RULES
-        with pytest.raises(UsageError, match="65 rules"):
+        with pytest.raises(UsageError, match="65 retention rules"):
             checked(f"last:{n + 1}" for n in range(retention_rules.MAX_RULES + 1))
 
     def test_a_metric_is_a_number_of_the_metadata_or_of_its_metrics(self) -> None:
@@ -162,7 +162,7 @@ class TestWhatTheyKeep:
 
 def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
     entries = [entry(1, 1, 1.0), entry(1, 2, 2.0), entry(1, 3, 3.0, loss=5.0), entry(1, 4, 4.0, loss=6.0)]
-    keeping = Keeping(["best:loss:1"], catalog_of(entries[0]))
+    keeping = RetentionTracker(["best:loss:1"], catalog_of(entries[0]))
     gone = [keeping.superfluous(catalog_of(entries[0]))]
     for count in (2, 3, 4):
         keeping.add(entries[count - 1])
@@ -174,7 +174,7 @@ def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
 def test_branches_stay_while_the_line_goes_on() -> None:
     first = [entry(1, step) for step in range(1, 7)]
     catalog = catalog_of(*first, entry(2, 4), parents={2: first[2]})
-    keeping = Keeping(["last:1", "branches"], catalog)
+    keeping = RetentionTracker(["last:1", "branches"], catalog)
     keeping.add(entry(2, 5))
     assert keeping.superfluous(catalog) == [(1, 1), (1, 2), (1, 3), (2, 4)]
     assert [keeping.reasons(one) for one in first[2:]] == [[], *[["branches"]] * 3]
@@ -184,14 +184,14 @@ def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> Non
     """A writer that is given rules late takes what is superfluous by and by: the whole is no square of it."""
     catalog = catalog_of(*(entry(1, step) for step in range(1, 3001)))
     looked_at: list[Node] = []
-    reasons = Keeping.reasons
+    reasons = RetentionTracker.reasons
 
-    def counted(self: Keeping, one: CheckpointEntry) -> list[str]:
+    def counted(self: RetentionTracker, one: CheckpointEntry) -> list[str]:
         looked_at.append(one.node)
         return reasons(self, one)
 
-    monkeypatch.setattr(Keeping, "reasons", counted)
-    follower = Keeping(("last:10", "every:100"), catalog)
+    monkeypatch.setattr(RetentionTracker, "reasons", counted)
+    follower = RetentionTracker(("last:10", "every:100"), catalog)
     gone: list[Node] = []
     while found := follower.superfluous(catalog, most=100):
         gone += found
@@ -242,7 +242,7 @@ def test_what_is_left_is_what_was_promised(seed: int) -> None:
     if seed % 3 == 0:
         last, age, rules = 1, -100, rules[1:3]  # the newest is kept only for being that
     catalog = Catalog().apply(OpenRecord(1, None, NONCE, 0.0), 0)
-    follower = Keeping(rules, catalog)
+    follower = RetentionTracker(rules, catalog)
     ever: dict[Node, CheckpointEntry] = {}
     steps = list(range(1, 61))
     for place in range(0, 58, 3):
@@ -319,7 +319,7 @@ def test_a_request_with_rules_says_that_it_needs_who_knows_them() -> None:
 def test_no_commit_has_rules_that_are_none() -> None:
     catalog = catalog_of(entry(1, 1))
     check_commit(catalog, CommitRecord(1, NONCE, keep=("last:3",)))
-    with pytest.raises(UsageError, match="no rule of retention"):
+    with pytest.raises(UsageError, match="is not a retention rule"):
         check_commit(catalog, CommitRecord(1, NONCE, keep=("last:3", "cosine:7")))
 
 

@@ -13,7 +13,7 @@ import ckptstore
 from ckptstore.formats import checksums, digest, jsontext
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.formats.shards import key_of, keyed, state_parts
+from ckptstore.formats.shards import key_of, state_parts, with_key
 from ckptstore.store import Store
 from tests.formats.test_spec import section
 from tools.conformance.page import store as page
@@ -36,7 +36,7 @@ def entry(name: str, array: Any, whole: Any = None, offset: Any = None) -> Tenso
     chunks = (Chunk(0, len(data), len(data), hashed, hashed),) if data else ()
     dtype = {"<f4": "F32", "|u1": "U8"}[array.dtype.str]
     made = TensorEntry(name, dtype, array.shape, chunks, "raw", {}, whole, offset)
-    return keyed(made, key_of(made)) if offset is not None else made
+    return with_key(made, key_of(made)) if offset is not None else made
 
 
 def state_of(entries: list[TensorEntry]) -> str:

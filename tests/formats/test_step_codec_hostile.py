@@ -26,7 +26,7 @@ def tensor(name: str, params: Any, numbers: int = 12, **more: Any) -> TensorEntr
 
 def group(*parameters: str, numbers: int = 12) -> Tensors:
     members = tuple(tuple(f"{name}.{slot}" for slot in range(SLOTS)) for name in parameters)
-    made = step_codec.Group("replayed", RULE, members)
+    made = step_codec.StepGroup("replayed", RULE, members)
     return {
         name: tensor(name, made.params if name == made.leader else step_codec.follower_params(made.leader), numbers)
         for name in made.names

@@ -118,7 +118,7 @@ def refold(catalog: Catalog) -> Catalog:
 def test_a_catalog_is_what_plain_dictionaries_are(data: st.DataObject, many: int) -> None:
     builder, plain = CatalogBuilder(), Plain()
     kept: list[tuple[Catalog, dict[str, dict[Any, Any]]]] = []
-    with mock.patch.object(tables, "MANY", many), mock.patch.object(tables, "_TAKEN", 2):
+    with mock.patch.object(tables, "MANY", many), mock.patch.object(tables, "_BATCH", 2):
         for seq, record in enumerate(data.draw(st.lists(some.records, min_size=1, max_size=10))):
             builder.apply(record, seq)
             plain.apply(record, seq)

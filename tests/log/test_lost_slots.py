@@ -481,7 +481,7 @@ class TestLostEnd:
         self.cut(place, 0)
         with pytest.raises(CorruptLogError, match=r"no checkpoint is intact\n`ckpt repair") as lost:
             place.load("latest")
-        hint = f"`ckpt repair {shlex.quote(place.url)} DST` makes a store of what the segments still tell"
+        hint = f"`ckpt repair {shlex.quote(place.url)} DST` builds a store from what the segments still contain"
         assert lost.value.__notes__ == [hint]  # no checkpoint to be named: what to do instead, with the real place
         with pytest.raises(ckptstore.CheckpointNotFoundError, match="is left") as gone:
             place.load(6)

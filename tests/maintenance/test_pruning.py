@@ -410,9 +410,9 @@ class TestMistakes:
             save(writer, [1, 2])
         with pytest.raises(ckptstore.UsageError, match="has no rules of retention"):
             store.prune(take_over=True)
-        with pytest.raises(ckptstore.UsageError, match="'newest:3' is no rule"):
+        with pytest.raises(ckptstore.UsageError, match="'newest:3' is not a retention rule"):
             store.prune("newest:3", dry_run=True)
-        with pytest.raises(ckptstore.UsageError, match="'newest:3' is no rule"):
+        with pytest.raises(ckptstore.UsageError, match="'newest:3' is not a retention rule"):
             store.keep("newest:3", take_over=True)
         with pytest.raises(ckptstore.RequestTimeoutError):
             store.prune("last:1", timeout=0.01)

@@ -379,7 +379,7 @@ def test_a_loss_of_one_element_is_a_number(tmp_path: Path) -> None:
         checkpointer.step(metrics={"loss": torch.ones(1)})
         checkpointer.wait()
         script.one()
-        with pytest.raises(UsageError, match=r"Tensor is no JSON value.*it has shape \[2\]: give .mean\(\).item\(\)"):
+        with pytest.raises(UsageError, match=r"Tensor is not a JSON value.*it has shape \[2\]: pass .mean\(\)"):
             checkpointer.step(metrics={"loss": torch.ones(2)})
     assert ckptstore.open(tmp_path / "run").checkpoint(1).metadata == {"metrics": {"loss": 1.0}}
 

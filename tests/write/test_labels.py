@@ -68,11 +68,11 @@ for _ in range(40):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ([("loss", 1)], "metadata: list; a mapping"),
-        ({"a": {"b": [1, object()]}}, r"^metadata\['a'\]\['b'\]\[1\]: object is no JSON value"),
-        ({"w": np.ones(3)}, r"^metadata\['w'\]: ndarray is no JSON value"),
-        ({"b": b"bytes"}, r"^metadata\['b'\]: bytes is no JSON value"),
-        ({1: 2}, r"^metadata: key 1; names are text"),
+        ([("loss", 1)], "metadata: list; pass a mapping"),
+        ({"a": {"b": [1, object()]}}, r"^metadata\['a'\]\['b'\]\[1\]: object is not a JSON value"),
+        ({"w": np.ones(3)}, r"^metadata\['w'\]: ndarray is not a JSON value"),
+        ({"b": b"bytes"}, r"^metadata\['b'\]: bytes is not a JSON value"),
+        ({1: 2}, r"^metadata: key 1; a name is a string"),
         ({"a": {"$float": "nan"}}, r"^metadata\['a'\]: key '\$float'"),
         ({"a": DEEP}, "nested deeper than 32"),
         ({"a": "x" * 16_400}, r"^metadata: 16,408 bytes of JSON, at most 16,384 are allowed"),

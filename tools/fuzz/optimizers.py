@@ -204,7 +204,7 @@ def _described() -> list[dict[str, Any]]:
 
     def group(*parameters: str) -> dict[str, Any]:
         members = tuple(tuple(f"{name}.{slot}" for slot in rule.slots) for name in parameters)
-        made = step_codec.Group("replayed", rule, members)
+        made = step_codec.StepGroup("replayed", rule, members)
         return {
             name: [12, made.params if name == made.leader else step_codec.follower_params(made.leader)]
             for name in made.names

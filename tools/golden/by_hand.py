@@ -16,7 +16,7 @@ from ckptstore.formats.jsontext import dumps
 from ckptstore.formats.record_text import encode_format, seal
 from ckptstore.formats.records import FORMAT_KEY, NO_SLOT, CheckpointId, FormatFile, manifest_key, segment_key, slot_key
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_length
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.formats.state import tensor_names
 from tools.golden.make_segments import RUN, packed
 
@@ -65,7 +65,7 @@ class Step:
     tree: Any = None
     base: CheckpointId | None = None
     lossy: bool = False
-    part: Part | None = None
+    part: SegmentPart | None = None
     term: int | None = None
     treeless: bool = False
 

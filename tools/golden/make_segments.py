@@ -30,7 +30,7 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 
 RUN = "00112233445566778899aabbccddeeff"
 TIME = 1763793293.125
@@ -114,7 +114,7 @@ def shards() -> tuple[bytes, SegmentDoc]:
         RUN,
         3,
         "b" * 32,
-        {101: replace(FULL, part=Part("c" * 32, 1, 2))},
+        {101: replace(FULL, part=SegmentPart("c" * 32, 1, 2))},
         generation=7,
         ro_compat=("later",),
         extra={"mood": 3, "new": {"a": [1, None]}},
@@ -167,7 +167,7 @@ def batch() -> tuple[bytes, SegmentDoc]:
     trees = {step: {"step": step, "w": {"$t": "w"}} for step in steps}
     below = CheckpointId(2, 40, "2" * 32)
     told = {
-        200: StepEncoding(2, "delta", below, TIME, part=Part("d" * 32, 0, 2)),
+        200: StepEncoding(2, "delta", below, TIME, part=SegmentPart("d" * 32, 0, 2)),
         201: StepEncoding(3, "gradient", CheckpointId(2, 200, "1" * 32), TIME + 0.25, lossy=True),
         205: StepEncoding(3, "full", None, -1.5, lossy=True),
     }

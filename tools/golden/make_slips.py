@@ -19,7 +19,7 @@ from ckptstore.formats.codecs import rounding
 from ckptstore.formats.record_text import seal
 from ckptstore.formats.records import CheckpointId, slot_key
 from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.formats.segment_steps import Part
+from ckptstore.formats.segment_steps import SegmentPart
 from ckptstore.formats.step_codec import STEP, follower_params
 from ckptstore.log import fold_writer
 from tools.golden.by_hand import Array, Entry, Hand, Made, Step, changed_document, entry
@@ -110,7 +110,7 @@ def _several(folder: Path) -> None:
 
     def promise(step: int, one: Step, other: Step) -> None:
         first = hand.segments + 1
-        parts = [Part(f"{first:032x}", number, 2) for number in (0, 1)]
+        parts = [SegmentPart(f"{first:032x}", number, 2) for number in (0, 1)]
         made = [hand.segment({step: replace(half, part=part)}) for half, part in zip((one, other), parts, strict=True)]
         whole = Step([*one.entries, *other.entries], one.tree)
         promised = replace(made[0].steps[step], entries=whole.entries, tree=whole.full_tree)

@@ -23,7 +23,7 @@ from ckptstore.formats.layout import TensorSpec
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.step_codec import STEP, Group, follower_params
+from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
 from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "steps-1-base.safetensors"
@@ -46,7 +46,7 @@ _EDGES = [0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0, 0x80000
 class Example:
     """One group, before and after its step."""
 
-    group: Group
+    group: StepGroup
     old: Arrays
     new: Arrays
     payload: bytes
@@ -107,7 +107,7 @@ def _example(label: str, rule: optim.Rule, gradient: Any, count: int = 200, para
         payload = optim.replayed.encode(rule, old, new, gradient)
     names = [label if parameters == 1 else f"{label}.{number}" for number in range(parameters)]
     members = tuple(tuple(f"{name}.{slot}" for slot in rule.slots) for name in names)
-    return Example(Group(encoding, rule, members), old, new, payload.tobytes())
+    return Example(StepGroup(encoding, rule, members), old, new, payload.tobytes())
 
 
 def examples() -> Iterator[Example]:

@@ -29,7 +29,7 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.formats.shards import state_parts
 from ckptstore.formats.state import tensor_names
 from ckptstore.log.term import Term, open_term
@@ -103,7 +103,7 @@ class ShardStore:
         entries: list[SegmentEntry] = []
         tensors: list[TensorEntry] = []
         for rank, pieces in enumerate(ranks):
-            part = Part(first, rank, len(ranks)) if len(ranks) > 1 else None
+            part = SegmentPart(first, rank, len(ranks)) if len(ranks) > 1 else None
             told = StepEncoding(self.term.number, "full" if below is None else "delta", below, 1.0 * step, part=part)
             doc = SegmentDoc(
                 self.store.run,

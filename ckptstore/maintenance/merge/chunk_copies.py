@@ -21,7 +21,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
 from ckptstore.formats.records import Encoding, Node, SegmentEntry, ref_of
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.progress import Advance
 from ckptstore.maintenance.merge.checkpoint_portions import numbered
@@ -134,7 +134,7 @@ def _draft(own: Sequence[_Piece], catalog: Catalog, run: str, term: int, ids: Se
         draft,
         segment=ids[number],
         encodings={
-            step: replace(told, part=Part(ids[0], number, counts[step]) if counts[step] > 1 else None)
+            step: replace(told, part=SegmentPart(ids[0], number, counts[step]) if counts[step] > 1 else None)
             for step, told in draft.encodings.items()
         },
         trees={} if number else {piece.edge.checkpoint[1]: piece.tree for piece in own},

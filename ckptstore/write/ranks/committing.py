@@ -12,8 +12,7 @@ from ckptstore.errors import DivergedReplicasError, MailboxError, RankMismatchEr
 from ckptstore.formats.rank_trees import rank_count
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.segment_steps import Part as SegmentPart
-from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.formats.state import FlatState
 from ckptstore.host.caller_warnings import DivergedReplicasWarning, warn
 from ckptstore.host.crash_points import crash_point

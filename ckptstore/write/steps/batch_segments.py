@@ -15,7 +15,7 @@ from ckptstore.formats import checksums
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import shares, write_stream
 from ckptstore.segments.write_session import SegmentSession
@@ -117,12 +117,12 @@ def write_batch(
     return tuple(written), encodings
 
 
-def _place(segment: str, every: Sequence[str], share: RankShare | None) -> Part | None:
+def _place(segment: str, every: Sequence[str], share: RankShare | None) -> SegmentPart | None:
     """Which part of a step is in one of its segments; SPEC.md 5.1, also of many ranks."""
     number = every.index(segment)
     if share is not None:
-        return Part(share.tree, 1 + number, 1 + len(every))
-    return None if len(every) == 1 else Part(every[0], number, len(every))
+        return SegmentPart(share.tree, 1 + number, 1 + len(every))
+    return None if len(every) == 1 else SegmentPart(every[0], number, len(every))
 
 
 def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:

@@ -20,7 +20,7 @@ from ckptstore.formats.layout import CHUNK, TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.formats.step_codec import STEP, Group, follower_params
+from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, let_go
 from ckptstore.write.encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
@@ -518,7 +518,7 @@ def unit_of(
     coded = [result for result in results if result is not None]
     if len(coded) < len(results):
         return None
-    group = Group(encoding, rule, tuple(update.slots for update in one.updates))
+    group = StepGroup(encoding, rule, tuple(update.slots for update in one.updates))
     nothing = np.empty(0, np.uint8)
     unit = []
     for number, update in enumerate(one.updates):

@@ -21,7 +21,7 @@ from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.formats.segment_steps import Part, StepEncoding
+from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
@@ -165,7 +165,7 @@ class FedStep:
         """
         shares = list(self._shares(session.backend.segment_bytes if limit is None else limit))
         ids = [uuid.uuid4().hex for _ in shares]
-        parts = [Part(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
+        parts = [SegmentPart(ids[0], number, len(ids)) if len(ids) > 1 else None for number in range(len(ids))]
         segments: list[SegmentEntry] = []
         entries: list[TensorEntry] = []
         with closing(self._results(shares, fed, session.workers)) as results:
