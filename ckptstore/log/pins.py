@@ -260,7 +260,7 @@ class PinWatch:
         return self._backend.get(key, MANIFEST_LIMIT)
 
     def _unfinished(self, key: str, data: bytes) -> bool:
-        """Whether a pin may still be being written. Bytes that were torn at the last survey are not waited for again."""
+        """Whether a pin may be incomplete. Bytes that were torn at the last survey are not waited for again."""
         return torn(data) and data != self._seen.get(key, (None, 0.0))[0]
 
 

@@ -445,7 +445,7 @@ class Term:
         self.dead = None
 
     def _check_not_opened_over(self, seq: int, doubt: CommitUnknownError) -> None:
-        """Raise, in doubt, if writing slot `seq` took so long that another process took it for torn and opened a term."""
+        """Raise `doubt` if slot `seq` took so long to write that another process opened a term over it."""
         for done in range(self.patience.tries + 1):
             try:
                 over = opened_over(self.journal.backend, seq)
