@@ -1,4 +1,4 @@
-"""One tensor of one encoding: its stored chunks, read, checked, and laid over the bytes below."""
+"""Reads, checks and applies the stored chunks of one tensor of one encoding (a link of a chain)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ckptstore.segments.segment_reader import SegmentReader, read_chunk
 __all__ = ["Link", "apply_link", "check_decoded", "read_payload", "wrong"]
 
 
-@dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
+@dataclass(frozen=True)  # no slots: the codec is created once, not for every chunk
 class Link:
     """One tensor of one encoding, in the segment that holds it.
 
     Attributes:
-        tensor: as the segment describes it.
+        tensor: its entry in the segment.
         reader: the segment.
-        step: the step that the encoding leads to.
-        group: the tensors that an optimizer's step moved with it, if that is how it is stored.
+        step: the step that the encoding restores.
+        group: the tensors that an optimizer step updated together with it, if it is stored as such a step.
     """
 
     tensor: TensorEntry
@@ -34,7 +34,7 @@ class Link:
 
     @cached_property
     def codec(self) -> Codec:
-        """How its chunks are coded. Raises `IncompatibleFormatError` for a codec that this version does not know."""
+        """The codec of its chunks. Raises `IncompatibleFormatError` for a codec that this version does not know."""
         try:
             return codecs.codec(self.tensor.codec, {k: v for k, v in self.tensor.params.items() if k != "of"})
         except FormatError as error:
@@ -47,12 +47,12 @@ class Link:
 
     @property
     def where(self) -> str:
-        """Names segment and tensor in errors."""
+        """Segment and tensor, for error messages."""
         return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
 
 
 def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
-    """Lay chunk `index` of a link over `base` (None if it needs none, `out` itself to work in place), into `out`.
+    """Apply chunk `index` of a link to `base` (None if it needs none, `out` itself to work in place), into `out`.
 
     Raises:
         CorruptSegmentError: the payload is not what was written.
@@ -66,7 +66,7 @@ def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: 
 
 
 def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
-    """The stored bytes of chunk `index`: a part of `scratch`.
+    """The stored bytes of chunk `index`: a slice of `scratch`.
 
     Raises:
         CorruptSegmentError: its checksum differs, or it is longer than `scratch`.
@@ -76,14 +76,15 @@ def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Byt
 
 
 def check_decoded(link: Link, index: int, out: Bytes, *, verify: bool) -> None:
-    """Compare what chunk `index` became with what was saved. Raises `CorruptSegmentError` naming tensor and step."""
+    """Compare the restored chunk `index` with the hash of what was saved. Raises `CorruptSegmentError` naming tensor
+    and step."""
     expected = link.tensor.chunks[index].decoded_hash
     if verify and expected is not None and checksums.chunk_hash(out.data) != expected:
         raise wrong(f"{link.where}: chunk {index}: its chain gives other bytes than were saved in step {link.step}")
 
 
 def wrong(text: str) -> CorruptSegmentError:
-    """The error of bytes that were decoded, and are not what was saved. See `formats.kernel_choice.confirmed`."""
+    """The error for decoded bytes that are not what was saved. See `formats.kernel_choice.confirmed`."""
     error = CorruptSegmentError(text)
     error.computed = True
     return error

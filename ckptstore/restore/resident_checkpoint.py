@@ -1,7 +1,7 @@
-"""A checkpoint that is held in memory, bit for bit: a base of deltas and steps that costs no request.
+"""Holds a checkpoint in memory, bit for bit, as a base of deltas and steps that costs no request.
 
-Its tensors stand in one region of memory, which looks like a segment that holds them uncompressed, each chunk with its
-hash. So whatever restores from segments restores from it, and notices when somebody has written to that memory.
+Its tensors are in one region of memory, which looks like a segment that holds them uncompressed, each chunk with its
+hash. So all code that restores from segments restores from it, and detects that the memory was overwritten.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ckptstore.segments.segment_reader import SegmentReader
 __all__ = ["HELD", "HeldState", "layout", "made"]
 
 HELD: Final = "held-in-memory"
-"""Stands in the errors of a held checkpoint where others name the segment."""
+"""Used in the errors of a checkpoint in memory instead of a segment's name."""
 _LINE: Final = 128
 
 
 @dataclass(frozen=True)  # no slots: see `Opened`
 class HeldState(Restorable):
-    """A checkpoint in memory, or those of its tensors that somebody follows.
+    """A checkpoint in memory, or those of its tensors that are followed.
 
     Attributes:
-        id: which one.
-        links: key -> where its bytes are, for every tensor that is held.
-        region: the memory that they lie in.
+        id: its identity.
+        links: key -> position of its bytes, for every tensor that is held.
+        region: the memory that holds them.
     """
 
     id: CheckpointId
@@ -49,7 +49,7 @@ class HeldState(Restorable):
 
     @property
     def complete(self) -> bool:
-        """Whether it is a state that can be handed over, and not only a base."""
+        """Whether it is a state that can be returned, and not only a base."""
         return self.held_tree is not None
 
     @property
@@ -69,7 +69,7 @@ class HeldState(Restorable):
 
     @property
     def parts(self) -> Parts:
-        """See `Restorable.parts`: of the tensors that are held."""
+        """See `Restorable.parts`: only the tensors that are held."""
         return self.held_parts
 
     @cached_property
@@ -79,7 +79,7 @@ class HeldState(Restorable):
 
 
 def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, int], int]:
-    """key -> where its image begins in a region, and how long the region is."""
+    """key -> start of its image in a region, and the length of the region."""
     places, at = {}, 0
     for key, tensor in tensors.items():
         places[key] = at
@@ -96,12 +96,12 @@ def made(
     *,
     lossy: bool = False,
 ) -> HeldState:
-    """A checkpoint whose tensors lie in `region` as `layout` says.
+    """A checkpoint whose tensors are in `region`, at the positions of `layout`.
 
     Args:
-        tensors: key -> as the last encoding describes it, with the hash of every decoded chunk.
-        parts: of the tensors that are held.
-        tree: of the whole state, as it is stored.
+        tensors: key -> its entry in the last encoding, with the hash of every decoded chunk.
+        parts: the parts of the tensors that are held.
+        tree: the stored tree of the whole state.
     """
     places, _ = layout(tensors)
     reader = _Reader(identity, region)
@@ -113,14 +113,14 @@ def _raw(tensor: TensorEntry, at: int) -> TensorEntry:
     """The same tensor, uncompressed from `at` on."""
     chunks = []
     for chunk in tensor.chunks:
-        assert chunk.decoded_hash is not None, tensor.name  # or its state would have had no hash
+        assert chunk.decoded_hash is not None, tensor.name  # otherwise its state would have had no hash
         chunks.append(Chunk(at, chunk.logical, chunk.logical, chunk.decoded_hash, chunk.decoded_hash))
         at += chunk.logical
     return replace(tensor, chunks=tuple(chunks), codec=RAW, params={})
 
 
 class _Reader(SegmentReader):
-    """The region as an open segment."""
+    """The region in the form of an open segment."""
 
     def __init__(self, identity: CheckpointId, region: Bytes) -> None:  # nothing is opened, and no header read
         self.entry = SegmentEntry(HELD, identity.term, len(region), 0, "")
@@ -135,10 +135,10 @@ class _Region(SegmentSource):
 
     def read_into(self, offset: int, out: memoryview) -> None:
         view = out.cast("B")
-        view[:] = self._region.data[offset : offset + len(view)]  # `_raw` asks for nothing outside
+        view[:] = self._region.data[offset : offset + len(view)]  # `_raw` never reads outside of it
 
     def map(self) -> memoryview | None:
         raise StorageError(errno.EOPNOTSUPP, "what is held in memory is not mapped", HELD)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""

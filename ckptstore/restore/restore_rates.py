@@ -1,4 +1,4 @@
-"""How fast this machine and medium restore: measured in a moment, on what is to be restored."""
+"""Measures quickly how fast this machine and medium restore, with the data to be restored."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ROUNDS = 5
 
 
 class Measured(NamedTuple):
-    """What a kernel did, on all threads at once.
+    """The speed of a kernel, on all threads at once.
 
     Attributes:
-        startup: seconds that its first call took beyond the others: the kernel was loaded.
-        quick, slow: bytes in a second, all threads together: of the quickest and of the middle one of further rounds.
+        startup: additional seconds of its first call, which loads the kernel.
+        quick, slow: bytes a second, all threads together, in the fastest and in the median of the other rounds.
     """
 
     startup: float
@@ -38,14 +38,14 @@ class Measured(NamedTuple):
 
 
 def measure_rates(found: Opened, *, decode: bool = True, replay: bool = True) -> Rates:
-    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta and step, against the clock.
+    """Time the reading of up to 16 MiB of the plan's largest segment, and the decoding of a synthetic delta and step.
 
-    A first call, which loads the kernel, is timed by itself: what takes a second once is no rate. The rates are those
-    of the quickest of a few further rounds; how much slower the middle one was is `Rates.spread`.
+    The first call, which loads the kernel, is timed separately: a one-time cost is not part of a rate. The rates are
+    those of the fastest of a few further rounds; `Rates.spread` says how much slower the median was.
 
     Args:
-        decode, replay: False: nobody asks for that rate, which is the typical one then. Its kernels alone take a second
-            of the processor to load.
+        decode, replay: False: do not measure this rate, and return the typical one. Loading its kernels alone takes a
+            second of processor time.
     """
     largest = max(found.readers.values(), key=lambda reader: reader.entry.size)
     memory = aligned(min(_PROBE, largest.entry.size))
@@ -96,7 +96,7 @@ def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: in
     """Time a kernel.
 
     Args:
-        prepared: gives one call, with memory of its own, for each thread and round.
+        prepared: returns a call with memory of its own, for each thread and round.
         nbytes: logical bytes that one call decodes.
     """
     first = _seconds(prepared())

@@ -1,6 +1,6 @@
-"""Restoring a checkpoint to see whether it can be: by the ways that a load takes, and nothing of it is kept.
+"""Restores a checkpoint as a test, by the ways that a load takes, and keeps nothing of it.
 
-Verify and repair ask here before they call a checkpoint lost. So they say what a load says.
+Verify and repair call this before they report a checkpoint as lost. So they agree with a load.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def try_restoring(
     threads: int,
     tried: Tried = UNTRIED,
 ) -> Plan:
-    """The way by which a checkpoint was restored: every tensor decoded, and compared with its hashes.
+    """Restore a checkpoint: decode every tensor and compare it with its hashes -> the way that succeeded.
 
-    Nothing is pinned, and nobody is warned. Memory: two blocks for each thread.
+    Nothing is pinned, and no warning is given. Memory: two blocks for each thread.
 
     Args:
         catalog: the log.
-        threads: threads that read and decode.
-        tried: what is known of ways that fail.
+        threads: number of threads that read and decode.
+        tried: what is known of failed ways.
 
     Raises:
         CorruptionError, FormatError: no way leads to it.
-        StorageError: the medium failed; nothing is known of it.
+        StorageError: the medium failed; the result is unknown.
     """
 
     def nothing(_start: int, _data: Bytes) -> None:

@@ -78,7 +78,7 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def put(self, lease: Lease, copied: Future[None]) -> bool:
-        """Put the next unit; `lease` holds it once `copied` is done -> False: not wanted, the caller keeps the lease."""
+        """Put the next unit, in `lease` once `copied` is done -> False: not wanted, the caller keeps it."""
         with self._changed:
             if self._discarded:
                 return False
