@@ -86,7 +86,7 @@ class RestoreMethods(StoreHandle):
             try:
                 pair = self._pair()
             except CkptError as why:
-                error.add_note(f"nor can the remote be reached: {why}")
+                error.add_note(f"the remote cannot be reached either: {why}")
                 raise error from why
             if pair is None:
                 raise

@@ -1,4 +1,4 @@
-"""``ckpt sync``: a store's remote brought up to date by hand, or kept so beside a writer without a drain."""
+"""``ckpt sync``: brings a store's remote up to date once, or continuously beside a writer that has no drain."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ __all__ = ["Synced", "drained", "follow", "sync"]
 
 @dataclass(frozen=True, slots=True)
 class Synced(HtmlTable):
-    """What `sync` did.
+    """The result of `sync`.
 
     Attributes:
-        run: the run's uuid, which both have.
-        checkpoints: how many the remote has got.
-        segments: how many, of `nbytes` bytes.
-        branch: REFs of what it never gets, because the run was continued elsewhere; they stay in the store.
-        over: by which term that was, and who opened it; None: it was not.
-        damaged: REFs of what is damaged here, and was left out.
-        damage: that in words, with the first error; None: nothing is.
+        run: the run's uuid, which both stores have.
+        checkpoints: number of checkpoints that were copied to the remote.
+        segments: number of segments that were copied, with `nbytes` bytes.
+        branch: REFs of checkpoints that the remote never gets, because the run was continued elsewhere; they stay in
+            the store.
+        over: the term that continued it, and its writer; None: the run was not continued elsewhere.
+        damaged: REFs of checkpoints that are damaged here, and were left out.
+        damage: a text about the damage, with the first error; None: nothing is damaged.
     """
 
     run: str
@@ -43,8 +44,8 @@ class Synced(HtmlTable):
 
 
 def sync(pair: Pair, progress: Progress | None = None, *, anew: bool = False) -> Synced:
-    """Bring to the remote what it lacks, once. See `Store.sync`."""
-    if pair.remote.backend.deleted():  # under this handle
+    """Copy to the remote what it lacks, once. See `Store.sync`."""
+    if pair.remote.backend.deleted():  # while this handle was open
         pair = replace(pair, remote=Journal(pair.remote.backend.reopened()))
     if anew:
         clear(pair)
@@ -53,10 +54,10 @@ def sync(pair: Pair, progress: Progress | None = None, *, anew: bool = False) ->
 
 
 def drained(pair: Pair, *, dry_run: bool = False) -> Callable[[Node], bool]:
-    """Says what the remote has or had, when everything that is here now was brought there. Raises as `Drain.once`.
+    """Drain -> a function that says which checkpoints the remote has or had then. Raises as `Drain.once`.
 
     Args:
-        dry_run: bring nothing, and say what it then would have.
+        dry_run: copy nothing, and say what the remote would have.
     """
     if dry_run:
         return to_be_there(pair)
@@ -80,15 +81,15 @@ def follow(
     on_failure: Callable[[StorageError], object] = lambda _error: None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Iterator[Synced]:
-    """Bring to the remote whatever is committed, as it is -> what each pass did that did something. Ends when the run
-    was continued elsewhere.
+    """Copy each commit to the remote as it is made, and yield the result of every pass that copied something. Ends when
+    the run was continued elsewhere.
 
     Args:
-        every: seconds between two looks at the store's log.
-        on_failure: told of media that failed; it goes on, after a while.
+        every: seconds between two polls of the store's log.
+        on_failure: called when a medium failed; the pass is retried after a while.
 
     Raises:
-        RemoteLostError: the remote is not any more what it was.
+        RemoteLostError: the remote is no longer what it was.
     """
     drain = Drain(pair, Tally(progress).advance)
     pause = every

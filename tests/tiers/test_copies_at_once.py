@@ -184,6 +184,6 @@ def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(s3:
         pending.result(tier="remote", timeout=0.5)
     assert theirs.list("") == []
     assert "the store was deleted" in (writer.lag().error or "")
-    with pytest.warns(RemoteWarning, match="What was not brought there is in"):
+    with pytest.warns(RemoteWarning, match="Everything that is not there yet is in"):
         writer.close()
     check(ckptstore.open(tmp_path / "run", remote=False).load(2, framework="numpy"), 2)

@@ -83,7 +83,7 @@ def test_a_remote_that_is_deleted_beside_a_drain_is_told_while_training_runs(pla
     told = lost_beside_a_writer(place, part)
     assert len(told) == 1
     assert f"ckpt sync {place.here} {place.remote} --anew" in told[0]
-    assert "Saves go on" in told[0]
+    assert "Saves continue" in told[0]
     for how in (lambda: place.open().sync(), lambda: place.open().writer()):
         with pytest.raises(RemoteLostError, match="--anew"):
             how()
@@ -230,7 +230,7 @@ def test_anew_keeps_the_only_whole_copy_of_a_segment(folders: Place) -> None:
     data = bytearray(broken.read_bytes())
     data[-1] ^= 1
     broken.write_bytes(data)
-    with pytest.raises(UsageError, match="damaged or missing here, and the remote may have it whole"):
+    with pytest.raises(UsageError, match="damaged or missing here, and the remote may have it intact"):
         folders.open().sync(anew=True)
     broken.unlink()
     with pytest.raises(UsageError, match="damaged or missing here"):
@@ -253,7 +253,7 @@ def test_anew_of_a_damaged_store_deletes_nothing(folders: Place) -> None:
     theirs.delete("FORMAT")
     before = theirs.list("")
     (folders.here / slot_key(1)).write_bytes(b"torn")
-    with pytest.raises(CorruptLogError, match="nobody knows what is to be brought"):
+    with pytest.raises(CorruptLogError, match="it is unknown what must be copied"):
         folders.open().sync(folders.remote, anew=True)
     assert theirs.list("") == before
 
