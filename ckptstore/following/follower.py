@@ -277,7 +277,7 @@ class Follower:
             except BaseException as error:
                 if self._options.into is not None:
                     error.add_note(
-                        "the tensors of into= are mixed: some are of this checkpoint, some of the one before"
+                        "the tensors of into= are mixed: some are of this checkpoint, some of the previous one"
                     )
                 raise
         info = describe_checkpoint(view.catalog, entry)

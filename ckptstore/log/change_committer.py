@@ -168,7 +168,7 @@ def check_somebody_writes(journal: Journal, catalog: Catalog) -> None:
     if state not in ("gone", "closed"):
         return
     why = f"process {pid} on this host is gone" if state == "gone" else f"term {catalog.term} is closed"
-    error = RequestTimeoutError(f"{journal.url}: nobody is writing ({why}), so nobody can answer")
+    error = RequestTimeoutError(f"{journal.url}: no writer is active ({why}), so none can answer")
     error.add_note("repeat with --take-over (in Python: take_over=True)")
     raise error
 

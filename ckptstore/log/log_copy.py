@@ -64,7 +64,7 @@ class Origin:
 
 
 class Replica:
-    """The log that is being made, as far as it is. Only one process at a time makes one in a folder (`exclusion`).
+    """The log that is being made. Only one process at a time makes one in a folder (`exclusion`).
 
     Attributes:
         backend: the medium of the copy.
@@ -102,7 +102,7 @@ class Replica:
         if view.damage:
             raise DamagedReplicaError(
                 f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged or missing; delete the "
-                "copy, and copy anew"
+                "copy, and copy again"
             )
         if view.end:
             backend.settle("log/")  # a killed process may have left a slot that is visible but not durable

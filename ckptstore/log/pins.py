@@ -96,7 +96,7 @@ class Pin:
             if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
                 raise
             warn(
-                f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over", UnpinnedWarning
+                f"reading unpinned: {error}. If a collector deletes a segment that is being read, start over", UnpinnedWarning
             )
             return
         crash_point("pin.created")
@@ -115,7 +115,7 @@ class Pin:
     def _release(self, *, hurry: bool = False) -> None:
         self._renewals.stop()
         if self._renewals.started:
-            # Interrupted, perhaps because the medium does not answer: then the pin expires by itself.
+            # Interrupted, perhaps because the medium does not answer: then the pin expires.
             self._renewals.join(_HURRIED if hurry else None)
         elif hurry:
             background_threads.start(self._text.remove, "unpin").join(_HURRIED)

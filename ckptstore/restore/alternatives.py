@@ -2,7 +2,7 @@
 
 A *way* is a sequence of encodings, each of which builds on the checkpoint that the one before restores. A failure
 excludes the *top* of a way: its encodings from the wanted checkpoint down to the faulty encoding. Every way with that
-top fails likewise. Another way through the same damaged segment may succeed: it may not need the damaged part. So tops
+top fails too. Another way through the same damaged segment may succeed: it may not need the damaged part. So tops
 are excluded, not segments.
 
 Two facts about an encoding are not in the log. They are learned when its segments are opened: whether they can be

@@ -138,7 +138,7 @@ class _Region(SegmentSource):
         view[:] = self._region.data[offset : offset + len(view)]  # `_raw` never reads outside of it
 
     def map(self) -> memoryview | None:
-        raise StorageError(errno.EOPNOTSUPP, "what is held in memory is not mapped", HELD)
+        raise StorageError(errno.EOPNOTSUPP, "a checkpoint in memory cannot be mapped", HELD)
 
     def close(self) -> None:
         """Does nothing: nothing is open."""

@@ -1,4 +1,4 @@
-"""Reads an open checkpoint into memory of its own, as the base of the next one.
+"""Reads an open checkpoint into new memory, as the base of the next one.
 
 No other code sees that memory. So damage, a lost connection or Ctrl-C costs nothing else: the previous state stays.
 """

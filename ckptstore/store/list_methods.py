@@ -22,7 +22,7 @@ class ListMethods(StoreHandle):
     """The methods of `Store` that list checkpoints, terms, tags, rules and parents."""
 
     def view(self, *, look_above: bool | None = None) -> View:
-        """The log as it is now (READ). `look_above`: see `ckptstore.log.log_reader.read`."""
+        """The current log (READ). `look_above`: see `ckptstore.log.log_reader.read`."""
         return read(self.journal, look_above=look_above)
 
     def checkpoints(self) -> list[CheckpointInfo]:

@@ -73,7 +73,7 @@ class RestoreMethods(StoreHandle):
             UsageError: `into` has other tensors, dtypes or shapes; nothing was overwritten.
             StorageError: the medium failed.
         """
-        from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
+        from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
         options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))

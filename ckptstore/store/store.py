@@ -17,7 +17,7 @@ class Store(WriteMethods, QueryMethods, UpkeepMethods, TierMethods, ListMethods)
 
     Every ``progress`` parameter also takes True: a line on stderr then shows the progress.
 
-    Every method reads the log anew, so a `Store` always shows what is committed now.
+    Every method reads the log again, so a `Store` always shows the latest commits.
     """
 
     def __repr__(self) -> str:

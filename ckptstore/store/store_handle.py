@@ -127,5 +127,5 @@ def _reclaim_space(backend: Backend) -> int:
     from ckptstore.maintenance.garbage_collection import collect
 
     # Prevents: a writer that outlives the handle that opened it (`with ckptstore.open(path).writer()`) and fails for
-    # lack of space although space could be freed. So this reads the log anew.
+    # lack of space although space could be freed. So this reads the log again.
     return collect(Journal(backend)).nbytes

@@ -41,7 +41,7 @@ class TierMethods(StoreHandle):
         anew: bool = False,
         progress: Progress | bool | None = None,
     ) -> Synced:
-        """Copy to the remote what it lacks, once, in the order of the log. May run beside a writer.
+        """Copy to the remote what it lacks, once, in the order of the log. May run while a writer is open.
 
         The next call, or the next writer, continues an interrupted one.
 

@@ -67,7 +67,7 @@ class UpkeepMethods(StoreHandle):
         pin_ttl: float | None = None,
         progress: Progress | bool | None = None,
     ) -> Collected:
-        """Delete the segments that nothing needs. May run at any time, beside writers and readers.
+        """Delete the segments that nothing needs. May run at any time, while writers and readers are active.
 
         Args:
             dry_run: delete nothing; report what would be deleted.
@@ -155,7 +155,7 @@ class UpkeepMethods(StoreHandle):
         timeout: float | None = 60.0,
         progress: Progress | bool | None = None,
     ) -> CompactReport:
-        """Store kept checkpoints again in another form, so that bases that nobody keeps can be deleted: with a live
+        """Store kept checkpoints again in another form, so that bases that no rule keeps can be deleted: with a live
         writer or without one.
 
         Every existing checkpoint stays, bit for bit: what was written is read back and compared before anything is
@@ -253,7 +253,7 @@ class UpkeepMethods(StoreHandle):
         if everything == bool(rules):
             raise UsageError("keep: give rules, or everything=True to have none; rules() says which there are")
         if not all(isinstance(rule, str) for rule in rules):
-            raise UsageError("keep: rules are texts, each an argument of its own: keep('last:10', 'every:100')")
+            raise UsageError("keep: rules are texts, each a separate argument: keep('last:10', 'every:100')")
         return set_rules(self.journal, rules, take_over=take_over, timeout=timeout)
 
     def prune(

@@ -196,10 +196,10 @@ class Draining:
         if failure is not None and failing is not None:
             since = time.monotonic() - failing
             if since >= SOON or not (isinstance(failure, StorageError) and failure.errno in _PASSING):
-                return f"{failure}; what is saved is in {here} alone, and the drain tries again"
+                return f"{failure}; new checkpoints are in {here} alone, and the drain tries again"
             return None
         if (quiet := self._quiet.seconds()) >= SOON:
-            return f"{there}: no answer for {quiet:.0f} s; what is saved is in {here} alone until there is one"
+            return f"{there}: no answer for {quiet:.0f} s; new checkpoints are in {here} alone until it answers"
         return damage
 
     def _next(self, pause: float) -> bool:

@@ -150,9 +150,8 @@ class Pair:
     def check_there(self) -> None:
         """Raise `RemoteLostError` if the remote holds no store, although terms of this run were opened in it.
 
-        Prevents: mistaking a disk that is not mounted, or a folder that is gone, for a new remote. It would not know
-            who
-        continued the run, and would acknowledge checkpoints that are on this machine alone.
+        Prevents: mistaking a disk that is not mounted, or a folder that is gone, for a new remote. That remote would not
+        know who continued the run, and would acknowledge checkpoints that are on this machine alone.
         """
         with contextlib.suppress(NotFoundError, CorruptionError):
             if configured(read(self.local).catalog) != self.remote.url:

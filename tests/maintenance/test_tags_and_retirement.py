@@ -160,7 +160,7 @@ def test_a_writer_in_another_process_and_its_death(store: ckptstore.Store) -> No
         other.stdin.write("end\n")
         other.stdin.flush()
         assert other.wait() == 9
-    with pytest.raises(ckptstore.RequestTimeoutError, match=rf"nobody is writing \(process {other.pid} on this"):
+    with pytest.raises(ckptstore.RequestTimeoutError, match=rf"no writer is active \(process {other.pid} on this"):
         store.untag("best")  # does not wait
     assert store.backend.list("req/") == []
     store.untag("best", take_over=True)

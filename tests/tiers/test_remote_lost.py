@@ -334,7 +334,7 @@ def test_a_remote_that_does_not_answer_is_told_while_training_runs(
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("slow", seconds=4.0)])
-        match = r"no answer for \d+ s; what is saved is in .* alone"
+        match = r"no answer for \d+ s; new checkpoints are in .* alone"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)
