@@ -168,7 +168,7 @@ def test_private_names_are_found_wherever_they_hide() -> None:
     source = """
 '''Prose: writer._lock
 is no use.'''
-from ckptstore.log.log_reader import _Reading, read
+from ckptstore.log.log_reader import _LogRead, read
 class Sink(Base):
     def write(self):
         self._inner._lock.acquire()
@@ -190,7 +190,7 @@ bad._submit(1)
 '''
 """
     names = [name for _, name in private_uses(source)]
-    assert names == ["_Reading", "_lock", "_submit", "_all", "_held", "_backend", "_submit"]
+    assert names == ["_LogRead", "_lock", "_submit", "_all", "_held", "_backend", "_submit"]
 
 
 # -- the report

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
 from ckptstore.exchange.export import export_held
 from ckptstore.following import ancestry
-from ckptstore.following.follower_targets import Holder, from_file, refuse_foreign
+from ckptstore.following.follower_targets import TargetState, from_file, refuse_foreign
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
@@ -24,10 +24,10 @@ from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
-from ckptstore.log.log_watch import Looks
+from ckptstore.log.log_watch import LogWatch
 from ckptstore.restore.load import LoadOptions, rebuilt, restoring
-from ckptstore.restore.open_checkpoint import Opened
-from ckptstore.restore.resident_checkpoint import HELD, HeldState
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
+from ckptstore.restore.resident_checkpoint import RESIDENT, ResidentCheckpoint
 from ckptstore.restore.resident_load import BytesRead, hold, lacking
 
 if TYPE_CHECKING:
@@ -133,11 +133,11 @@ class Follower:
         self._options = options
         self._after = after
         self._begun = False
-        self._looks = Looks(journal)
+        self._looks = LogWatch(journal)
         self._costs = journal.backend.costs
         self._closed = threading.Event()
         self._looking = threading.Lock()
-        self._held: list[HeldState] = []  # the newest checkpoint, and its base
+        self._held: list[ResidentCheckpoint] = []  # the newest checkpoint, and its base
         self._spare: list[Bytes] = []
         self._seen: Node | None = None
         self._waiting: deque[_Goal] = deque()
@@ -233,7 +233,7 @@ class Follower:
             raise
         self._seen = entry.node
         if self._options.into is not None:
-            held = Holder(self._options.into).adopted(
+            held = TargetState(self._options.into).adopted(
                 journal, entry.ref, self._options.select, view, self._options.rank
             )
             self._held = [] if held is None else [held]
@@ -289,7 +289,7 @@ class Follower:
         options, read = self._options, BytesRead()
         told: list[tuple[tuple[str, ...], str | None]] = []
 
-        def held(found: Opened) -> list[HeldState] | None:
+        def held(found: OpenCheckpoint) -> list[ResidentCheckpoint] | None:
             for reader in found.readers.values():
                 read.add(reader.entry.header)
             if lacking(found, options.select, options.rank):
@@ -307,7 +307,7 @@ class Follower:
         try:
             new = restoring(journal, ref, held, bases, view)
         except CorruptSegmentError as error:
-            if HELD not in str(error):
+            if RESIDENT not in str(error):
                 raise
             new = None  # the held memory was changed: it cannot be used any more
         if new is None:

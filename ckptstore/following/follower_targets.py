@@ -16,17 +16,17 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.restore.resident_checkpoint import HeldState
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.resident_load import adopt
 
-__all__ = ["Holder", "from_file", "refuse_foreign"]
+__all__ = ["TargetState", "from_file", "refuse_foreign"]
 
 
 class _Readable(Protocol):
     def read(self, offset: int, out: Bytes) -> None: ...
 
 
-class Holder:
+class TargetState:
     """A state whose tensors may be those of a checkpoint."""
 
     def __init__(self, state: Any) -> None:
@@ -40,7 +40,7 @@ class Holder:
         select: str | Sequence[str] | None,
         since: View | None = None,
         rank: int | None = None,
-    ) -> HeldState | None:
+    ) -> ResidentCheckpoint | None:
         """The checkpoint `ref` held in memory, without reading a tensor of it from the store; None: the state has other
         values, or the checkpoint cannot be opened."""
         return _adopted(journal, ref, select, since, self._tensors, rank)
@@ -53,7 +53,7 @@ def _adopted(
     since: View | None,
     tensors: Mapping[str, _Readable],
     rank: int | None = None,
-) -> HeldState | None:
+) -> ResidentCheckpoint | None:
     try:
         with opened(journal, ref, since=since) as found:
             if found.lossy:
@@ -77,7 +77,7 @@ def refuse_foreign(path: Path) -> None:
 
 def from_file(
     path: Path, journal: Journal, select: str | Sequence[str] | None, since: View | None = None
-) -> HeldState | None:
+) -> ResidentCheckpoint | None:
     """The checkpoint in an exported safetensors file, if the file is complete and the store still has it."""
     try:
         with ExitStack() as stack:

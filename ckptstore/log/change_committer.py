@@ -26,26 +26,26 @@ from ckptstore.log.term import open_term
 
 __all__ = [
     "ASKED",
-    "Author",
+    "ChangeCommitter",
+    "ChangeRequester",
     "LastWriter",
-    "Requester",
-    "Successor",
+    "TakeOver",
     "WriterState",
-    "check_somebody_writes",
+    "check_writer_alive",
     "known_writer",
     "last_writer",
 ]
 
 WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
 ASKED: ContextVar[Callable[[str | None, int | None, float | None], object] | None] = ContextVar("ASKED", default=None)
-"""Called before the first wait of a `Requester`: host and process id of the writer, and its timeout in seconds."""
+"""Called before a `ChangeRequester` waits: host and process id of the writer, and the timeout in seconds."""
 _SLACK: Final = 5.0
 """Seconds by which a process may appear to have started after it opened its term."""
 
 _ACCEPTED: Final = Outcome("accepted")
 
 
-class Author(Protocol):
+class ChangeCommitter(Protocol):
     """Commits changes to the catalog, or asks the live writer to commit them.
 
     Attributes:
@@ -62,7 +62,7 @@ class Author(Protocol):
         """The log as this author sees it now."""
 
 
-class Requester:
+class ChangeRequester:
     """Asks the writer of the newest term, and waits for its answer. It never fences the writer.
 
     Attributes:
@@ -86,7 +86,7 @@ class Requester:
         self._timeout = seconds("timeout", timeout)
         self._told = False
         self.view = view
-        check_somebody_writes(journal, view.catalog)
+        check_writer_alive(journal, view.catalog)
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time.
@@ -97,7 +97,7 @@ class Requester:
         """
         catalog = self.catalog()
         if catalog.term == term:  # else the outcome says that the request is void
-            check_somebody_writes(self._journal, catalog)
+            check_writer_alive(self._journal, catalog)
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
         request = requests.post(self._journal, term, about, change)
         crash_point("request.posted")
@@ -113,7 +113,7 @@ class Requester:
         return self.view.catalog
 
 
-class Successor:
+class TakeOver:
     """Opens a term that continues from the latest checkpoint, which fences the writer before."""
 
     def __init__(self, journal: Journal, purpose: str, *, several: bool = False, view: View | None = None) -> None:
@@ -158,7 +158,7 @@ def _latest(catalog: Catalog) -> CheckpointId | None:
 # ------------------------------------------------------------------------------------------------ the last writer
 
 
-def check_somebody_writes(journal: Journal, catalog: Catalog) -> None:
+def check_writer_alive(journal: Journal, catalog: Catalog) -> None:
     """Raise if no live writer can answer a request.
 
     Raises:

@@ -10,7 +10,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.host.caller_warnings import DamagedLogWarning, warn
 
-__all__ = ["same_handle", "tell_damage"]
+__all__ = ["same_handle", "warn_of_damage"]
 
 _SHOWN: Final = 8
 
@@ -23,7 +23,7 @@ def same_handle(new: Backend, old: Backend) -> None:
     _told[new] = _told.setdefault(old, set())
 
 
-def tell_damage(backend: Backend, catalog: Catalog) -> None:
+def warn_of_damage(backend: Backend, catalog: Catalog) -> None:
     """Warn of slots that are damaged or lost, if this handle has not warned of them yet.
 
     Prevents: checkpoints that are missing from a list, or an older one mistaken for the newest, silently.

@@ -137,9 +137,9 @@ class Journal:
         """Raise `UsageError` if this place is inside another store. Call it before creating a store.
 
         Prevents: a store that `ckpt ls` does not list, whose files verify of the outer store reports as strangers, and
-        that is deleted with the outer store. Any depth counts. For the same reason no export is written into a store, and no
-        store is created around another. If each look costs a request, only one place is checked: the one above the
-        nearest folder that has a name of the format, else the one right above. A place that cannot be looked at
+        that is deleted with the outer store. Any depth counts. For the same reason no export is written into a store,
+        and no store is created around another. If each look costs a request, only one place is checked: the one above
+        the nearest folder that has a name of the format, else the one right above. A place that cannot be looked at
         (credentials for this prefix alone) counts as no store.
         """
         above = self.backend.above()

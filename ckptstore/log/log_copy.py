@@ -33,19 +33,19 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, never_deleted, read
 from ckptstore.log.partial_objects import opened_over, text_bytes
 
-__all__ = ["DamagedReplicaError", "Origin", "Replica", "TakenError", "is_begun"]
+__all__ = ["CopyOrigin", "DamagedCopyError", "LogCopy", "TakenError", "is_begun"]
 
 
 class TakenError(UsageError):
     """Another process has added to this place: read what it added before anything else."""
 
 
-class DamagedReplicaError(UsageError):
+class DamagedCopyError(UsageError):
     """The log at the place has a slot that is damaged or missing: nothing is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class CopyOrigin:
     """The source of a copy, as ``COPYING`` records it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Origin:
         return seal({"ckptstore": "copying", "run": self.format.run, "how": self.how, "what": self.what})
 
 
-class Replica:
+class LogCopy:
     """The log that is being made. Only one process at a time makes one in a folder (`exclusion`).
 
     Attributes:
@@ -74,9 +74,9 @@ class Replica:
     def __init__(
         self,
         backend: Backend,
-        origin: Origin,
+        origin: CopyOrigin,
         since: View | None = None,
-        on_record: Callable[[Replica], object] = lambda _replica: None,
+        on_record: Callable[[LogCopy], object] = lambda _replica: None,
     ) -> None:
         """Read what the place has, and claim it if it is empty.
 
@@ -100,7 +100,7 @@ class Replica:
         # No warning: damage is refused here, and a copy under construction has segments before their terms.
         view = read(self._journal, since, look_above=True if since is None else None, tell=False)
         if view.damage:
-            raise DamagedReplicaError(
+            raise DamagedCopyError(
                 f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged or missing; delete the "
                 "copy, and copy again"
             )
@@ -245,7 +245,7 @@ class Replica:
                 self.backend.delete(key)
 
 
-def is_begun(backend: Backend, origin: Origin) -> bool:
+def is_begun(backend: Backend, origin: CopyOrigin) -> bool:
     """Whether a copy from there was started in this place and is not finished. Raises `StorageError`."""
     return _marker(backend) == origin.text()
 

@@ -36,7 +36,7 @@ from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.record_text import SLOT_LIMIT, decode_record, unseal
 from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
-from ckptstore.log.damage_warnings import tell_damage
+from ckptstore.log.damage_warnings import warn_of_damage
 from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal
 from ckptstore.log.partial_objects import exists, fold_bytes, slot_bytes
@@ -149,11 +149,11 @@ def read(
     if since is not None and outdated(journal, since):
         since = None
     cheap = journal.backend.cheap_looks and since is None
-    reading = _Reading(journal, cheap if look_above is None else look_above, patience)
+    reading = _LogRead(journal, cheap if look_above is None else look_above, patience)
     for done in range(patience.tries + 1):
         if (view := reading.run(since)) is not None:
             if tell:
-                tell_damage(journal.backend, view.catalog)
+                warn_of_damage(journal.backend, view.catalog)
             return view
         since = None
         if done < patience.tries:
@@ -235,7 +235,7 @@ class _StaleError(Exception):
     """Slots to read have been folded and deleted: start over from a newer fold. Never leaves this module."""
 
 
-class _Reading:
+class _LogRead:
     """One READ, with what it has fetched so far."""
 
     def __init__(self, journal: Journal, look_above: bool, patience: Patience) -> None:

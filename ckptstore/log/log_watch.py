@@ -14,10 +14,10 @@ from ckptstore.log.damage_warnings import same_handle
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read, same_history
 
-__all__ = ["Looks"]
+__all__ = ["LogWatch"]
 
 
-class Looks:
+class LogWatch:
     """What was read so far of one run's log."""
 
     def __init__(self, journal: Journal) -> None:

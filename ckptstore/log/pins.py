@@ -96,7 +96,8 @@ class Pin:
             if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
                 raise
             warn(
-                f"reading unpinned: {error}. If a collector deletes a segment that is being read, start over", UnpinnedWarning
+                f"reading unpinned: {error}. If a collector deletes a segment that is being read, start over",
+                UnpinnedWarning,
             )
             return
         crash_point("pin.created")

@@ -33,7 +33,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.partial_objects import all_arrived
 
-__all__ = ["Outcome", "Owner", "handle", "outcome", "post", "wait"]
+__all__ = ["Outcome", "TermOwner", "handle", "outcome", "post", "wait"]
 
 _LONGEST_REASON = 500
 
@@ -41,7 +41,7 @@ _LONGEST_REASON = 500
 # ------------------------------------------------------------------------------------------------ the writer's side
 
 
-class Owner(Protocol):
+class TermOwner(Protocol):
     """The owner of the term that is asked: a `Term`, or an object that commits for it."""
 
     @property
@@ -65,7 +65,7 @@ def _nothing(_request: Request) -> str | None:
 
 
 def handle(
-    term: Owner,
+    term: TermOwner,
     prepare: Callable[[], None] = lambda: None,
     objection: Callable[[Request], str | None] = _nothing,
 ) -> int:
@@ -108,7 +108,7 @@ def handle(
     return commits
 
 
-def _answer(term: Owner, key: str, identity: str, data: bytes, objection: Callable[[Request], str | None]) -> None:
+def _answer(term: TermOwner, key: str, identity: str, data: bytes, objection: Callable[[Request], str | None]) -> None:
     try:
         request = decode_request(data, run=term.journal.run, what=key)
         if (request.term, request.id) != (term.number, identity):
@@ -131,12 +131,12 @@ def _as_commit(request: Request) -> CommitRecord:
     return replace(change, requests={request.id: None}, keep=request.keep).record(request.term)
 
 
-def _refusal(term: Owner, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
+def _refusal(term: TermOwner, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
     reason = reason[:_LONGEST_REASON]
     return CommitRecord(term.number, drops=drops, requests={identity: reason})
 
 
-def _objection(term: Owner, request: Request, record: CommitRecord) -> str | None:
+def _objection(term: TermOwner, request: Request, record: CommitRecord) -> str | None:
     """Why the request must be refused; None if it may be committed."""
     catalog = term.catalog
     for segment in request.drops:

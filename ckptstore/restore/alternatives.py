@@ -22,7 +22,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 from ckptstore.restore.restore_plan import Cost, Edge, Plan, base_node, edge_of, no_way, restore_seconds, usable
 
-__all__ = ["MOST_WAYS", "UNTRIED", "Tried", "next_way"]
+__all__ = ["MOST_WAYS", "NO_FAILED_WAYS", "FailedWays", "next_way"]
 
 MOST_WAYS: Final = 100
 """Maximum number of ways that are tried. Each may read all of a state before it fails, and the number of ways doubles
@@ -36,7 +36,7 @@ _Top = tuple[Edge, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class FailedWays:
     """What is known of the failed ways to one checkpoint.
 
     Attributes:
@@ -55,13 +55,13 @@ class Tried:
     tops: frozenset[_Top] = frozenset()
     unheld: bool = False
 
-    def knowing(self, based: Collection[Edge]) -> Tried:
+    def knowing(self, based: Collection[Edge]) -> FailedWays:
         """The same, plus encodings that are known to need something of their base."""
         return replace(self, based=self.based.union(based))
 
     def failed(
         self, top: Iterable[Encoding], suspects: Iterable[str], *, unreadable: Iterable[str] = (), unheld: bool = False
-    ) -> Tried:
+    ) -> FailedWays:
         """The same, plus one failed way.
 
         Args:
@@ -81,11 +81,11 @@ class Tried:
         )
 
 
-UNTRIED: Final = Tried()
+NO_FAILED_WAYS: Final = FailedWays()
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _SearchState:
     """A state of the search from the wanted checkpoint downwards.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Place:
 def next_way(
     catalog: Catalog,
     target: CheckpointId,
-    tried: Tried,
+    tried: FailedWays,
     cost: Cost | None = None,
     held: Collection[CheckpointId] = (),
 ) -> Plan:
@@ -116,17 +116,17 @@ def next_way(
     """
     if tried.count >= MOST_WAYS:
         raise no_way(catalog, target, tried.suspects)
-    search = _Search(catalog, tried, cost or restore_seconds(catalog), () if tried.unheld else held)
+    search = _WaySearch(catalog, tried, cost or restore_seconds(catalog), () if tried.unheld else held)
     found = search.run(target.node)
     if found is None:
         raise no_way(catalog, target, tried.suspects)
     return Plan(target, *found)
 
 
-class _Search:
+class _WaySearch:
     """Dijkstra's algorithm over places, from the wanted checkpoint downwards."""
 
-    def __init__(self, catalog: Catalog, tried: Tried, cost: Cost, held: Collection[CheckpointId]) -> None:
+    def __init__(self, catalog: Catalog, tried: FailedWays, cost: Cost, held: Collection[CheckpointId]) -> None:
         self._catalog = catalog
         self._tried = tried
         self._cost = cost
@@ -136,12 +136,12 @@ class _Search:
     def run(self, goal: Node) -> tuple[tuple[Encoding, ...], float] | None:
         """The encodings of the cheapest way, in the order of application, and its cost."""
         order = itertools.count()  # breaks ties: the first one wins
-        came: dict[_Place, tuple[Encoding, _Place]] = {}
-        start = _Place(goal, (), True)
-        waiting: list[tuple[float, int, _Place | None, tuple[Encoding, _Place] | None]] = [
+        came: dict[_SearchState, tuple[Encoding, _SearchState]] = {}
+        start = _SearchState(goal, (), True)
+        waiting: list[tuple[float, int, _SearchState | None, tuple[Encoding, _SearchState] | None]] = [
             (0.0, next(order), start, None)
         ]
-        settled: set[_Place] = set()
+        settled: set[_SearchState] = set()
         while waiting:
             total, _, place, last = heapq.heappop(waiting)
             if place is None:
@@ -157,7 +157,7 @@ class _Search:
                 heapq.heappush(waiting, (step, next(order), below, (encoding, place)))
         return None
 
-    def _onwards(self, place: _Place) -> Iterator[tuple[Encoding, _Place | None]]:
+    def _onwards(self, place: _SearchState) -> Iterator[tuple[Encoding, _SearchState | None]]:
         """The encodings that lead to a place, each with the place below it; None: nothing or a held state is below."""
         for encoding in self._catalog.encodings.get(place.node, ()):
             if not usable(self._catalog, encoding, frozenset(), list(self._held.values())):
@@ -174,12 +174,14 @@ class _Search:
                 yield encoding, None
                 continue
             rest = top if top in self._beginnings else None
-            yield encoding, _Place(below, rest, place.read and edge in self._tried.based)
+            yield encoding, _SearchState(below, rest, place.read and edge in self._tried.based)
 
     def _price(self, encoding: Encoding) -> float:
         return self._cost(encoding) + _SUSPECTED * len(self._tried.suspects.intersection(encoding.segments))
 
-    def _way(self, last: tuple[Encoding, _Place], came: dict[_Place, tuple[Encoding, _Place]]) -> tuple[Encoding, ...]:
+    def _way(
+        self, last: tuple[Encoding, _SearchState], came: dict[_SearchState, tuple[Encoding, _SearchState]]
+    ) -> tuple[Encoding, ...]:
         encodings = [last[0]]
         place = last[1]
         while place in came:

@@ -12,20 +12,20 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import key_of, keyed, keyed_group
 from ckptstore.formats.step_codec import Group, groups_of
 from ckptstore.restore.chain import Chain, master_of
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.replay import Cell, KeptBytes, Program, Stage
 from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
 
-Held = Mapping[str, Link]
+Held = Mapping[str, TensorLink]
 """The tensors of one encoding, by name; shards by their `ShardKey`."""
 Spec = tuple[str, tuple[int, ...]]
 """Logical dtype and shape."""
 _Root = tuple[str, int]  # tensor, and the encoding after which it is needed
 
 
-def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, Link]:
+def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, TensorLink]:
     """The tensors of an encoding, from its open segments. Shards are named by their keys, in the links too.
 
     Raises:
@@ -33,7 +33,7 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
             incomplete.
         FormatError: an optimizer step that this version does not understand; see `groups_of`.
     """
-    found: dict[str, Link] = {}
+    found: dict[str, TensorLink] = {}
     step = encoding.checkpoint[1]
     for reader in readers:
         told = reader.doc.encodings.get(step)
@@ -50,7 +50,7 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
             key = keys[name]
             if key in found:
                 raise CorruptSegmentError(f"{reader.entry.key}: tensor {key!r} of step {step} is in two segments")
-            found[key] = Link(keyed(tensor, key), reader, step, groups.get(name))
+            found[key] = TensorLink(keyed(tensor, key), reader, step, groups.get(name))
     return found
 
 
@@ -113,7 +113,7 @@ def _is_joint(chain: Chain) -> bool:
 
 def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     """The links of one tensor: from encoding `last` down to the newest one that needs no base."""
-    links: list[Link] = []
+    links: list[TensorLink] = []
     for number in range(last, -1, -1):
         link = held[number].get(name)
         if link is None:
@@ -135,11 +135,11 @@ def _unfit(what: str, below: Held) -> CorruptSegmentError:
     return error
 
 
-def _with_master(held: Sequence[Held], number: int, links: tuple[Link, ...]) -> Chain:
+def _with_master(held: Sequence[Held], number: int, links: tuple[TensorLink, ...]) -> Chain:
     return Chain(links, _chain(held, number, master_link(held[number], links[0]).tensor.name))
 
 
-def master_link(held: Held, copy: Link) -> Link:
+def master_link(held: Held, copy: TensorLink) -> TensorLink:
     """The tensor of the same encoding of which `copy` is a rounded copy. Raises `CorruptSegmentError` if none fits."""
     name = master_of(copy.tensor)
     found = None if name is None else held.get(name)
@@ -169,7 +169,7 @@ class _Needs:
     parents: dict[Cell, Cell] = field(default_factory=dict)
 
     def add(self, root: _Root) -> None:
-        waiting: list[tuple[str, int, Link | None]] = [(*root, None)]
+        waiting: list[tuple[str, int, TensorLink | None]] = [(*root, None)]
         while waiting:
             name, number, above = waiting.pop()
             link = self.held[number].get(name) if number >= 0 else None
@@ -219,7 +219,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     stages: dict[Cell, list[Stage]] = {}
     for (number, name), cells in sorted(needs.work.items(), key=lambda item: item[0][0]):
         _append(stages.setdefault(needs.find(cells[0]), []), held[number], name, cells)
-    results: dict[Cell, dict[str, tuple[Cell, Link]]] = {}
+    results: dict[Cell, dict[str, tuple[Cell, TensorLink]]] = {}
     for name, number in roots:
         link = held[number][name]
         cell = Cell(name, *spec_of(link.tensor))
@@ -231,7 +231,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     }
 
 
-def _unhashed(link: Link) -> Link:
+def _unhashed(link: TensorLink) -> TensorLink:
     chunks = tuple(replace(chunk, decoded_hash=None) for chunk in link.tensor.chunks)
     return replace(link, tensor=replace(link.tensor, chunks=chunks))
 

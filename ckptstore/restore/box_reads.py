@@ -22,9 +22,9 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers, run_all
 from ckptstore.restore.chain import Chain, Target, decode_chunk, restore_tensors
-from ckptstore.segments.segment_reader import Piece, SegmentReader, copy_jobs, extents, placing_jobs, straight
+from ckptstore.segments.segment_reader import SegmentReader, TensorChunk, copy_jobs, extents, placing_jobs, straight
 
-__all__ = ["Filling", "Job", "MemorySink", "Part", "Sink", "bytes_to_read", "fill", "jobs_of", "memory_for"]
+__all__ = ["BoxRead", "MemorySink", "Part", "PartRead", "Sink", "bytes_to_read", "fill", "jobs_of", "memory_for"]
 
 Part = tuple[Chain, Box]
 """The chain that restores a stored part of a tensor, and the box of its elements."""
@@ -63,7 +63,7 @@ class MemorySink:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class BoxRead:
     """A wanted box of a tensor, and all stored parts of the tensor."""
 
     parts: Sequence[Part]
@@ -71,7 +71,7 @@ class Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PartRead:
     """One stored part, and what is wanted of it.
 
     Attributes:
@@ -113,7 +113,7 @@ class Job:
         return found
 
 
-def jobs_of(fillings: Sequence[Filling]) -> list[Job]:
+def jobs_of(fillings: Sequence[BoxRead]) -> list[PartRead]:
     """The jobs of `fill`. Each stored part is in at most one of the fillings."""
     found = []
     for filling in fillings:
@@ -128,17 +128,17 @@ def jobs_of(fillings: Sequence[Filling]) -> list[Job]:
             if whole and sink.memory is not None and (run := box.run(sink.box)) is not None:
                 first = run * dtypes.get(tensor.dtype).itemsize
                 memory = sink.memory[first : first + tensor.nbytes]
-            found.append(Job(chain, box, sink, whole, memory))
+            found.append(PartRead(chain, box, sink, whole, memory))
     return found
 
 
-def bytes_to_read(jobs: Sequence[Job]) -> int:
+def bytes_to_read(jobs: Sequence[PartRead]) -> int:
     """Logical bytes of the chunks that `fill` reads: those that it reports to `advance`."""
     return sum(job.chain.tensor.nbytes if job.whole else sum(length for _, _, length in job.chunks()) for job in jobs)
 
 
 def fill(
-    jobs: Sequence[Job],
+    jobs: Sequence[PartRead],
     readers: Workers,
     staging: Staging,
     *,
@@ -171,10 +171,12 @@ def fill(
     run_all(readers.pool, work)
 
 
-def _raw_work(jobs: Sequence[Job], staging: Staging, verify: bool, advance: Advance | None) -> list[Callable[[], None]]:
+def _raw_work(
+    jobs: Sequence[PartRead], staging: Staging, verify: bool, advance: Advance | None
+) -> list[Callable[[], None]]:
     """Jobs that read uncompressed parts: several neighbors at once, large tensors straight to their place."""
     work: list[Callable[[], None]] = []
-    staged: dict[int, tuple[SegmentReader, dict[str, Job]]] = {}
+    staged: dict[int, tuple[SegmentReader, dict[str, PartRead]]] = {}
     for job in jobs:
         tensor, reader = job.chain.tensor, job.chain.links[-1].reader
         if job.memory is not None and straight(tensor, job.memory):
@@ -187,9 +189,9 @@ def _raw_work(jobs: Sequence[Job], staging: Staging, verify: bool, advance: Adva
 
 
 def _staged_work(
-    reader: SegmentReader, members: dict[str, Job], staging: Staging, verify: bool, advance: Advance | None
+    reader: SegmentReader, members: dict[str, PartRead], staging: Staging, verify: bool, advance: Advance | None
 ) -> list[Callable[[], None]]:
-    def needed(piece: Piece) -> bool:
+    def needed(piece: TensorChunk) -> bool:
         return members[piece.tensor.name].needs(piece.start, piece.chunk.logical)
 
     def deliver(tensor: TensorEntry, start: int, data: Bytes) -> None:
@@ -200,7 +202,7 @@ def _staged_work(
 
 
 def _chunk_work(
-    job: Job, number: int, start: int, length: int, staging: Staging, verify: bool, advance: Advance | None
+    job: PartRead, number: int, start: int, length: int, staging: Staging, verify: bool, advance: Advance | None
 ) -> Callable[[], None]:
     """Restores one chunk of an encoded part of which only some chunks are needed."""
 

@@ -23,7 +23,7 @@ from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all, workers
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded, wrong
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, wrong
 from ckptstore.restore.parallel_chain import apply_in_parts, parts_of
 from ckptstore.restore.replay import Program
 
@@ -47,7 +47,7 @@ class Chain:
             of the links.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[TensorLink, ...]
     master: Chain | None = None
     program: Program | None = None
 
@@ -62,7 +62,7 @@ class Chain:
         return len(self.links) == 1 and self.tensor.codec == RAW
 
     @property
-    def sources(self) -> tuple[Link, ...]:
+    def sources(self) -> tuple[TensorLink, ...]:
         """Every link that restoring it reads, including those of tensors restored with it, and its master's."""
         own = self.links if self.program is None else self.program.links
         return own if self.master is None else (*self.master.sources, *own)
@@ -307,7 +307,7 @@ def _copy_job(
     return work
 
 
-def _copied_chunk(link: Link, index: int, base: Bytes, out: Bytes, scratch: Bytes, verify: bool) -> None:
+def _copied_chunk(link: TensorLink, index: int, base: Bytes, out: Bytes, scratch: Bytes, verify: bool) -> None:
     apply_link(link, index, base, out, scratch, verify=verify)
     check_decoded(link, index, out, verify=verify)
 

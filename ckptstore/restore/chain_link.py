@@ -13,11 +13,11 @@ from ckptstore.formats.step_codec import Group
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.segment_reader import SegmentReader, read_chunk
 
-__all__ = ["Link", "apply_link", "check_decoded", "read_payload", "wrong"]
+__all__ = ["TensorLink", "apply_link", "check_decoded", "read_payload", "wrong"]
 
 
 @dataclass(frozen=True)  # no slots: the codec is created once, not for every chunk
-class Link:
+class TensorLink:
     """One tensor of one encoding, in the segment that holds it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Link:
         return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
 
 
-def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
+def apply_link(link: TensorLink, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
     """Apply chunk `index` of a link to `base` (None if it needs none, `out` itself to work in place), into `out`.
 
     Raises:
@@ -65,7 +65,7 @@ def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: 
         raise wrong(f"{link.where}: chunk {index} of step {link.step}: {error}") from error
 
 
-def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
+def read_payload(link: TensorLink, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
     """The stored bytes of chunk `index`: a slice of `scratch`.
 
     Raises:
@@ -75,7 +75,7 @@ def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Byt
     return read_chunk(link.reader, link.tensor, link.tensor.chunks[index], scratch, verify=verify)
 
 
-def check_decoded(link: Link, index: int, out: Bytes, *, verify: bool) -> None:
+def check_decoded(link: TensorLink, index: int, out: Bytes, *, verify: bool) -> None:
     """Compare the restored chunk `index` with the hash of what was saved. Raises `CorruptSegmentError` naming tensor
     and step."""
     expected = link.tensor.chunks[index].decoded_hash

@@ -20,7 +20,7 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.host.caller_warnings import FallbackWarning, warn
-from ckptstore.restore.alternatives import Tried, next_way
+from ckptstore.restore.alternatives import FailedWays, next_way
 from ckptstore.restore.restore_plan import edge_of, plan
 
 __all__ = ["FAULTS", "around"]
@@ -36,13 +36,13 @@ def around(
     catalog: Catalog,
     target: CheckpointId,
     used: Sequence[Encoding],
-    tried: Tried,
+    tried: FailedWays,
     error: CkptError,
     held: Collection[CheckpointId] = (),
     unreadable: str | None = None,
     *,
     quiet: bool = False,
-) -> Tried:
+) -> FailedWays:
     """Record a failed way to `target`, if another is left, and warn -> what is known of the ways now.
 
     Args:
@@ -85,8 +85,8 @@ def around(
 
 
 def _after(
-    used: Sequence[Encoding], tried: Tried, error: CkptError, held: Collection[CheckpointId], named: Sequence[str]
-) -> Tried:
+    used: Sequence[Encoding], tried: FailedWays, error: CkptError, held: Collection[CheckpointId], named: Sequence[str]
+) -> FailedWays:
     """What is known once an opened way has failed."""
     lacking = error.lacking if isinstance(error, CorruptSegmentError) else None
     computed = isinstance(error, CorruptSegmentError) and error.computed

@@ -24,15 +24,25 @@ from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
-from ckptstore.restore.alternatives import UNTRIED, Tried
-from ckptstore.restore.box_reads import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
+from ckptstore.restore.box_reads import (
+    BoxRead,
+    MemorySink,
+    Part,
+    PartRead,
+    Sink,
+    bytes_to_read,
+    fill,
+    jobs_of,
+    memory_for,
+)
 from ckptstore.restore.chain import Chain, restore_tensors
 from ckptstore.restore.fallback import FAULTS
 from ckptstore.restore.load_targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
-from ckptstore.restore.open_checkpoint import Opened, opened
-from ckptstore.restore.resident_checkpoint import HeldState
-from ckptstore.restore.restore_source import Restorable
-from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
+from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
+from ckptstore.restore.restore_source import RestoreSource
+from ckptstore.restore.selection import TensorSelection, chosen_box, one_of, select_from
 from ckptstore.restore.tensor_streams import stream
 from ckptstore.segments.segment_reader import SegmentReader, copy_tensors, load_tensors, map_tensors
 
@@ -109,7 +119,7 @@ class _Wanted:
     parts: dict[str, list[Part]]
 
     @classmethod
-    def of(cls, found: Restorable, names: Iterable[str], targets: Targets | None) -> _Wanted:
+    def of(cls, found: RestoreSource, names: Iterable[str], targets: Targets | None) -> _Wanted:
         entries = {name: found.tensors[name] for name in names}
 
         def is_whole(name: str) -> bool:
@@ -118,11 +128,11 @@ class _Wanted:
         whole = {name: found.chains[name] for name in entries if is_whole(name)}
         return cls(entries, whole, {name: found.stored(name) for name in entries if name not in whole})
 
-    def jobs(self, sink: Callable[[str], Sink]) -> list[Job]:
+    def jobs(self, sink: Callable[[str], Sink]) -> list[PartRead]:
         """The jobs that fill a sink for each of `parts`."""
-        return jobs_of([Filling(parts, sink(name)) for name, parts in self.parts.items()])
+        return jobs_of([BoxRead(parts, sink(name)) for name, parts in self.parts.items()])
 
-    def nbytes(self, jobs: Sequence[Job]) -> int:
+    def nbytes(self, jobs: Sequence[PartRead]) -> int:
         """Number of logical bytes that are read."""
         return sum(chain.tensor.nbytes for chain in self.whole.values()) + bytes_to_read(jobs)
 
@@ -132,7 +142,7 @@ def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     return restoring(journal, ref, lambda found: rebuilt(found, options))
 
 
-def rebuilt(found: Restorable, options: LoadOptions) -> Any:
+def rebuilt(found: RestoreSource, options: LoadOptions) -> Any:
     """The state of a checkpoint, in the form that `options` request. Raises as `Store.load`."""
     picked = select_from(found.tree_of(options.rank), options.select, found.ref)
     if found.lossy:
@@ -153,7 +163,7 @@ def rebuilt(found: Restorable, options: LoadOptions) -> Any:
     return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
 
 
-def _targets(found: Restorable, picked: Selection, options: LoadOptions) -> Targets:
+def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions) -> Targets:
     """The tensors to overwrite. Raises `UsageError` if one does not fit."""
     entries = {name: found.tensors[name] for name in picked.tensors}
     if not isinstance(options.into, MadeTargets):
@@ -164,10 +174,10 @@ def _targets(found: Restorable, picked: Selection, options: LoadOptions) -> Targ
 def restoring(
     journal: Journal,
     ref: str | int,
-    work: Callable[[Opened], _R],
-    bases: Sequence[HeldState] = (),
+    work: Callable[[OpenCheckpoint], _R],
+    bases: Sequence[ResidentCheckpoint] = (),
     since: View | None = None,
-    tried: Tried = UNTRIED,
+    tried: FailedWays = NO_FAILED_WAYS,
     catalog: Catalog | None = None,
 ) -> _R:
     """The result of `work` on an open checkpoint; if an encoding is damaged, `work` is called again with another.
@@ -347,7 +357,7 @@ def tree(journal: Journal, ref: str | int) -> Any:
 
 def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
-    done, tried = 0, UNTRIED
+    done, tried = 0, NO_FAILED_WAYS
     while True:
         with opened(journal, ref, tried) as found:
             try:
@@ -372,7 +382,7 @@ def read_tensors(
     journal: Journal, ref: str | int, names: Iterable[str] | None, verify: bool
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """See `Store.read_tensors`."""
-    left, tried = None if names is None else list(names), UNTRIED
+    left, tried = None if names is None else list(names), NO_FAILED_WAYS
     while True:
         with opened(journal, ref, tried) as found, workers(default_threads(), "read") as readers:
             try:
@@ -386,7 +396,7 @@ def read_tensors(
 
 
 def _read_tensor(
-    found: Opened, readers: Workers, name: str, verify: bool, box: Sequence[slice] | slice | None = None
+    found: OpenCheckpoint, readers: Workers, name: str, verify: bool, box: Sequence[slice] | slice | None = None
 ) -> npt.NDArray[Any]:
     name = _named(found, name)
     entry, staging = found.tensors[name], _staging(readers.threads)
@@ -401,11 +411,11 @@ def _read_tensor(
     parts = found.stored(name)
     image = memory_for(parts, chosen)
     sink = MemorySink(image, chosen, dtypes.get(entry.dtype).itemsize)
-    fill(jobs_of([Filling(parts, sink)]), readers, staging, verify=verify)
+    fill(jobs_of([BoxRead(parts, sink)]), readers, staging, verify=verify)
     return image
 
 
-def _named(found: Opened, name: str) -> str:
+def _named(found: OpenCheckpoint, name: str) -> str:
     """The name of a tensor, or of the tensor at a place (`formats.state.places`)."""
     if name in found.parts:
         return name

@@ -20,7 +20,7 @@ from ckptstore.formats.sources import NumpySource, write_into
 from ckptstore.formats.state import FlatState, paths, places
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.selection import Selection
+from ckptstore.restore.selection import TensorSelection
 
 __all__ = ["MadeTargets", "TargetSink", "Targets", "distinct_elements", "find_targets", "made_targets", "sharing"]
 
@@ -117,7 +117,7 @@ class MadeTargets:
 
 
 def find_targets(
-    wanted: Mapping[str, TensorEntry], picked: Selection, into: Any, select: str | Sequence[str] | None
+    wanted: Mapping[str, TensorEntry], picked: TensorSelection, into: Any, select: str | Sequence[str] | None
 ) -> Targets:
     """Find the tensors of `into` that a restore overwrites.
 
@@ -142,7 +142,7 @@ def find_targets(
     return Targets({name: targets[names[name]] for name in wanted})
 
 
-def _check_parameter_names(picked: Selection, mine: Any) -> None:
+def _check_parameter_names(picked: TensorSelection, mine: Any) -> None:
     """Raise if the parameter numbers of an optimizer stand for other parameters, where both states have their names."""
     for path, stored, own in _both(picked.whole, mine, ()):
         name = ".".join(path)
@@ -202,7 +202,7 @@ def made_targets(entries: Mapping[str, TensorEntry], made: Mapping[str, Any]) ->
 
 
 def _selected(
-    flat: FlatState, picked: Selection, names: Mapping[str, str], select: str | Sequence[str]
+    flat: FlatState, picked: TensorSelection, names: Mapping[str, str], select: str | Sequence[str]
 ) -> dict[str, Any]:
     """Name of a selected tensor -> the tensor at its place in `into`; and other tensors that `select` names there."""
     there = {place.name: place.tensor for place in places(flat.tree)}

@@ -25,25 +25,25 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.log.pins import claim
-from ckptstore.restore.alternatives import UNTRIED, Tried, next_way
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.fallback import FAULTS, around
-from ckptstore.restore.resident_checkpoint import HeldState
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.restore_plan import Edge, Plan, edge_of, plan, stored_bytes
-from ckptstore.restore.restore_source import Restorable
+from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.stored_parts import Parts, stored_parts
-from ckptstore.segments.open_files import Handles
+from ckptstore.segments.open_files import OpenFiles
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["Opened", "opened", "opened_readers"]
+__all__ = ["OpenCheckpoint", "opened", "opened_readers"]
 
 _OPEN: Final = 128
 """Number of segments that stay open; further ones (many ranks, long chains) are opened again when they are read."""
 
 
 @dataclass(frozen=True)  # no slots: values that need a walk over all tensors are computed once
-class Opened(Restorable):
+class OpenCheckpoint(RestoreSource):
     """A checkpoint with every segment of its plan open and described.
 
     Attributes:
@@ -61,8 +61,8 @@ class Opened(Restorable):
     entry: CheckpointEntry
     plan: Plan
     readers: dict[str, SegmentReader]
-    tried: Tried = UNTRIED
-    base: HeldState | None = None
+    tried: FailedWays = NO_FAILED_WAYS
+    base: ResidentCheckpoint | None = None
     cheap_reads: bool = True
     quiet: bool = False
 
@@ -71,7 +71,7 @@ class Opened(Restorable):
         """The REF ``STEP@TERM``, which names this checkpoint for ever."""
         return self.entry.ref
 
-    def around(self, error: CkptError, held: Collection[CheckpointId] = ()) -> Tried:
+    def around(self, error: CkptError, held: Collection[CheckpointId] = ()) -> FailedWays:
         """What is known of the ways now that this one has failed, to open the checkpoint again: `fallback.around`."""
         target, used = self.plan.target, self.plan.encodings
         return around(self.catalog, target, used, self.tried, error, held, quiet=self.quiet)
@@ -144,11 +144,11 @@ class Opened(Restorable):
 def opened(
     journal: Journal,
     ref: str | int,
-    tried: Tried = UNTRIED,
-    bases: Sequence[HeldState] = (),
+    tried: FailedWays = NO_FAILED_WAYS,
+    bases: Sequence[ResidentCheckpoint] = (),
     since: View | None = None,
     catalog: Catalog | None = None,
-) -> Iterator[Opened]:
+) -> Iterator[OpenCheckpoint]:
     """Plan, pin and open everything that restoring `ref` reads.
 
     If a segment of the plan is missing, or its description is damaged, and there is another way, that way is opened,
@@ -179,7 +179,7 @@ def opened(
 class _Attempt:
     """What is known of a checkpoint when opening it fails."""
 
-    bases: Sequence[HeldState] = ()
+    bases: Sequence[ResidentCheckpoint] = ()
     since: View | None = None
     catalog: Catalog | None = None
     quiet: bool = False
@@ -192,7 +192,7 @@ class _Attempt:
         assert self.chosen is not None
         return self.chosen.target.ref
 
-    def around(self, error: CkptError, tried: Tried) -> Tried:
+    def around(self, error: CkptError, tried: FailedWays) -> FailedWays:
         """See `fallback.around`."""
         needed = self.needed
         if self.catalog is None or self.chosen is None or needed is None or not needed.encodings:
@@ -214,12 +214,12 @@ class _Attempt:
         """See `plan`."""
         return [base.id for base in self.bases]
 
-    def choose(self, catalog: Catalog, ref: str | int, tried: Tried) -> tuple[CheckpointEntry, Plan]:
+    def choose(self, catalog: Catalog, ref: str | int, tried: FailedWays) -> tuple[CheckpointEntry, Plan]:
         """The checkpoint and the cheapest way to it; if states are in memory, the way that reads the fewest bytes."""
         self.needed = None
         entry = refs.resolve(catalog, ref)
         cost = stored_bytes if self.bases else None
-        if tried != UNTRIED:
+        if tried != NO_FAILED_WAYS:
             chosen = next_way(catalog, entry.id, tried, cost, self.held)
         else:
             chosen = plan(catalog, entry.id, cost, held=self.held)
@@ -228,7 +228,7 @@ class _Attempt:
 
 
 @contextmanager
-def _opened(journal: Journal, ref: str | int, tried: Tried, attempt: _Attempt) -> Iterator[Opened]:
+def _opened(journal: Journal, ref: str | int, tried: FailedWays, attempt: _Attempt) -> Iterator[OpenCheckpoint]:
     def choose_plan(catalog: Catalog) -> tuple[CheckpointEntry, Plan]:
         return attempt.choose(catalog, ref, tried)
 
@@ -244,7 +244,9 @@ def _opened(journal: Journal, ref: str | int, tried: Tried, attempt: _Attempt) -
         readers = {segment: readers[segment] for segment in used.segments}  # in the plan's order
         base = next((one for one in attempt.bases if one.id == used.encodings[0].base), None)
         known = tried.knowing(needed.based)
-        found = Opened(catalog, entry, used, readers, known, base, journal.backend.cheap_looks, quiet=attempt.quiet)
+        found = OpenCheckpoint(
+            catalog, entry, used, readers, known, base, journal.backend.cheap_looks, quiet=attempt.quiet
+        )
         found.check_identity()
         yield found
 
@@ -306,7 +308,7 @@ def opened_readers(
         open_: opens one segment.
     """
     readers: dict[str, SegmentReader] = {}
-    handles = Handles(backend)
+    handles = OpenFiles(backend)
     stack.callback(handles.close)
     for number, entry in enumerate(entries):
         readers[entry.id] = reader = open_(entry)

@@ -13,7 +13,7 @@ from typing import Final
 from ckptstore.formats import codecs, kernel_choice
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded
 
 __all__ = ["apply_in_parts", "parts_of"]
 
@@ -21,7 +21,7 @@ _LINKS: Final = 4
 """Number of deltas that are worth a thread."""
 
 
-def parts_of(links: Sequence[Link], threads: int) -> list[Sequence[Link]]:
+def parts_of(links: Sequence[TensorLink], threads: int) -> list[Sequence[TensorLink]]:
     """Cut a chain into parts for this many threads: the first begins with the full, the others are additive deltas."""
     first = len(links)
     while first > 1 and links[first - 1].group is None and links[first - 1].codec.additive:
@@ -36,7 +36,7 @@ def parts_of(links: Sequence[Link], threads: int) -> list[Sequence[Link]]:
 
 
 def apply_in_parts(
-    parts: Sequence[Sequence[Link]],
+    parts: Sequence[Sequence[TensorLink]],
     index: int,
     out: Bytes,
     pool: ThreadPoolExecutor,
@@ -57,11 +57,16 @@ def apply_in_parts(
 
 
 def _summed_up(
-    parts: Sequence[Sequence[Link]], index: int, out: Bytes, pool: ThreadPoolExecutor, staging: Staging, verify: bool
+    parts: Sequence[Sequence[TensorLink]],
+    index: int,
+    out: Bytes,
+    pool: ThreadPoolExecutor,
+    staging: Staging,
+    verify: bool,
 ) -> None:
     sums = [out, *(aligned(len(out)) for _ in parts[1:])]
 
-    def job(links: Sequence[Link], total: Bytes) -> Callable[[], None]:
+    def job(links: Sequence[TensorLink], total: Bytes) -> Callable[[], None]:
         def work() -> None:
             with staging.block() as scratch:
                 for link in links:

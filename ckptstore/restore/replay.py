@@ -23,7 +23,7 @@ from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.cancellable_calls import scope_here, within
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded, read_payload, wrong
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
 
 __all__ = ["Cell", "KeptBytes", "Program", "Stage", "take_step"]
 
@@ -58,8 +58,8 @@ class Stage:
     """
 
     cells: tuple[Cell, ...]
-    links: tuple[Link, ...]
-    followers: tuple[tuple[Link, ...], ...] = ()
+    links: tuple[TensorLink, ...]
+    followers: tuple[tuple[TensorLink, ...], ...] = ()
 
     @property
     def steps(self) -> bool:
@@ -102,7 +102,10 @@ class Program:
     """
 
     def __init__(
-        self, stages: tuple[Stage, ...], results: Mapping[str, tuple[Cell, Link]], allowance: KeptBytes | None = None
+        self,
+        stages: tuple[Stage, ...],
+        results: Mapping[str, tuple[Cell, TensorLink]],
+        allowance: KeptBytes | None = None,
     ) -> None:
         """Create a program that keeps results within `allowance`, which all programs of a restore share."""
         self.stages = stages
@@ -119,7 +122,7 @@ class Program:
         return tuple(self.results)
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[TensorLink, ...]:
         """Every link that it applies; of a step's links only the leaders have bytes."""
         return tuple(
             link
@@ -201,7 +204,9 @@ class Program:
         return None
 
 
-def take_step(link: Link, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
+def take_step(
+    link: TensorLink, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes
+) -> None:
     """Take one step of a group, in place.
 
     Args:
@@ -266,9 +271,9 @@ def _take_steps(
                 raise
 
 
-def _windows(links: Sequence[Link], index: int) -> Iterator[list[Link]]:
+def _windows(links: Sequence[TensorLink], index: int) -> Iterator[list[TensorLink]]:
     """Groups of steps whose payloads are read and applied together."""
-    window: list[Link] = []
+    window: list[TensorLink] = []
     filled = 0
     for link in links:
         # Every payload keeps its offset modulo the page in memory.
@@ -282,7 +287,7 @@ def _windows(links: Sequence[Link], index: int) -> Iterator[list[Link]]:
         yield window
 
 
-def _read(window: Sequence[Link], index: int, out: Bytes, verify: bool) -> list[Bytes]:
+def _read(window: Sequence[TensorLink], index: int, out: Bytes, verify: bool) -> list[Bytes]:
     payloads = []
     at = 0
     for link in window:
@@ -293,7 +298,7 @@ def _read(window: Sequence[Link], index: int, out: Bytes, verify: bool) -> list[
 
 
 def _decode(
-    window: Sequence[Link], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
+    window: Sequence[TensorLink], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
 ) -> None:
     steps = []
     for link, payload in zip(window, payloads, strict=True):

@@ -18,20 +18,20 @@ from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import RAW, Chunk, SegmentDoc, TensorEntry
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.chain_link import Link
-from ckptstore.restore.restore_source import Restorable
+from ckptstore.restore.chain_link import TensorLink
+from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.stored_parts import Parts
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["HELD", "HeldState", "layout", "made"]
+__all__ = ["RESIDENT", "ResidentCheckpoint", "layout", "made"]
 
-HELD: Final = "held-in-memory"
+RESIDENT: Final = "held-in-memory"
 """Used in the errors of a checkpoint in memory instead of a segment's name."""
 _LINE: Final = 128
 
 
 @dataclass(frozen=True)  # no slots: see `Opened`
-class HeldState(Restorable):
+class ResidentCheckpoint(RestoreSource):
     """A checkpoint in memory, or those of its tensors that are followed.
 
     Attributes:
@@ -41,7 +41,7 @@ class HeldState(Restorable):
     """
 
     id: CheckpointId
-    links: Mapping[str, Link]
+    links: Mapping[str, TensorLink]
     region: Bytes
     held_parts: Parts
     held_tree: Any
@@ -54,27 +54,27 @@ class HeldState(Restorable):
 
     @property
     def ref(self) -> str:
-        """See `Restorable.ref`."""
+        """See `RestoreSource.ref`."""
         return self.id.ref
 
     @property
     def lossy(self) -> bool:
-        """See `Restorable.lossy`."""
+        """See `RestoreSource.lossy`."""
         return self.is_lossy
 
     @property
     def merged(self) -> Any:
-        """See `Restorable.merged`."""
+        """See `RestoreSource.merged`."""
         return self.held_tree
 
     @property
     def parts(self) -> Parts:
-        """See `Restorable.parts`: only the tensors that are held."""
+        """See `RestoreSource.parts`: only the tensors that are held."""
         return self.held_parts
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
-        """See `Restorable.chains`."""
+        """See `RestoreSource.chains`."""
         return {key: Chain((link,)) for key, link in self.links.items()}
 
 
@@ -95,7 +95,7 @@ def made(
     tree: Any,
     *,
     lossy: bool = False,
-) -> HeldState:
+) -> ResidentCheckpoint:
     """A checkpoint whose tensors are in `region`, at the positions of `layout`.
 
     Args:
@@ -104,9 +104,9 @@ def made(
         tree: the stored tree of the whole state.
     """
     places, _ = layout(tensors)
-    reader = _Reader(identity, region)
-    links = {key: Link(_raw(tensor, places[key]), reader, identity.step) for key, tensor in tensors.items()}
-    return HeldState(identity, links, region, parts, tree, lossy)
+    reader = _RegionReader(identity, region)
+    links = {key: TensorLink(_raw(tensor, places[key]), reader, identity.step) for key, tensor in tensors.items()}
+    return ResidentCheckpoint(identity, links, region, parts, tree, lossy)
 
 
 def _raw(tensor: TensorEntry, at: int) -> TensorEntry:
@@ -119,16 +119,16 @@ def _raw(tensor: TensorEntry, at: int) -> TensorEntry:
     return replace(tensor, chunks=tuple(chunks), codec=RAW, params={})
 
 
-class _Reader(SegmentReader):
+class _RegionReader(SegmentReader):
     """The region in the form of an open segment."""
 
     def __init__(self, identity: CheckpointId, region: Bytes) -> None:  # nothing is opened, and no header read
-        self.entry = SegmentEntry(HELD, identity.term, len(region), 0, "")
-        self.source: SegmentSource = _Region(region)
-        self.doc = SegmentDoc("", identity.term, HELD, {})
+        self.entry = SegmentEntry(RESIDENT, identity.term, len(region), 0, "")
+        self.source: SegmentSource = _RegionSource(region)
+        self.doc = SegmentDoc("", identity.term, RESIDENT, {})
 
 
-class _Region(SegmentSource):
+class _RegionSource(SegmentSource):
     def __init__(self, region: Bytes) -> None:
         self._region = region
         self.size = len(region)
@@ -138,7 +138,7 @@ class _Region(SegmentSource):
         view[:] = self._region.data[offset : offset + len(view)]  # `_raw` never reads outside of it
 
     def map(self) -> memoryview | None:
-        raise StorageError(errno.EOPNOTSUPP, "a checkpoint in memory cannot be mapped", HELD)
+        raise StorageError(errno.EOPNOTSUPP, "a checkpoint in memory cannot be mapped", RESIDENT)
 
     def close(self) -> None:
         """Does nothing: nothing is open."""

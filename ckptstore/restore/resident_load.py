@@ -17,8 +17,8 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import Workers, workers
 from ckptstore.restore.assembly import Held, assemble
 from ckptstore.restore.chain import Chain, master_of, restore_tensors
-from ckptstore.restore.open_checkpoint import Opened
-from ckptstore.restore.resident_checkpoint import HeldState, layout, made
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint, layout, made
 from ckptstore.restore.selection import select_from
 from ckptstore.segments.segment_reader import copy_tensors
 
@@ -64,7 +64,7 @@ def companions(encodings: Sequence[Held], keys: Iterable[str]) -> list[str]:
     return [key for key in encodings[-1] if key in needed]
 
 
-def lacking(found: Opened, select: str | Sequence[str] | None, rank: int | None = None) -> bool:
+def lacking(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int | None = None) -> bool:
     """Whether a selected tensor builds on one that the base in memory does not have."""
     if found.base is None:
         return False
@@ -74,20 +74,20 @@ def lacking(found: Opened, select: str | Sequence[str] | None, rank: int | None 
     )
 
 
-def _wanted(found: Opened, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
+def _wanted(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
     names = select_from(found.tree_of(rank), select, found.ref).tensors
     return companions(found.encodings, [key for name in names for key in found.parts[name]])
 
 
 def hold(
-    found: Opened,
+    found: OpenCheckpoint,
     select: str | Sequence[str] | None,
     spare: Sequence[Bytes] = (),
     threads: int = 1,
     progress: Progress | None = None,
     read: BytesRead | None = None,
     rank: int | None = None,
-) -> list[HeldState]:
+) -> list[ResidentCheckpoint]:
     """Restore an open checkpoint, or the selected tensors and those that they need, into new memory.
 
     Args:
@@ -159,11 +159,11 @@ def _restore(chains: Mapping[str, Chain], memory: Mapping[str, Bytes], readers: 
 
 
 def adopt(
-    found: Opened,
+    found: OpenCheckpoint,
     select: str | Sequence[str] | None,
     read: Callable[[str, int, Bytes], None],
     rank: int | None = None,
-) -> HeldState | None:
+) -> ResidentCheckpoint | None:
     """Hold the state that the caller already has, if it is the checkpoint bit for bit; None: it is not.
 
     Args:
@@ -191,7 +191,7 @@ def adopt(
     return made(found.entry.id, tensors, region, {name: (name,) for name in names}, found.merged)
 
 
-def _prepare_sources(found: Opened, keys: Sequence[str], read: BytesRead | None) -> None:
+def _prepare_sources(found: OpenCheckpoint, keys: Sequence[str], read: BytesRead | None) -> None:
     """Count what is read; if every read is a request, fetch segments of which most is needed as a whole."""
     needed: dict[int, int] = {}
     for held in found.encodings:
@@ -203,14 +203,14 @@ def _prepare_sources(found: Opened, keys: Sequence[str], read: BytesRead | None)
     for reader in found.readers.values():
         size = reader.entry.size
         if read is not None:
-            reader.source = _Counted(reader.source, read)
+            reader.source = _CountedSource(reader.source, read)
         far = not found.cheap_reads
         if far and size <= left and 2 * needed.get(id(reader), 0) >= size - reader.entry.header:
             left -= size
-            reader.source = _Whole(reader.source, reader.entry.header)
+            reader.source = _WholeSource(reader.source, reader.entry.header)
 
 
-class _Passing(SegmentSource):
+class _SourceWrapper(SegmentSource):
     """A source that reads from another one."""
 
     def __init__(self, source: SegmentSource) -> None:
@@ -228,7 +228,7 @@ class _Passing(SegmentSource):
         self._source.close()
 
 
-class _Counted(_Passing):
+class _CountedSource(_SourceWrapper):
     def __init__(self, source: SegmentSource, read: BytesRead) -> None:
         super().__init__(source)
         self._read = read
@@ -238,7 +238,7 @@ class _Counted(_Passing):
         self._read.add(out.nbytes)
 
 
-class _Whole(_Passing):
+class _WholeSource(_SourceWrapper):
     """A segment without its header, fetched as a whole when the first byte of it is read."""
 
     def __init__(self, source: SegmentSource, header: int) -> None:

@@ -16,13 +16,13 @@ from ckptstore.restore.box_reads import Part
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.stored_parts import Parts
 
-__all__ = ["Restorable"]
+__all__ = ["RestoreSource"]
 
 _NAMED: Final = 5
 """Number of tensors that a warning names."""
 
 
-class Restorable(ABC):
+class RestoreSource(ABC):
     """A checkpoint that has a chain for every tensor."""
 
     @property

@@ -13,11 +13,11 @@ from ckptstore.formats.boxes import Box
 from ckptstore.formats.state import Place, places, select_places, tensor_names
 from ckptstore.host.option_checks import texts
 
-__all__ = ["Selection", "choose", "chosen_box", "one_of", "select_from"]
+__all__ = ["TensorSelection", "choose", "chosen_box", "one_of", "select_from"]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class TensorSelection:
     """The selected part of a state.
 
     Attributes:
@@ -52,7 +52,7 @@ class Selection:
         )
 
 
-def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> Selection:
+def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> TensorSelection:
     """The places of a state's tensors that a selection (one glob or several) matches.
 
     A tied tensor has several places with different names: places that do not match are left out.
@@ -62,11 +62,13 @@ def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> Se
         FormatError: the tree is not what `flatten` writes.
     """
     if chosen is None:
-        return Selection(tree, {index: Place(name, name) for index, name in enumerate(tensor_names(tree))}, all=True)
+        return TensorSelection(
+            tree, {index: Place(name, name) for index, name in enumerate(tensor_names(tree))}, all=True
+        )
     found = places(tree)
     names = set(choose(list(dict.fromkeys(place.name for place in found)), chosen, where))
     kept = {position: place for position, place in enumerate(found) if place.name in names}
-    return Selection(tree, kept, all=False)
+    return TensorSelection(tree, kept, all=False)
 
 
 def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str] | None, where: str) -> list[str]:

@@ -9,7 +9,7 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.shards import ShardKey, check_cover, state_parts
 from ckptstore.formats.state import tensor_names
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 
 __all__ = ["Parts", "described_state", "stored_parts"]
 
@@ -17,7 +17,7 @@ Parts = dict[str, tuple[str, ...]]
 """Name of a tensor -> keys of its stored parts: its name, or a `ShardKey` for each of its shards, by offset."""
 
 
-def stored_parts(held: Mapping[str, Link], names: Sequence[str], where: str) -> Parts:
+def stored_parts(held: Mapping[str, TensorLink], names: Sequence[str], where: str) -> Parts:
     """The stored parts of the tensors `names`, in their order.
 
     Args:
@@ -47,7 +47,7 @@ def stored_parts(held: Mapping[str, Link], names: Sequence[str], where: str) -> 
     return parts
 
 
-def described_state(held: Mapping[str, Link], tree: Any, where: str) -> str:
+def described_state(held: Mapping[str, TensorLink], tree: Any, where: str) -> str:
     """The hash of the state that segments describe, without decoding anything.
 
     Args:

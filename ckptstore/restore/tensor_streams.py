@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.restore_source import Restorable
+from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.shard_streams import iterate_parts
 
 __all__ = ["stream", "streams"]
 
 
-def streams(found: Restorable) -> Callable[[str], Iterator[Bytes]]:
+def streams(found: RestoreSource) -> Callable[[str], Iterator[Bytes]]:
     """A function that yields a tensor's logical bytes chunk by chunk, verified, each valid until the next one.
 
     Several threads may call it while `found` is open. Sharded tensors are assembled: then one chunk of each shard at
@@ -27,7 +27,7 @@ def streams(found: Restorable) -> Callable[[str], Iterator[Bytes]]:
     return chunks
 
 
-def stream(found: Restorable, name: str, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
+def stream(found: RestoreSource, name: str, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
     """Stream one tensor: (offset within it, bytes valid until the next one)."""
     if found.sharded(name):
         return iterate_parts(found.tensors[name], found.stored(name), verify=verify)

@@ -12,10 +12,10 @@ from ckptstore.formats.state import unflatten
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal
-from ckptstore.restore.alternatives import UNTRIED, Tried
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
 from ckptstore.restore.chain import restore_tensors
 from ckptstore.restore.load import restoring
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import Plan
 
 __all__ = ["try_restoring"]
@@ -26,7 +26,7 @@ def try_restoring(
     catalog: Catalog,
     node: Node,
     threads: int,
-    tried: Tried = UNTRIED,
+    tried: FailedWays = NO_FAILED_WAYS,
 ) -> Plan:
     """Restore a checkpoint: decode every tensor and compare it with its hashes -> the way that succeeded.
 
@@ -45,7 +45,7 @@ def try_restoring(
     def nothing(_start: int, _data: Bytes) -> None:
         pass
 
-    def work(found: Opened) -> Plan:
+    def work(found: OpenCheckpoint) -> Plan:
         unflatten(of_rank(found.merged, None), lambda _name, _origin: None)
         targets = {key: (chain, nothing) for key, chain in found.chains.items()}
         with workers(threads, "try") as readers:

@@ -10,11 +10,11 @@ from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, or
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["LaidOutState", "Region", "RegionPlan", "plan_regions"]
+__all__ = ["LaidOutState", "RegionPlan", "SegmentRegion", "plan_regions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SegmentRegion:
     """The data of one plain segment in memory.
 
     Attributes:
@@ -36,7 +36,7 @@ class LaidOutState(FlatState):
         digests: state digests that are already known, by tensor name.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[SegmentRegion, ...]
     digests: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -56,12 +56,13 @@ class RegionPlan:
     offsets: Mapping[str, int]
     size: int
 
-    def regions(self, memory: Bytes) -> tuple[Region, ...]:
+    def regions(self, memory: Bytes) -> tuple[SegmentRegion, ...]:
         """The regions of page-aligned `memory` of at least `size` bytes. Sets their padding to zero."""
         for _, data_end, end in self.bounds:
             memory[data_end:end] = 0
         return tuple(
-            Region(specs, memory[start:end]) for specs, (start, _, end) in zip(self.segments, self.bounds, strict=True)
+            SegmentRegion(specs, memory[start:end])
+            for specs, (start, _, end) in zip(self.segments, self.bounds, strict=True)
         )
 
 

@@ -28,12 +28,12 @@ from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
-from ckptstore.segments.aligned_regions import LaidOutState, Region
+from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion
 from ckptstore.segments.packed_segments import drafts
 from ckptstore.segments.plain_segments import WrittenState
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["DirectState", "Mapped", "map_segments", "regions_of", "write_direct"]
+__all__ = ["MappedSegment", "MappedState", "map_segments", "regions_of", "write_direct"]
 
 _PIECE: Final = 1 << 20
 _SLACK: Final = 64 << 10
@@ -41,7 +41,7 @@ _SLACK: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedSegment:
     """An open segment whose data region is mapped into memory.
 
     Attributes:
@@ -57,7 +57,7 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectState(LaidOutState):
+class MappedState(LaidOutState):
     """A state whose tensors are in mapped segments.
 
     Attributes:
@@ -65,7 +65,7 @@ class DirectState(LaidOutState):
         begun: ids of the segments that are, or were, being completed: the code that completes them drops them.
     """
 
-    mapped: tuple[Mapped, ...] = ()
+    mapped: tuple[MappedSegment, ...] = ()
     begun: list[str] = field(default_factory=list)
 
     def abort(self) -> list[str]:
@@ -79,7 +79,7 @@ class DirectState(LaidOutState):
 
 def map_segments(
     backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int | None = None
-) -> tuple[Mapped, ...] | None:
+) -> tuple[MappedSegment, ...] | None:
     """Open the segments of a full of a state like `flat`, and map them; None: the medium cannot map segments.
 
     Args:
@@ -91,7 +91,7 @@ def map_segments(
     """
     specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
     divided = split(specs, backend.segment_bytes if limit is None else limit)
-    found: list[Mapped] = []
+    found: list[MappedSegment] = []
     try:
         for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
             planned = plan_plain(members, doc)
@@ -99,7 +99,7 @@ def map_segments(
             layout = place(planned.specs, planned.header_size + slack)
             length = padded(layout.size - layout.header_size)
             sink = backend.open_sink(SegmentEntry(doc.segment, doc.term, 0, 0, "").key, layout.header_size + length)
-            found.append(Mapped(doc.segment, layout, sink, np.empty(0, np.uint8)))
+            found.append(MappedSegment(doc.segment, layout, sink, np.empty(0, np.uint8)))
             memory = sink.map(layout.header_size, length) if length else None
             if memory is None:
                 _abort(found)
@@ -111,12 +111,12 @@ def map_segments(
     return tuple(found)
 
 
-def _abort(segments: Sequence[Mapped]) -> None:
+def _abort(segments: Sequence[MappedSegment]) -> None:
     for segment in segments:
         segment.sink.abort()
 
 
-def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region, ...], dict[str, Bytes]]:
+def regions_of(mapped: Sequence[MappedSegment], flat: FlatState) -> tuple[tuple[SegmentRegion, ...], dict[str, Bytes]]:
     """The regions of mapped segments, padded with zeros, and the position of each tensor of `flat`."""
     places: dict[str, Bytes] = {}
     regions = []
@@ -128,7 +128,7 @@ def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region,
             places[spec.name] = segment.memory[begin : begin + spec.nbytes]
         names = {spec.name for spec in layout.specs}
         regions.append(
-            Region(
+            SegmentRegion(
                 tuple(TensorSpec(n, s.dtype, tuple(s.shape)) for n, s in flat.tensors.items() if n in names),
                 segment.memory,
             )
@@ -136,7 +136,7 @@ def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region,
     return tuple(regions), places
 
 
-def write_direct(session: SegmentSession, flat: DirectState, draft: SegmentDoc) -> WrittenState | None:
+def write_direct(session: SegmentSession, flat: MappedState, draft: SegmentDoc) -> WrittenState | None:
     """Complete the segments that the tensors of `flat` are in, and make them durable (COMMIT step 1).
 
     Returns:
@@ -163,7 +163,7 @@ def write_direct(session: SegmentSession, flat: DirectState, draft: SegmentDoc) 
     return WrittenState(tuple(written), state, sum(one.nbytes for one in flat.tensors.values()), len(entries))
 
 
-def _docs(flat: DirectState, draft: SegmentDoc) -> list[SegmentDoc]:
+def _docs(flat: MappedState, draft: SegmentDoc) -> list[SegmentDoc]:
     """The documents of the segments, with the ids under which they were opened."""
     docs = drafts(draft, flat.tree, len(flat.mapped))
     (step,) = draft.steps
@@ -176,13 +176,13 @@ def _docs(flat: DirectState, draft: SegmentDoc) -> list[SegmentDoc]:
     return found
 
 
-def _order(flat: DirectState) -> list[str]:
+def _order(flat: MappedState) -> list[str]:
     """The tensors segment by segment, in the order in which `plain_segments.write_full` hashes them."""
     return [spec.name for segment in flat.mapped for spec in segment.layout.specs]
 
 
 def _complete(
-    session: SegmentSession, segment: Mapped, doc: SegmentDoc, tensors: dict[str, TensorEntry], sink: SegmentSink
+    session: SegmentSession, segment: MappedSegment, doc: SegmentDoc, tensors: dict[str, TensorEntry], sink: SegmentSink
 ) -> tuple[bytes, int]:
     """Hash the tensors, and make them durable before the header is written."""
     layout = segment.layout

@@ -9,12 +9,12 @@ from typing import Final
 from ckptstore.backends.base import Backend, SegmentSource
 from ckptstore.errors import CorruptSegmentError, KeyNotFoundError
 
-__all__ = ["Handles"]
+__all__ = ["OpenFiles"]
 
 _OPEN: Final = 32
 
 
-class Handles:
+class OpenFiles:
     """Keeps the files that were read last open, and opens the others again when needed. Thread-safe."""
 
     def __init__(self, backend: Backend, most: int = _OPEN) -> None:
@@ -65,7 +65,7 @@ class Handles:
 
 
 class _Source(SegmentSource):
-    def __init__(self, handles: Handles, key: str, size: int) -> None:
+    def __init__(self, handles: OpenFiles, key: str, size: int) -> None:
         self._handles = handles
         self._key = key
         self.size = size

@@ -21,7 +21,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.pages import BLOCK
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.packed_segments import drafts
-from ckptstore.segments.segment_writers import Passing, passages
+from ckptstore.segments.segment_writers import MakeDataWriter, data_writers
 from ckptstore.segments.staged_units import ArrivingState
 from ckptstore.segments.write_session import Sealing, SegmentSession
 
@@ -99,7 +99,7 @@ def write_plain(
     divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
     session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
     with session.sealing(len(divided)) as seal:
-        for doc, members, passing in zip(documents(len(divided)), divided, passages(flat, divided), strict=True):
+        for doc, members, passing in zip(documents(len(divided)), divided, data_writers(flat, divided), strict=True):
             entry, tensors = _write_plain(session, doc, members, passing, seal)
             written.append(entry)
             entries += tensors.values()
@@ -107,7 +107,7 @@ def write_plain(
 
 
 def _write_plain(
-    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: Passing, seal: Sealing
+    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: MakeDataWriter, seal: Sealing
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     layout = plan_plain(specs, doc, digests=True)
     tensors: dict[str, TensorEntry] = {}

@@ -24,8 +24,8 @@ from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all
 
 __all__ = [
-    "Piece",
     "SegmentReader",
+    "TensorChunk",
     "copy_jobs",
     "copy_tensors",
     "extents",
@@ -41,7 +41,7 @@ _WORTH_IT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorChunk:
     """One chunk of one tensor, and the offset of its logical bytes in the tensor."""
 
     tensor: TensorEntry
@@ -105,8 +105,8 @@ class SegmentReader:
 
 
 def extents(
-    tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES, needed: Callable[[Piece], bool] | None = None
-) -> list[list[Piece]]:
+    tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES, needed: Callable[[TensorChunk], bool] | None = None
+) -> list[list[TensorChunk]]:
     """Groups of neighboring chunks, in file order, that span at most `limit` bytes (a single chunk may fill that).
 
     Args:
@@ -116,7 +116,7 @@ def extents(
         (piece for tensor in tensors for piece in _pieces(tensor) if needed is None or needed(piece)),
         key=lambda piece: (piece.chunk.offset, piece.start),
     )
-    groups: list[list[Piece]] = []
+    groups: list[list[TensorChunk]] = []
     for piece in pieces:
         if groups and _touches(groups[-1], piece) and _end(piece) - groups[-1][0].chunk.offset <= limit:
             groups[-1].append(piece)
@@ -180,7 +180,7 @@ def map_tensors(
     verify = verify or not reader.source.held
     memory = np.frombuffer(mapping, np.uint8)
 
-    def job(extent: list[Piece]) -> Callable[[], None]:
+    def job(extent: list[TensorChunk]) -> Callable[[], None]:
         def work() -> None:
             for piece in extent:
                 check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[piece.chunk.offset : _end(piece)])
@@ -218,7 +218,7 @@ def copy_tensors(
 
 def copy_jobs(
     reader: SegmentReader,
-    found: Sequence[list[Piece]],
+    found: Sequence[list[TensorChunk]],
     staging: Staging,
     deliver: Callable[[TensorEntry, int, Bytes], None],
     *,
@@ -228,7 +228,7 @@ def copy_jobs(
     """The jobs of `copy_tensors` for a pool: one job for each of the extents `found`."""
     verify = verify or not reader.source.held
 
-    def job(extent: list[Piece]) -> Callable[[], None]:
+    def job(extent: list[TensorChunk]) -> Callable[[], None]:
         def work() -> None:
             with staging.block() as block:
                 first = extent[0].chunk.offset // BLOCK * BLOCK
@@ -301,7 +301,12 @@ def check_chunk(where: str, tensor: TensorEntry, chunk: Chunk, data: Bytes) -> N
 
 
 def _read_job(
-    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, advance: Advance | None
+    reader: SegmentReader,
+    extent: Sequence[TensorChunk],
+    memory: Bytes,
+    first: int,
+    verify: bool,
+    advance: Advance | None,
 ) -> Callable[[], None]:
     """Read an extent to its place in `memory`, which begins at file offset `first`, a multiple of 4096.
 
@@ -333,18 +338,18 @@ def _runs(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     return runs
 
 
-def _pieces(tensor: TensorEntry) -> Iterator[Piece]:
+def _pieces(tensor: TensorEntry) -> Iterator[TensorChunk]:
     start = 0
     for chunk in tensor.chunks:
-        yield Piece(tensor, chunk, start)
+        yield TensorChunk(tensor, chunk, start)
         start += chunk.logical
 
 
-def _touches(extent: Sequence[Piece], piece: Piece) -> bool:
+def _touches(extent: Sequence[TensorChunk], piece: TensorChunk) -> bool:
     return _end(extent[-1]) == piece.chunk.offset
 
 
-def _end(piece: Piece) -> int:
+def _end(piece: TensorChunk) -> int:
     return piece.chunk.offset + piece.chunk.length
 
 

@@ -25,10 +25,10 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.staged_units import Arrivals, ArrivingState
-from ckptstore.segments.units import Fill, Unit, Units, filler, units
+from ckptstore.segments.units import Fill, SegmentBytes, SegmentUnit, filler, units
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["Passage", "Passing", "passages"]
+__all__ = ["MakeDataWriter", "SegmentDataWriter", "data_writers"]
 
 _PIECE: Final = 1 << 20
 """Bytes that are copied, hashed and digested while they are in the core's cache: memory is read once."""
@@ -39,23 +39,23 @@ _Sums: TypeAlias = tuple[str, int]
 """Hash of a chunk, and its share of the tensor's state digest."""
 _Chunk: TypeAlias = tuple[TensorSpec, int, int]
 """A tensor, the offset of a chunk in it, and the chunk's length."""
-Passing: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "Passage"]
+MakeDataWriter: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "SegmentDataWriter"]
 """Makes the writer of one segment."""
 
 
-def passages(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[Passing]:
+def data_writers(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[MakeDataWriter]:
     """The writer of each segment, chosen by the kind of state."""
     cuts = [tuple(members) for members in divided]
     if isinstance(flat, ArrivingState):
-        return [partial(_Arriving, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
+        return [partial(_UnitWriter, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
     if isinstance(flat, LaidOutState) and [region.specs for region in flat.regions] == cuts:
-        return [partial(_InPlace, digests=flat.digests, memory=region.memory) for region in flat.regions]
+        return [partial(_InPlaceWriter, digests=flat.digests, memory=region.memory) for region in flat.regions]
     # Also for memory that has the layout of other segments.
     digests = bridge.device_digests(flat.tensors)
-    return [partial(_Copying, digests=digests, sources=flat.tensors)] * len(cuts)
+    return [partial(_CopyWriter, digests=digests, sources=flat.tensors)] * len(cuts)
 
 
-class Passage(ABC):
+class SegmentDataWriter(ABC):
     """Writes the data of one segment into its file."""
 
     def __init__(
@@ -84,18 +84,18 @@ class Passage(ABC):
         numbers.update((spec.name, self.digests[spec.name]) for spec in specs if spec.name in self.digests)
         return {spec.name: raw_entry(self.layout, spec, hashes[spec.name], numbers[spec.name]) for spec in specs}
 
-    def _all(self, own: Sequence[Unit]) -> list[list[_Sums]]:
+    def _all(self, own: Sequence[SegmentUnit]) -> list[list[_Sums]]:
         if len(own) == 1:  # a small state: waking a thread takes longer
             return [job() for job in self.jobs(own)]
         with closing(self.session.workers.in_order(self.writes.paced(self.jobs(own)))) as done:
             return list(done)
 
-    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
+    def jobs(self, own: Sequence[SegmentUnit]) -> Iterable[Callable[[], list[_Sums]]]:
         """The jobs that send each unit. Threads take them one after the other, when they are free."""
         return (partial(self.send, unit) for unit in own)
 
     @abstractmethod
-    def send(self, unit: Unit) -> list[_Sums]:
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
     def sums_of(
@@ -151,7 +151,7 @@ class Passage(ABC):
         return hasher.hexdigest(), share
 
 
-class _InPlace(Passage):
+class _InPlaceWriter(SegmentDataWriter):
     """Writes from memory that has the layout of the file: it is written while it is hashed."""
 
     def __init__(
@@ -165,7 +165,7 @@ class _InPlace(Passage):
         super().__init__(session, layout, writes, digests)
         self._memory = memory
 
-    def send(self, unit: Unit) -> list[_Sums]:
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
         start, end = unit.pages
         if start < end and self.writes.refers:
             self.writes.refer(start, self._range(start, end))
@@ -178,7 +178,7 @@ class _InPlace(Passage):
         return self._memory[begin - self.layout.header_size : end - self.layout.header_size]
 
 
-class _Arriving(Passage):
+class _UnitWriter(SegmentDataWriter):
     """Writes units that arrive in memory of their own: each is written while it is hashed, then freed."""
 
     def __init__(
@@ -193,18 +193,18 @@ class _Arriving(Passage):
         self._arrivals = arrivals
         self._arrived: dict[int, Lease] = {}
 
-    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
+    def jobs(self, own: Sequence[SegmentUnit]) -> Iterable[Callable[[], list[_Sums]]]:
         """Waits here for the next unit, so that no thread does that others need to free memory for it."""
         for unit in own:
             self._arrived[unit.begin] = self._arrivals.take()
             yield partial(self.send, unit)
 
-    def send(self, unit: Unit) -> list[_Sums]:
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
         self.writes.check()  # before more work is done for nothing
         lease = self._arrived.pop(unit.begin)
         start, end = unit.pages
         memory = lease.memory
-        both = _Both(lease.free)
+        both = _AfterBoth(lease.free)
         try:
             if start < end:
                 self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
@@ -216,7 +216,7 @@ class _Arriving(Passage):
         return sums
 
 
-class _Both:
+class _AfterBoth:
     """Calls a function when two parties have reported that they are done."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -229,7 +229,7 @@ class _Both:
             self._call()
 
 
-class _Copying(Passage):
+class _CopyWriter(SegmentDataWriter):
     """Copies tensors from any memory through staging blocks."""
 
     def __init__(
@@ -242,9 +242,9 @@ class _Copying(Passage):
     ) -> None:
         super().__init__(session, layout, writes, digests)
         self._sources = sources
-        self._bytes = Units(layout, sources)
+        self._bytes = SegmentBytes(layout, sources)
 
-    def send(self, unit: Unit) -> list[_Sums]:
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
         self.writes.check()  # before more work is done for nothing
         if self.writes.refers:
             return self._refer(unit)
@@ -264,7 +264,7 @@ class _Copying(Passage):
             give()
         return sums
 
-    def _refer(self, unit: Unit) -> list[_Sums]:
+    def _refer(self, unit: SegmentUnit) -> list[_Sums]:
         """For a medium that sends memory in place: copies only small chunks and those that cannot be viewed."""
         found: list[_Sums] = []
         at = unit.begin

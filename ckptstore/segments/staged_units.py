@@ -20,7 +20,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import let_go
-from ckptstore.segments.units import Unit, UnitPlan, Units
+from ckptstore.segments.units import SegmentBytes, SegmentUnit, UnitPlan
 
 if TYPE_CHECKING:
     from ckptstore.frameworks.torch_offload import CopyQueue
@@ -195,8 +195,8 @@ def copies_of(
         waiters: runs a wait for the device; None: as `submit`.
     """
     for _, layout, units in plan.segments:
-        source = Units(layout, tensors)
-        queued = None if queue is None else Units(layout, queue.sources)
+        source = SegmentBytes(layout, tensors)
+        queued = None if queue is None else SegmentBytes(layout, queue.sources)
         for unit in units:
             if queue is None or queued is None or not any(queue.queues(spec.name) for spec, _, _ in unit.chunks):
                 yield unit.space, partial(_copied, submit, source, unit)
@@ -204,12 +204,18 @@ def copies_of(
                 yield unit.space, partial(_queued, queue, waiters or submit, submit, source, queued, unit)
 
 
-def _copied(submit: Submit, source: Units, unit: Unit, memory: Bytes) -> Future[None]:
+def _copied(submit: Submit, source: SegmentBytes, unit: SegmentUnit, memory: Bytes) -> Future[None]:
     return submit(partial(source.fill, unit, memory))
 
 
 def _queued(
-    queue: CopyQueue, waiters: Submit, submit: Submit, source: Units, queued: Units, unit: Unit, memory: Bytes
+    queue: CopyQueue,
+    waiters: Submit,
+    submit: Submit,
+    source: SegmentBytes,
+    queued: SegmentBytes,
+    unit: SegmentUnit,
+    memory: Bytes,
 ) -> Future[None]:
     if not bridge.registered(memory):
         return submit(partial(source.fill, unit, memory))

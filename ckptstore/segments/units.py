@@ -35,7 +35,7 @@ from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["Fill", "Unit", "UnitPlan", "Units", "filler", "plan_units", "units"]
+__all__ = ["Fill", "SegmentBytes", "SegmentUnit", "UnitPlan", "filler", "plan_units", "units"]
 
 Fill: TypeAlias = Callable[[int, Bytes], None]
 """Copies bytes of a tensor from an offset on."""
@@ -44,7 +44,7 @@ Copy: TypeAlias = Callable[[Bytes, Bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SegmentUnit:
     """Neighboring chunks (tensor, start in it, length), and their range of the file."""
 
     chunks: tuple[tuple[TensorSpec, int, int], ...]
@@ -67,22 +67,22 @@ class Unit:
         return padded(self.end) - self.first
 
 
-def units(layout: Layout) -> Iterator[Unit]:
+def units(layout: Layout) -> Iterator[SegmentUnit]:
     """The units of a segment, in the order of the file."""
     chunks: list[tuple[TensorSpec, int, int]] = []
     begin = end = layout.header_size
     for spec in layout.specs:
         for start, length in chunk_extents(spec.nbytes):
             if chunks and end + length - begin > CHUNK:
-                yield Unit(tuple(chunks), begin, end)
+                yield SegmentUnit(tuple(chunks), begin, end)
                 chunks, begin = [], end
             chunks.append((spec, start, length))
             end += length
     if chunks:
-        yield Unit(tuple(chunks), begin, end)
+        yield SegmentUnit(tuple(chunks), begin, end)
 
 
-class Units:
+class SegmentBytes:
     """A segment whose bytes are copied from its tensors, any range of the file at a time, in any thread."""
 
     def __init__(self, layout: Layout, sources: Mapping[str, TensorSource]) -> None:
@@ -112,7 +112,7 @@ class Units:
             done += len(part)
         out[done:] = 0
 
-    def fill(self, unit: Unit, out: Bytes) -> None:
+    def fill(self, unit: SegmentUnit, out: Bytes) -> None:
         """Copy a unit, to the end of its last page, past the caches, to memory that begins with its first page."""
         self.copy(unit.begin, out[unit.begin - unit.first : unit.space], _streamed)
 
@@ -142,7 +142,7 @@ class UnitPlan:
         space: bytes of memory that hold all units at once.
     """
 
-    segments: tuple[tuple[tuple[TensorSpec, ...], Layout, tuple[Unit, ...]], ...]
+    segments: tuple[tuple[tuple[TensorSpec, ...], Layout, tuple[SegmentUnit, ...]], ...]
     space: int
 
 

@@ -90,9 +90,9 @@ class RestoreMethods(StoreHandle):
                 raise error from why
             if pair is None:
                 raise
-        from ckptstore.tiers.remote_fetch import reading
+        from ckptstore.tiers.remote_fetch import read_from_either
 
-        return reading(pair, ref, work)
+        return read_from_either(pair, ref, work)
 
     def follow(
         self,

@@ -12,7 +12,7 @@ from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.records import FormatFile
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.log.journal import Journal
-from ckptstore.tiers.store_pair import Pair, Remote
+from ckptstore.tiers.store_pair import Remote, StorePair
 
 __all__ = ["StoreHandle"]
 
@@ -24,7 +24,7 @@ class StoreHandle:
         """Read nothing yet. `open` takes a path or URL."""
         self.journal = Journal(backend)
         self._remote = remote or Remote()
-        self._reached: Pair | None = None
+        self._reached: StorePair | None = None
         # If a write through this handle finds no space, retired segments are deleted and the write is tried again.
         backend.reclaim_with(_reclaim_space)
 
@@ -88,10 +88,10 @@ class StoreHandle:
     ) -> None:
         self.close()
 
-    def _pair(self) -> Pair | None:
+    def _pair(self) -> StorePair | None:
         """The store and its remote, which the first call connects to; None: the store has no remote."""
         if self._reached is None or self._reached.local is not self.journal:
-            self._reached = Pair.of(self.journal, self._remote)
+            self._reached = StorePair.of(self.journal, self._remote)
         return self._reached
 
     def _remote_url_with(self, ref: str | int | None) -> str | None:
@@ -110,13 +110,13 @@ class StoreHandle:
         remote: str | os.PathLike[str] | None,
         remote_options: Mapping[str, Any] | None,
         bandwidth: float | None,
-    ) -> Pair:
+    ) -> StorePair:
         told = self._remote
         if remote is not None or remote_options is not None or bandwidth is not None:
             given = Remote.given(remote, remote_options, bandwidth)
             rate = given.bandwidth or told.bandwidth
             told = Remote(given.url or told.url, given.options or told.options, rate, told.lag_bytes)
-        pair = Pair.of(self.journal, told)
+        pair = StorePair.of(self.journal, told)
         if pair is None:
             raise UsageError(f"{self.url}: the store has no remote: name one")
         return pair

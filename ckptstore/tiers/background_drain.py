@@ -18,12 +18,12 @@ from ckptstore.formats.records import Node, ref_of
 from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import RemoteWarning, warn
 from ckptstore.log.log_reader import View, read
-from ckptstore.tiers.drain import Drain, Drained
+from ckptstore.tiers.drain import Drain, DrainResult
 from ckptstore.tiers.drain_selection import lag_between
-from ckptstore.tiers.remote_silence import Quiet
+from ckptstore.tiers.remote_silence import RemoteSilence
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["Draining"]
+__all__ = ["BackgroundDrain"]
 
 _LOOK: Final = 1.0
 """Seconds after which the log is polled even if no commit was reported."""
@@ -41,7 +41,7 @@ _PASSING: Final = (errno.ETIMEDOUT, errno.EIO, errno.EREMOTEIO, errno.EBUSY, err
 _LOG: Final = logging.getLogger("ckptstore.tiers")
 
 
-class Draining:
+class BackgroundDrain:
     """The second tier, as the writer of the first one sees it (`write.second_tier`)."""
 
     def __init__(self, drain: Drain) -> None:
@@ -54,11 +54,11 @@ class Draining:
         self._fenced: FencedError | None = None
         self._failure: Exception | None = None
         self._lost: RemoteLostError | None = None
-        self._left: Drained = Drained()
+        self._left: DrainResult = DrainResult()
         self._thread: threading.Thread | None = None
         self._failing: float | None = None  # time of the first failure
         self._seen: View | None = None
-        self._quiet = Quiet(drain)
+        self._quiet = RemoteSilence(drain)
         self._said: str | None = None  # the last warning, while its cause lasts
         self._watcher = background_threads.Periodic(_WATCH, self._watch, "drain-watch")
 

@@ -31,7 +31,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import DamagedReplicaError, Origin, Replica
+from ckptstore.log.log_copy import CopyOrigin, DamagedCopyError, LogCopy
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.copies.parallel_copies import Copies
@@ -39,11 +39,11 @@ from ckptstore.maintenance.copies.store_copy import check_apart, check_known
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.tiers.drain_selection import drainable, foreign_terms, holding, lag_between, pruned
 from ckptstore.tiers.remote_check import absent, check_same, check_whole, lost
-from ckptstore.tiers.remote_requests import Answers
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.remote_requests import RequestAnswers
+from ckptstore.tiers.store_pair import StorePair
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["Drain", "Drained", "lag_of"]
+__all__ = ["Drain", "DrainResult", "lag_of"]
 
 _TRIES = 8
 """Number of times in a row that another drain of the same run may be faster."""
@@ -52,7 +52,7 @@ _BASE_GONE = "its base was retired there; checkpoints that do not build on it ar
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class DrainResult:
     """The result of one pass.
 
     Attributes:
@@ -80,7 +80,7 @@ class Drained:
         named = f"{', '.join(self.damaged[:3])}{' ...' if len(self.damaged) > 3 else ''}"
         return f"{named} ({counted(len(self.damaged), 'checkpoint')}) cannot be brought to the remote: {self.why}"
 
-    def fenced(self, pair: Pair) -> FencedError:
+    def fenced(self, pair: StorePair) -> FencedError:
         """The error for a writer of the store when the run was continued elsewhere."""
         kept = self.kept(pair) if self.branch else "nothing is lost"
         # A branch of an older term was left out of it, or was overtaken then: no other process works on it.
@@ -88,7 +88,7 @@ class Drained:
         why = "a later term has begun without it" if self.over is None else elsewhere
         return FencedError(f"{pair.remote.url}: {why}; {kept}")
 
-    def kept(self, pair: Pair) -> str:
+    def kept(self, pair: StorePair) -> str:
         """A text that names the checkpoints that the remote never gets."""
         left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''}"
         count = counted(len(self.branch), "checkpoint")
@@ -105,7 +105,7 @@ class Drain:
         moved: number of bytes that were copied, including those that still wait for `bandwidth`.
     """
 
-    def __init__(self, pair: Pair, advance: Advance = lambda _nbytes: None) -> None:
+    def __init__(self, pair: StorePair, advance: Advance = lambda _nbytes: None) -> None:
         """
         Args:
             advance: called with the numbers of bytes that are copied.
@@ -118,7 +118,7 @@ class Drain:
         self.at_work = False
         self.moved = 0
         self._held = held_to(pair.bandwidth, advance)
-        self._answers = Answers(pair.remote)
+        self._answers = RequestAnswers(pair.remote)
         check_apart(pair.local.backend, pair.remote.backend)
 
     @property
@@ -148,7 +148,7 @@ class Drain:
         """Whether another process requests a change of the remote. Looks now and then: each look is a listing."""
         return self._answers.asked()
 
-    def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:
+    def once(self, patience: Callable[[], bool] = lambda: True) -> DrainResult:
         """Copy everything that the store has now. If another process is doing that, wait for it.
 
         Args:
@@ -175,7 +175,7 @@ class Drain:
         except (CorruptLogError, StorageError):
             return True  # the pass reports the error
 
-    def once_alone(self, patience: Callable[[], bool] = lambda: True) -> Drained:
+    def once_alone(self, patience: Callable[[], bool] = lambda: True) -> DrainResult:
         """`once`, for a caller that has locked the store; this locks the remote. Raises as `once`."""
         with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
             if not mine:
@@ -190,7 +190,7 @@ class Drain:
         self.moved += nbytes  # from several threads: it only has to change
         self._held(nbytes)
 
-    def _passes(self) -> Drained:
+    def _passes(self) -> DrainResult:
         tries = 0
         while tries < _TRIES:
             replica = self._opened()
@@ -214,17 +214,17 @@ class Drain:
             return done
         raise StorageError(f"{self.pair.remote.url}: other drains were faster, {_TRIES} times in a row")
 
-    def _opened(self) -> Replica:
+    def _opened(self) -> LogCopy:
         """The remote's log, ready to be added to, after checking that it is still what it was."""
         here, there = self.pair.local, Journal(self.pair.remote.backend, self.pair.local.format)
         # Prevents: the next pass mistaking an unfinished copy of this pass for a store, and never finishing it.
         since = None if self._begun else self.remote
         if since is not None:
             check_same(here.url, there, since)
-        origin = Origin(here.format, "copy", "full: all of a tier")
+        origin = CopyOrigin(here.format, "copy", "full: all of a tier")
         try:
-            replica = Replica(there.backend, origin, since, on_record=self._note)
-        except DamagedReplicaError as error:
+            replica = LogCopy(there.backend, origin, since, on_record=self._note)
+        except DamagedCopyError as error:
             raise lost(here.url, there.url, "a slot of its log is damaged or missing") from error
         except UsageError as error:
             if Journal(there.backend).rooms() and absent(there, FORMAT_KEY) and absent(there, COPYING_KEY):
@@ -242,7 +242,7 @@ class Drain:
             raise error
         self._damaged.update(dict.fromkeys(found, str(error)))
 
-    def _note(self, replica: Replica) -> None:
+    def _note(self, replica: LogCopy) -> None:
         self.remote = replica.view()
 
     def _reread(self) -> View | None:
@@ -253,12 +253,12 @@ class Drain:
         except CorruptLogError:
             return None
 
-    def _pass(self, replica: Replica) -> Drained:
+    def _pass(self, replica: LogCopy) -> DrainResult:
         local, there = self.pair.local, replica.catalog
         with self._claimed(replica) as (here, wanted, branch):
             refs = tuple(ref_of(node) for node in branch)
             if over := _over(here, there):
-                return Drained(branch=refs, over=over)
+                return DrainResult(branch=refs, over=over)
             had = len(there.checkpoints)
             crash_point("drain.read")
             copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._moved)
@@ -275,10 +275,10 @@ class Drain:
         if left:
             why = next(iter(self._damaged.values()), _BASE_GONE)
         brought = len(there.checkpoints) - had
-        return Drained(brought, copies.brought, copies.nbytes, refs, damaged=tuple(map(ref_of, left)), why=why)
+        return DrainResult(brought, copies.brought, copies.nbytes, refs, damaged=tuple(map(ref_of, left)), why=why)
 
     @contextlib.contextmanager
-    def _claimed(self, replica: Replica) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
+    def _claimed(self, replica: LogCopy) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
         """The store's catalog, the part of it to drain, and the branch; pinned while segments are copied."""
         while True:
             self._local = read(self.pair.local, self._local)
@@ -296,7 +296,7 @@ class Drain:
                     yield here, wanted, branch
                     return
 
-    def _maintain(self, replica: Replica) -> None:
+    def _maintain(self, replica: LogCopy) -> None:
         """Fold the remote's log if that is worth it: a restore from it then reads one object instead of thousands."""
         view = replica.view()
         if not fold_writer.due(view.end, view.fold_seq, len(view.catalog.checkpoints)):
@@ -352,7 +352,7 @@ def _check_sound(journal: Journal, catalog: Catalog) -> None:
     check_known(journal.url, journal.format, catalog)
 
 
-def lag_of(pair: Pair) -> Lag:
+def lag_of(pair: StorePair) -> Lag:
     """How far the remote is behind, by reading both logs.
 
     Raises:
@@ -366,7 +366,7 @@ def lag_of(pair: Pair) -> Lag:
     return lag_between(here, there, _ahead(pair, here, there))
 
 
-def to_be_there(pair: Pair) -> Callable[[Node], bool]:
+def expected_there(pair: StorePair) -> Callable[[Node], bool]:
     """A function that says of a checkpoint of the store whether the remote has it, had it, or gets it in the next pass.
 
     It reads both logs and copies nothing. Damage of the store is only found when a pass reads the segments; damaged
@@ -393,7 +393,7 @@ def to_be_there(pair: Pair) -> Callable[[Node], bool]:
     return has
 
 
-def _ahead(pair: Pair, here: Catalog, there: Catalog) -> str | None:
+def _ahead(pair: StorePair, here: Catalog, there: Catalog) -> str | None:
     """A text about newer checkpoints that the remote has and the store lacks; None: there are none."""
     mine, theirs = here.latest(), there.latest()
     if theirs is None or here.find(theirs.node) is not None or (mine is not None and theirs.node < mine.node):

@@ -27,7 +27,7 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.log import refs
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Origin, Replica, is_begun
+from ckptstore.log.log_copy import CopyOrigin, LogCopy, is_begun
 from ckptstore.log.log_reader import read
 from ckptstore.log.pins import claim
 from ckptstore.maintenance.copies.copy_selection import part_of
@@ -36,15 +36,15 @@ from ckptstore.maintenance.copies.segment_copy import BLOCKS, check_segment, cop
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.restore.restore_plan import plan
 from ckptstore.tiers.drain_selection import foreign_terms
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.store_pair import StorePair
 
-__all__ = ["catch_up", "mend", "reading", "restore_newest"]
+__all__ = ["catch_up", "copy_back", "read_from_either", "restore_newest"]
 
 _THREADS: Final = 4
 _R = TypeVar("_R")
 
 
-def restore_newest(pair: Pair) -> str | None:
+def restore_newest(pair: StorePair) -> str | None:
     """Make a store of an empty place: the remote's newest checkpoint, what it builds on, and its terms.
 
     The next call continues an interrupted one.
@@ -60,7 +60,7 @@ def restore_newest(pair: Pair) -> str | None:
     if _holds_store(pair.local):
         return None
     try:
-        origin = Origin(pair.remote.format, "copy", "full: all of a tier")
+        origin = CopyOrigin(pair.remote.format, "copy", "full: all of a tier")
     except StoreNotFoundError:
         return None
     here = pair.local.backend
@@ -100,7 +100,7 @@ def _unfinished(journal: Journal) -> bool:
     return True
 
 
-def _restored(pair: Pair, origin: Origin) -> str | None:
+def _restored(pair: StorePair, origin: CopyOrigin) -> str | None:
     def choose(catalog: Catalog) -> tuple[Node | None, Catalog]:
         latest = catalog.latest()
         node = None if latest is None else latest.node
@@ -109,7 +109,7 @@ def _restored(pair: Pair, origin: Origin) -> str | None:
         return node, wanted
 
     with claim(pair.remote, choose, lambda chosen: tuple(chosen[1].segments)) as (_view, (node, wanted)):
-        replica = Replica(pair.local.backend, origin)
+        replica = LogCopy(pair.local.backend, origin)
         _bring(pair, wanted, replica)
         replica.finish()
     return None if node is None else ref_of(node)
@@ -131,14 +131,14 @@ def _line_of(catalog: Catalog, node: Node | None) -> Catalog:
     return part
 
 
-def _bring(pair: Pair, wanted: Catalog, replica: Replica) -> None:
+def _bring(pair: StorePair, wanted: Catalog, replica: LogCopy) -> None:
     copies = Copies(pair.remote.backend, pair.local.backend, pair.remote.run, _THREADS, lambda _nbytes: None)
     transfer = Transfer(wanted, replica, copies)
     replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
     transfer.run()
 
 
-def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
+def catch_up(pair: StorePair, there: Catalog, parent: Node | None) -> None:
     """Add to the store the terms that it lacks, and the checkpoint that the next term continues from.
 
     Args:
@@ -163,12 +163,12 @@ def catch_up(pair: Pair, there: Catalog, parent: Node | None) -> None:
         wanted.tags.clear()
         wanted.checkpoints[parent] = here.checkpoints[parent]
     try:
-        _bring(pair, wanted, Replica(pair.local.backend, Origin(pair.local.format, "copy", "full: all of a tier")))
+        _bring(pair, wanted, LogCopy(pair.local.backend, CopyOrigin(pair.local.format, "copy", "full: all of a tier")))
     except UsageError as error:
         raise _cannot_follow(pair, str(error)) from error
 
 
-def _cannot_follow(pair: Pair, why: str) -> UsageError:
+def _cannot_follow(pair: StorePair, why: str) -> UsageError:
     return UsageError(
         f"{pair.local.url}: the run was continued elsewhere, and this store cannot follow: {why}. No term was opened. "
         "Move the folder aside (it stays readable) and open the path again: it is restored from "
@@ -176,7 +176,7 @@ def _cannot_follow(pair: Pair, why: str) -> UsageError:
     )
 
 
-def mend(pair: Pair, entries: Iterable[SegmentEntry], damaged: str = "") -> int:
+def copy_back(pair: StorePair, entries: Iterable[SegmentEntry], damaged: str = "") -> int:
     """Copy back the segments that are missing here or whose id is in `damaged`, if the remote has them -> how many.
 
     Raises `StorageError`; `CorruptSegmentError` if the remote's segment is damaged as well.
@@ -205,7 +205,7 @@ def _size(backend: object, key: str) -> int:
         return -1
 
 
-def reading(pair: Pair, ref: str | int, work: Callable[[Journal, str | int], _R]) -> _R:
+def read_from_either(pair: StorePair, ref: str | int, work: Callable[[Journal, str | int], _R]) -> _R:
     """The result of `work` on the store, or if the store cannot provide it, on the remote.
 
     Segments that are missing or damaged here are copied back first, if the store can be written. Checkpoints that the
@@ -249,7 +249,7 @@ def _named(journal: Journal, ref: str | int) -> CheckpointId | None:
         return None
 
 
-def _check_there(pair: Pair, wanted: CheckpointId | None) -> None:
+def _check_there(pair: StorePair, wanted: CheckpointId | None) -> None:
     """Raise `UsageError` if the remote is of another run, `CheckpointNotFoundError` if it has another checkpoint."""
     with contextlib.suppress(StoreNotFoundError):  # there is none here
         if pair.local.run != pair.remote.run:
@@ -260,14 +260,14 @@ def _check_there(pair: Pair, wanted: CheckpointId | None) -> None:
             raise CheckpointNotFoundError(f"{pair.remote.url}: {wanted.ref} is not there, or is another one")
 
 
-def _mended(pair: Pair, wanted: CheckpointId, damage: str) -> bool:
+def _mended(pair: StorePair, wanted: CheckpointId, damage: str) -> bool:
     if pair.local.backend.read_only:
         return False
     try:
         catalog = read(pair.local).catalog
         chain = plan(catalog, wanted).segments
         with alone(pair.local.backend):
-            count = mend(pair, [catalog.segments[name] for name in chain], damage)
+            count = copy_back(pair, [catalog.segments[name] for name in chain], damage)
     except (CorruptLogError, CorruptSegmentError, NotFoundError, StorageError):
         return False
     if count:

@@ -38,20 +38,20 @@ from ckptstore.formats.records import (
 )
 from ckptstore.host.buffers import Staging
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Origin
+from ckptstore.log.log_copy import CopyOrigin
 from ckptstore.log.log_reader import read
 from ckptstore.maintenance.copies.segment_copy import BLOCKS, check_segment
 from ckptstore.tiers.remote_check import check_whole
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.store_pair import StorePair
 
-__all__ = ["clear"]
+__all__ = ["clear_remote"]
 
 _PROBE: Final = "probe/"
 _ROOMS: Final = ("log/", "seg/", "fold/", "pins/", "req/", _PROBE)
 _FILES: Final = (FORMAT_KEY, COPYING_KEY)
 
 
-def clear(pair: Pair) -> int:
+def clear_remote(pair: StorePair) -> int:
     """Delete the rest of a remote that is not a complete store -> number of objects. A complete one is not changed.
 
     Raises:
@@ -75,7 +75,7 @@ def clear(pair: Pair) -> int:
             return 0
         # Prevents: mistaking the half of a store that an interrupted call leaves for something else.
         with suppress(KeyExistsError):
-            remote.create(COPYING_KEY, Origin(local.format, "copy", "full: all of a tier").text())
+            remote.create(COPYING_KEY, CopyOrigin(local.format, "copy", "full: all of a tier").text())
         # Prevents: deleting a foreign file among the store's objects.
         ours = {key for key in keys if in_format(key) or key.startswith(_PROBE)}
         for key in sorted(ours - {COPYING_KEY}, key=lambda one: (one != FORMAT_KEY, one)):
@@ -156,7 +156,7 @@ def _terms(there: Journal, keys: list[str]) -> Iterator[tuple[int, str | None, s
             yield term, None, key
 
 
-def _check_here(pair: Pair, keys: list[str], here: Catalog) -> None:
+def _check_here(pair: StorePair, keys: list[str], here: Catalog) -> None:
     """Raise `UsageError` if the remote may have the only intact copy of a segment."""
     remote, mine = pair.remote.backend, {entry.key: entry for entry in here.segments.values()}
     found = [key for key in keys if object_of(key) is not None and not key.endswith(".json")]  # no manifests

@@ -12,16 +12,16 @@ from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CommitRecord, Request, request_of
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Replica
+from ckptstore.log.log_copy import LogCopy
 from ckptstore.log.requests import handle
 
-__all__ = ["Answers"]
+__all__ = ["RequestAnswers"]
 
 EVERY: Final = 5.0
 """Seconds between two polls for requests; each is a listing."""
 
 
-class Answers:
+class RequestAnswers:
     """Polls for requests now and then. One thread at a time uses it."""
 
     def __init__(self, remote: Journal) -> None:
@@ -46,7 +46,7 @@ class Answers:
             self._looked = time.monotonic()
         return found
 
-    def give(self, replica: Replica, journal: Journal) -> None:
+    def give(self, replica: LogCopy, journal: Journal) -> None:
         """Answer the waiting requests, if it is time to poll. The remote's newest term is the store's.
 
         Raises:
@@ -61,7 +61,7 @@ class Answers:
 class _Owner:
     """The remote's newest term, in the form that answering requests needs."""
 
-    def __init__(self, replica: Replica, journal: Journal) -> None:
+    def __init__(self, replica: LogCopy, journal: Journal) -> None:
         self.journal = journal
         self._replica = replica
 

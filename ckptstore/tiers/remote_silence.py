@@ -13,13 +13,13 @@ from typing import Final
 from ckptstore.host.bandwidth import bytes_per_second
 from ckptstore.tiers.drain import Drain
 
-__all__ = ["Quiet"]
+__all__ = ["RemoteSilence"]
 
 SLOW: Final = 1e6
 """Bytes a second that even a slow line can carry."""
 
 
-class Quiet:
+class RemoteSilence:
     """The silence of a remote. One thread asks repeatedly."""
 
     def __init__(self, drain: Drain, clock: Callable[[], float] = time.monotonic) -> None:

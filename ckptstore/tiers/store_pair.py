@@ -28,7 +28,7 @@ from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term
 from ckptstore.tiers.remote_check import check_first_slot, lost
 
-__all__ = ["Pair", "Remote", "RemoteRememberedError", "configured", "open_without_remote"]
+__all__ = ["Remote", "RemoteRememberedError", "StorePair", "configured", "open_without_remote"]
 
 _LONGEST_URL: Final = 4096
 
@@ -120,7 +120,7 @@ def open_without_remote(
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class StorePair:
     """A store and its remote."""
 
     local: Journal
@@ -129,7 +129,7 @@ class Pair:
     lag_bytes: int | None = None
 
     @classmethod
-    def of(cls, local: Journal, remote: Remote) -> Pair | None:
+    def of(cls, local: Journal, remote: Remote) -> StorePair | None:
         """Open the remote that is given, or that the store remembers; None: neither.
 
         Raises as `open_backend`, and `UsageError` if it is the store itself.
@@ -150,8 +150,8 @@ class Pair:
     def check_there(self) -> None:
         """Raise `RemoteLostError` if the remote holds no store, although terms of this run were opened in it.
 
-        Prevents: mistaking a disk that is not mounted, or a folder that is gone, for a new remote. That remote would not
-        know who continued the run, and would acknowledge checkpoints that are on this machine alone.
+        Prevents: mistaking a disk that is not mounted, or a folder that is gone, for a new remote. It would not know
+        who continued the run, and would acknowledge checkpoints that are on this machine alone.
         """
         with contextlib.suppress(NotFoundError, CorruptionError):
             if configured(read(self.local).catalog) != self.remote.url:

@@ -11,9 +11,9 @@ from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.journal import Journal
-from ckptstore.tiers.drain import Drain, to_be_there
-from ckptstore.tiers.remote_rebuild import clear
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.drain import Drain, expected_there
+from ckptstore.tiers.remote_rebuild import clear_remote
+from ckptstore.tiers.store_pair import StorePair
 
 __all__ = ["Synced", "drained", "follow", "sync"]
 
@@ -43,30 +43,30 @@ class Synced(HtmlTable):
     damage: str | None = None
 
 
-def sync(pair: Pair, progress: Progress | None = None, *, anew: bool = False) -> Synced:
+def sync(pair: StorePair, progress: Progress | None = None, *, anew: bool = False) -> Synced:
     """Copy to the remote what it lacks, once. See `Store.sync`."""
     if pair.remote.backend.deleted():  # while this handle was open
         pair = replace(pair, remote=Journal(pair.remote.backend.reopened()))
     if anew:
-        clear(pair)
+        clear_remote(pair)
     tally = Tally(progress)
     return _once(Drain(pair, tally.advance), pair)
 
 
-def drained(pair: Pair, *, dry_run: bool = False) -> Callable[[Node], bool]:
+def drained(pair: StorePair, *, dry_run: bool = False) -> Callable[[Node], bool]:
     """Drain -> a function that says which checkpoints the remote has or had then. Raises as `Drain.once`.
 
     Args:
         dry_run: copy nothing, and say what the remote would have.
     """
     if dry_run:
-        return to_be_there(pair)
+        return expected_there(pair)
     drain = Drain(pair)
     drain.once()
     return drain.had
 
 
-def _once(drain: Drain, pair: Pair) -> Synced:
+def _once(drain: Drain, pair: StorePair) -> Synced:
     done = drain.once()
     return Synced(
         pair.local.run, done.checkpoints, done.segments, done.nbytes, done.branch, done.over, done.damaged, done.damage
@@ -74,7 +74,7 @@ def _once(drain: Drain, pair: Pair) -> Synced:
 
 
 def follow(
-    pair: Pair,
+    pair: StorePair,
     every: float,
     progress: Progress | None = None,
     *,

@@ -21,10 +21,10 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term
-from ckptstore.tiers.background_drain import Draining
-from ckptstore.tiers.drain import Drain, Drained
+from ckptstore.tiers.background_drain import BackgroundDrain
+from ckptstore.tiers.drain import Drain, DrainResult
 from ckptstore.tiers.remote_fetch import catch_up, restore_newest
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.store_pair import StorePair
 from ckptstore.write.local import LocalWriter
 from ckptstore.write.opening import open_writer
 from ckptstore.write.options import WriterOptions
@@ -32,7 +32,9 @@ from ckptstore.write.options import WriterOptions
 __all__ = ["open_tiered_writer"]
 
 
-def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
+def open_tiered_writer(
+    pair: StorePair, parent: str | int | CheckpointInfo | None, options: WriterOptions
+) -> LocalWriter:
     """Begin a term in both tiers, which fences every earlier writer on any machine.
 
     Raises:
@@ -47,11 +49,11 @@ def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, op
     # Some media hold a segment in memory until it is complete: draining to them must not take gigabytes.
     here = pair.local.backend
     here.segment_bytes = min(here.segment_bytes, pair.remote.backend.segment_bytes)
-    draining = Draining(drain)
+    draining = BackgroundDrain(drain)
 
     def opener(local: Journal, chosen: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]) -> Term:
         with pair.reaching("no term was opened"):
-            return _open_in_both(Pair(local, pair.remote, pair.bandwidth), drain, chosen, about)
+            return _open_in_both(StorePair(local, pair.remote, pair.bandwidth), drain, chosen, about)
 
     writer = open_writer(pair.local, parent, options, opener=opener, tier=draining)
     draining.start()
@@ -59,7 +61,7 @@ def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, op
 
 
 def _open_in_both(
-    pair: Pair,
+    pair: StorePair,
     drain: Drain,
     chosen: Callable[[Catalog], CheckpointId | None],
     about: Mapping[str, Any],
@@ -94,7 +96,7 @@ def _open_in_both(
     return ours
 
 
-def _was_told(done: Drained, here: Catalog, there: Catalog) -> bool:
+def _was_told(done: DrainResult, here: Catalog, there: Catalog) -> bool:
     """Whether a term was opened in both tiers after the last checkpoint of the branch: then that opening warned of
     it."""
     ours, theirs = here.terms.get(here.term), there.terms.get(here.term)

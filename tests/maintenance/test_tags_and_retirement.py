@@ -312,12 +312,12 @@ class TestANewerTerm:
             writer.close()
 
     def test_two_take_over_at_once(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Late(change_committer.Successor):
+        class Late(change_committer.TakeOver):
             def commit(self, term: int, what: str, changes: Any) -> Any:
                 store.writer(poll_seconds=None).close()
                 return super().commit(term, what, changes)
 
-        monkeypatch.setattr("ckptstore.maintenance.catalog_changes.Successor", Late)
+        monkeypatch.setattr("ckptstore.maintenance.catalog_changes.TakeOver", Late)
         with pytest.raises(ckptstore.FencedError):
             store.tag("best", 3, take_over=True)
         assert store.tags() == {}

@@ -116,14 +116,14 @@ def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, m
     bucket.elsewhere()
     begun = []
 
-    def slow(*arguments: Any) -> log_copy.Replica:
+    def slow(*arguments: Any) -> log_copy.LogCopy:
         if not begun:
             begun.append(True)
             bucket.save(2)
             bucket.elsewhere()
-        return log_copy.Replica(*arguments)
+        return log_copy.LogCopy(*arguments)
 
-    monkeypatch.setattr(store_copy, "Replica", slow)
+    monkeypatch.setattr(store_copy, "LogCopy", slow)
     bucket.store.copy(bucket.url)
     bucket.check(1, 2)
 

@@ -22,8 +22,8 @@ from ckptstore.formats.records import slot_key
 from ckptstore.tiers import background_drain
 from ckptstore.tiers.drain import Drain
 from ckptstore.tiers.remote_check import check_same
-from ckptstore.tiers.remote_silence import Quiet
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.remote_silence import RemoteSilence
+from ckptstore.tiers.store_pair import StorePair
 from tests.tiers.conftest import Outage, Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 from tools.objects.proxy import Rule
@@ -357,9 +357,9 @@ def test_bytes_on_their_way_and_a_drain_at_rest_are_no_silence(s3: Server, tmp_p
     store = ckptstore.open(tmp_path / "run")
     fill(store, 1, 1)
     far = ckptstore.open(s3.url(), storage_options={**s3.options, "bandwidth": 1000})
-    drain = Drain(Pair(store.journal, far.journal, bandwidth=500_000))
+    drain = Drain(StorePair(store.journal, far.journal, bandwidth=500_000))
     now = [100.0]
-    quiet = Quiet(drain, lambda: now[0])
+    quiet = RemoteSilence(drain, lambda: now[0])
 
     def later(seconds: float) -> float:
         now[0] += seconds
