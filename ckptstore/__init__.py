@@ -1,4 +1,4 @@
-"""ckptstore: every step of a PyTorch run a durable, verified checkpoint, restored bit for bit.
+"""ckptstore: saves every step of a PyTorch run as a durable, verified checkpoint, and restores it bit for bit.
 
     store = ckptstore.open("runs/gpt")
     with store.writer(parent="latest") as writer:

@@ -1,53 +1,53 @@
-"""Every error the project raises, in one tree, each with the exit code that ``ckpt`` gives for it.
+"""Every error that this project raises, in one tree, each with the exit code that ``ckpt`` returns for it.
 
 ::
 
     CkptError                              1
-    ├── UsageError (ValueError)            2   bad option, REF, name or argument
-    │   └── StepOrderError                 2   the step exists already, or is not above the parent
+    ├── UsageError (ValueError)            2   an invalid option, REF, name or argument
+    │   └── StepOrderError                 2   the step exists already, or is not above the parent's step
     ├── NotFoundError (LookupError)        3
     │   ├── StoreNotFoundError (FileNotFoundError)
-    │   ├── KeyNotFoundError (FileNotFoundError)   an object that should be in the store is not
+    │   ├── KeyNotFoundError (FileNotFoundError)   an object of the store is missing
     │   ├── CheckpointNotFoundError
     │   └── TensorNotFoundError
-    ├── CorruptionError                    4   bytes differ from what was written
+    ├── CorruptionError                    4   stored bytes differ from the bytes that were written
     │   ├── CorruptSegmentError
     │   └── CorruptLogError
-    ├── FormatError (ValueError)           5   not our format, or a hostile one
+    ├── FormatError (ValueError)           5   the bytes are in another format, or are malformed
     │   ├── IncompatibleFormatError        5   a newer format than this version understands
     │   ├── StateMismatchError (RuntimeError)  5   a resumed script's objects differ from the checkpoint's
-    │   └── ForeignObjectError             5   a folder, link, pipe, device or giant where an object should be
+    │   └── ForeignObjectError             5   a folder, link, pipe, device or oversized file where an object should be
     ├── UnsupportedStateError (TypeError)  6   the state holds something that cannot be stored
     ├── WriterError                        7   this writer must stop
     │   ├── FencedError                        a newer term exists
-    │   ├── CommitUnknownError                 the commit may or may not have landed
-    │   ├── StoreReplacedError                 another run's store is where this writer's was
+    │   ├── CommitUnknownError                 the outcome of the commit is unknown
+    │   ├── StoreReplacedError                 another run's store is in the place of this writer's store
     │   └── WriterClosedError
     ├── StorageError (OSError)             8   the medium failed: EIO, ENOSPC, permissions
-    │   ├── KeyExistsError (FileExistsError)   create-if-absent found the key present
-    │   ├── UnsupportedBackendError            the medium cannot keep a promise the store needs
-    │   ├── RemoteLostError                    a store's second tier is gone, or another store is in its place
+    │   ├── KeyExistsError (FileExistsError)   an exclusive create found the key present
+    │   ├── UnsupportedBackendError            the medium cannot give a guarantee that the store needs
+    │   ├── RemoteLostError                    a store's second tier is missing, or another store is in its place
     │   └── ReadOnlyError
     ├── MissingDependencyError (ImportError) 9 an optional package is needed
-    ├── KernelError                        1   a compiled kernel failed half-way; numpy's are used from then on
-    ├── RequestError                       10  the live writer was asked for a change, which was not made
-    │   ├── RequestRefusedError                it said no, and why
-    │   └── RequestTimeoutError (TimeoutError) it did not answer in time
-    ├── RankError                          1   ranks that save together could not: nothing was committed
-    │   ├── MissingRankError (TimeoutError)    a rank did not hand in its part in time
-    │   ├── FailedRankError                    a rank said that it failed, and why
-    │   │   └── UnmadeStateError               its agent could not make the state of a step (strategy replica)
-    │   ├── RankMismatchError                  the ranks' states do not make one state
-    │   ├── DivergedReplicasError              a tensor that all have alike is not
-    │   └── MailboxError                       what carries the parts (the process group's store) is gone
-    └── AgentError                         1   the process that saves for this one cannot be started or used
-        ├── AgentLostError                     it is gone: what it had not acknowledged may or may not be stored
-        ├── AgentSilentError                   it is stopped (SIGSTOP, frozen), and answers nobody until it is continued
-        └── AgentBusyError                     it serves another trainer, which is alive
+    ├── KernelError                        1   a compiled kernel failed; numpy's kernels are used from then on
+    ├── RequestError                       10  a change that was requested from the live writer was not made
+    │   ├── RequestRefusedError                the writer refused; the message says why
+    │   └── RequestTimeoutError (TimeoutError) the writer did not answer in time
+    ├── RankError                          1   ranks that save together failed: nothing was committed
+    │   ├── MissingRankError (TimeoutError)    a rank did not deliver its part in time
+    │   ├── FailedRankError                    a rank reported that it failed, and why
+    │   │   └── UnmadeStateError               its agent could not compute the state of a step (strategy replica)
+    │   ├── RankMismatchError                  the ranks' states do not form one state
+    │   ├── DivergedReplicasError              a replicated tensor differs between ranks
+    │   └── MailboxError                       the store of the process group, which carries the parts, failed
+    └── AgentError                         1   the agent process cannot be started or used
+        ├── AgentLostError                     the agent died: unacknowledged saves may or may not be stored
+        ├── AgentSilentError                   the agent is stopped (SIGSTOP, frozen): it answers after it is continued
+        └── AgentBusyError                     the agent serves another trainer, which is alive
 
 Handlers catch by category (``CorruptionError``, ``StorageError`` …); the message always names the file,
-tensor or option. What a command finds exits with the code of its kind, whether it is raised or reported: damage that
-``ckpt verify`` lists exits with 4, as damage that a load meets does. `EXIT_CODES` is the whole table.
+tensor or option. A command exits with the code of what it found, whether that was raised or reported: damage that
+``ckpt verify`` lists exits with 4, and so does damage that a load meets. `EXIT_CODES` is the whole table.
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ from typing import Final
 
 EXIT_CODES: Final = {
     0: "success",
-    1: "an error without a code of its own",
-    2: "usage: an option, REF, name or file that cannot be meant",
+    1: "an error that has no code of its own",
+    2: "usage: an invalid option, REF, name or file",
     3: "not found: store, checkpoint, tensor, tag",
-    4: "damage: bytes differ from what was written",
+    4: "damage: stored bytes differ from the bytes that were written",
     5: "not our format, or a newer one",
     6: "a state that cannot be stored",
-    7: "this writer must stop: fenced, its commit unknown, the store replaced",
+    7: "this writer must stop: fenced, outcome of its commit unknown, store replaced",
     8: "the medium failed, or something could not be read",
     9: "an optional package is missing",
-    10: "a live writer was asked for a change, which was not made",
+    10: "a change that was requested from a live writer was not made",
     70: "a bug in ckpt: run again with --debug",
     130: "interrupted (Ctrl-C)",
-    141: "whoever read stdout went away (| head)",
-    143: "told to end (SIGTERM)",
+    141: "the reader of stdout closed it (| head)",
+    143: "terminated (SIGTERM)",
 }
-"""What ``ckpt`` exits with, and why: one code for each kind of finding."""
+"""The exit codes of ``ckpt`` and their meanings: one code for each kind of error."""
 
 
 class CkptError(Exception):
-    """Base of every error of this project. ``exit_code`` is what the command exits with.
+    """Base class of every error of this project. ``exit_code`` is the exit code of the command.
 
     Attributes:
-        nearest: of damage that a restore met: REF of the newest checkpoint before the one that was asked for which
-            needs nothing of it; None: there is none, or nobody looked.
+        nearest: REF of the newest earlier checkpoint that does not need the damaged data. A restore that met damage
+            sets it. None: there is no such checkpoint, or none was searched for.
     """
 
     exit_code = 1
@@ -87,7 +87,7 @@ class CkptError(Exception):
 
 
 class UsageError(CkptError, ValueError):
-    """A bad option, REF, name or argument."""
+    """An invalid option, REF, name or argument."""
 
     exit_code = 2
 
@@ -97,7 +97,7 @@ class StepOrderError(UsageError):
 
 
 class NotFoundError(CkptError, LookupError):
-    """What was asked for does not exist."""
+    """The requested object does not exist."""
 
     exit_code = 3
 
@@ -107,11 +107,11 @@ class StoreNotFoundError(NotFoundError, FileNotFoundError):
 
 
 class KeyNotFoundError(NotFoundError, FileNotFoundError):
-    """An object that should be in the store is absent."""
+    """An object that should be in the store is missing."""
 
 
 class CheckpointNotFoundError(NotFoundError):
-    """No checkpoint answers to this REF."""
+    """No checkpoint matches this REF."""
 
 
 class TensorNotFoundError(NotFoundError):
@@ -119,7 +119,7 @@ class TensorNotFoundError(NotFoundError):
 
 
 class CorruptionError(CkptError):
-    """Stored bytes differ from what was written."""
+    """Stored bytes differ from the bytes that were written."""
 
     exit_code = 4
 
@@ -128,9 +128,9 @@ class CorruptSegmentError(CorruptionError):
     """A segment's bytes do not match their checksums or bounds; names file, tensor and offset.
 
     Attributes:
-        computed: the stored bytes match their checksum, and what is decoded from them is not what was saved.
-        lacking: ids of the segments of a base's encoding that has not what is built on it; another one may. None: it is
-            something else that is wrong.
+        computed: the stored bytes match their checksum, but the result of decoding them is not what was saved.
+        lacking: ids of the segments of an encoding of a base that does not have what the checkpoint on it needs.
+            Another encoding of the base may have it. None: the error has another cause.
     """
 
     computed: bool = False
@@ -142,7 +142,7 @@ class CorruptLogError(CorruptionError):
 
 
 class FormatError(CkptError, ValueError):
-    """The bytes are not in our format."""
+    """The bytes are not in this project's format."""
 
     exit_code = 5
 
@@ -152,10 +152,10 @@ class IncompatibleFormatError(FormatError):
 
 
 class StateMismatchError(FormatError, RuntimeError):
-    """A script's objects differ from those that the checkpoint is of. Nothing was restored.
+    """A script's objects differ from those of the checkpoint. Nothing was restored.
 
     Attributes:
-        differences: what differs, one each, with its path in the state.
+        differences: one text for each difference, with its path in the state.
     """
 
     def __init__(self, message: str, differences: list[str] | tuple[str, ...] = ()) -> None:
@@ -164,7 +164,7 @@ class StateMismatchError(FormatError, RuntimeError):
 
 
 class ForeignObjectError(FormatError):
-    """What lies at a key is nothing that a store writes: no regular file, or longer than its kind may be."""
+    """The object at a key is not one that a store writes: not a regular file, or longer than the limit of its kind."""
 
 
 class UnsupportedStateError(CkptError, TypeError):
@@ -180,17 +180,17 @@ class WriterError(CkptError):
 
 
 class FencedError(WriterError):
-    """A newer term exists: another writer took over. Nothing this writer does is acknowledged again."""
+    """A newer term exists: another writer took over. Nothing that this writer does is acknowledged from now on."""
 
 
 class CommitUnknownError(WriterError):
-    """The commit may or may not have landed; open the store again to find out. Nothing was deleted."""
+    """The outcome of the commit is unknown; open the store again to find out. Nothing was deleted."""
 
 
 class StoreReplacedError(WriterError):
-    """The store that this writer opened is gone, and another run's is in its place. Nothing was written to that.
+    """Another run's store is in the place of the store that this writer opened. Nothing was written to it.
 
-    Or that of `Store.watch` is, which then says so and ends.
+    `Store.watch` also raises it, and ends.
     """
 
 
@@ -202,7 +202,7 @@ class StorageError(CkptError, OSError):
     """The medium failed (EIO, ENOSPC, permissions, a broken connection).
 
     Attributes:
-        unsent: of an object that was to be created: it certainly was not, and never will be by this attempt.
+        unsent: the object was certainly not created, and this attempt never will create it.
     """
 
     exit_code = 8
@@ -210,19 +210,19 @@ class StorageError(CkptError, OSError):
 
 
 class KeyExistsError(StorageError, FileExistsError):
-    """Create-if-absent found the key present."""
+    """An exclusive create found the key present."""
 
 
 class UnsupportedBackendError(StorageError):
-    """The medium cannot keep a promise that the store needs (for instance exclusive creation)."""
+    """The medium cannot give a guarantee that the store needs (for instance exclusive creation)."""
 
 
 class RemoteLostError(StorageError):
-    """A store's second tier is not what was brought there: deleted, in part or whole, or replaced. Says what to do."""
+    """A store's second tier was deleted, in part or as a whole, or replaced. The message says what to do."""
 
 
 class ReadOnlyError(StorageError):
-    """The store, or this handle of it, cannot be written."""
+    """The store, or this handle of it, is read-only."""
 
 
 class MissingDependencyError(CkptError, ImportError):
@@ -232,51 +232,51 @@ class MissingDependencyError(CkptError, ImportError):
 
 
 class KernelError(CkptError):
-    """A kernel that numba compiled failed in the middle of its work. This process uses numpy's kernels from then on:
-    what was asked for can be asked for again."""
+    """A kernel that numba compiled failed while it ran. This process uses numpy's kernels from then on: call the
+    function again."""
 
 
 class RequestError(CkptError):
-    """The live writer was asked for a change of the store (a tag, a retirement), and it was not made."""
+    """A change (a tag, a retirement) was requested from the live writer, and it was not made."""
 
     exit_code = 10
 
 
 class RequestRefusedError(RequestError):
-    """The writer refused: the change breaks a rule in the store as it is by now. The message says which."""
+    """The writer refused: the change breaks a rule in the current state of the store. The message names the rule."""
 
 
 class RequestTimeoutError(RequestError, TimeoutError):
-    """The writer did not answer in time, and may still accept it while its term lasts; or it is known to be gone."""
+    """The writer did not answer in time. It may still accept the request while its term lasts, unless it is gone."""
 
 
 class RankError(CkptError):
-    """Ranks that save together could not. Nothing was committed: the checkpoint before stays the newest."""
+    """Ranks that save together failed. Nothing was committed: the previous checkpoint stays the newest."""
 
 
 class MissingRankError(RankError, TimeoutError):
-    """A rank did not hand in its part in time: it is dead, slow, or saves other steps. Names it."""
+    """A rank did not deliver its part in time: it is dead, slow, or saves other steps. Names the rank."""
 
 
 class FailedRankError(RankError):
-    """A rank could not write its part, and said so. Names it, and says why."""
+    """A rank could not write its part, and reported that. Names the rank and the reason."""
 
 
 class UnmadeStateError(FailedRankError):
-    """A rank's agent could not make the state of a step by the optimizers' arithmetic (strategy ``replica``)."""
+    """A rank's agent could not compute the state of a step with the optimizer's arithmetic (strategy ``replica``)."""
 
 
 class RankMismatchError(RankError):
-    """What the ranks have does not make one state: other tensors, shapes or steps than the others', holes, overlaps."""
+    """The ranks' parts do not form one state: tensors, shapes or steps differ, or there are gaps or overlaps."""
 
 
 class DivergedReplicasError(RankError):
-    """A tensor that is to be the same on several ranks is not: a fault of hardware or program, on one of them.
+    """A tensor that must be the same on several ranks differs: the hardware or the program of one of them is faulty.
 
     Attributes:
-        tensor: the first one in the order of the state.
-        rank: the first rank that has other bits than most.
-        step: of the save that noticed it.
+        tensor: the first such tensor in the order of the state.
+        rank: the first rank whose bits differ from those of most ranks.
+        step: the step of the save that noticed it.
     """
 
     def __init__(self, text: str, tensor: str = "", rank: int = -1, step: int = -1) -> None:
@@ -287,22 +287,22 @@ class DivergedReplicasError(RankError):
 
 
 class MailboxError(RankError):
-    """What carries the parts from rank to rank failed: the process group's store died with its host."""
+    """The messages between the ranks failed: the process group's store died with its host."""
 
 
 class AgentError(CkptError):
-    """The agent, the process that saves for this one, cannot be started, reached or believed. Says why."""
+    """The agent (the process that saves for this one) cannot be started, reached or trusted. The message says why."""
 
 
 class AgentLostError(AgentError):
-    """The agent is gone. A save that it had not acknowledged may or may not be in the store; what comes next
-    begins anew with another agent. Where ranks save together it does not: their term is over, on all of them."""
+    """The agent is gone. A save that it had not acknowledged may or may not be in the store. The next save starts
+    another agent. Where ranks save together it does not: their term is over on all of them."""
 
 
 class AgentSilentError(AgentError):
-    """The agent is there and answers nobody: it is stopped by a signal or a debugger, or its control group is frozen.
-    What it had not acknowledged may or may not be stored. Once it is continued, later saves work."""
+    """The agent is alive but does not answer: a signal or a debugger stopped it, or its control group is frozen.
+    Saves that it had not acknowledged may or may not be stored. Once it is continued, later saves work."""
 
 
 class AgentBusyError(AgentError):
-    """The agent serves another trainer, which is alive: two never share one."""
+    """The agent serves another trainer, which is alive. Two trainers never share an agent."""

@@ -42,7 +42,7 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
 def hint_for(error: BaseException) -> str | None:
     """The hint for an error: what it says itself, else what its kind tells."""
     # What a script would call next is of no use in a shell: the command is named below.
-    notes = [note for note in getattr(error, "__notes__", ()) if "needs nothing of this: load(" not in note]
+    notes = [note for note in getattr(error, "__notes__", ()) if "does not need the damaged data: load(" not in note]
     if notes:
         return str(notes[-1])
     typed = TYPED.get() or {}

@@ -28,9 +28,9 @@ from ckptstore.formats.state import check_size, places, select_places, tensor_na
 from ckptstore.formats.tree import member, only_tensors
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.restore.load import restoring
-from ckptstore.restore.open_checkpoint import Opened
-from ckptstore.restore.restore_source import Restorable
-from ckptstore.restore.selection import Selection, select_from
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
+from ckptstore.restore.restore_source import RestoreSource
+from ckptstore.restore.selection import TensorSelection, select_from
 from ckptstore.restore.tensor_streams import streams
 
 if TYPE_CHECKING:
@@ -130,14 +130,14 @@ def export(
     refuse_store(out)
     refuse_missing_folder(out)
 
-    def written(found: Opened) -> ExportResult:
+    def written(found: OpenCheckpoint) -> ExportResult:
         return _written(found, out, format, select, overwrite, max_shard_bytes, progress)
 
     return restoring(journal, ref, written)
 
 
 def export_held(
-    found: Restorable,
+    found: RestoreSource,
     out: str | Path,
     format: Literal["safetensors", "pt"] | None = None,
     select: str | Sequence[str] | None = None,
@@ -162,7 +162,7 @@ def is_export(path: Path) -> bool:
 
 
 def _written(
-    found: Restorable,
+    found: RestoreSource,
     out: Path,
     format: Literal["safetensors", "pt"],
     select: str | Sequence[str] | Below | None,
@@ -212,7 +212,7 @@ class _Content:
         return sum(entry.nbytes for entry in self.entries.values())
 
 
-def _counted(found: Restorable, names: Mapping[str, str], progress: Progress | None) -> Chunks:
+def _counted(found: RestoreSource, names: Mapping[str, str], progress: Progress | None) -> Chunks:
     """Make the function that yields a tensor's bytes, chunk by chunk, and reports progress. Thread-safe.
 
     Args:
@@ -236,7 +236,7 @@ _Chosen = tuple[dict[str, str], Any, tuple[tuple[str, str], ...]]
 """Tensor -> its name in the file; the tree with these names; `ExportResult.tied`."""
 
 
-def _picked(found: Restorable, select: str | Sequence[str] | None) -> _Chosen:
+def _picked(found: RestoreSource, select: str | Sequence[str] | None) -> _Chosen:
     picked = select_from(found.tree, select, found.ref)
     names = picked.tensors
     short = _bare(names)
@@ -255,7 +255,7 @@ def _bare(names: Mapping[str, str]) -> dict[str, str]:
     return found if len(set(found.values())) == len(set(names.values())) else dict(names)
 
 
-def _part(found: Restorable, below: Below) -> Any:
+def _part(found: RestoreSource, below: Below) -> Any:
     """The part of the tree below a prefix, if it has more than tensors and no further selection applies; or None.
 
     An optimizer's state, for example, is nested and has numbers and groups. ``load_state_dict`` cannot use its tensors
@@ -268,7 +268,7 @@ def _part(found: Restorable, below: Below) -> Any:
     return None if part is None or only_tensors(part) else part
 
 
-def _flat(found: Restorable, below: Below) -> _Chosen:
+def _flat(found: RestoreSource, below: Below) -> _Chosen:
     prefix = below.prefix
     if not isinstance(prefix, str) or not prefix:
         raise UsageError(f"strip={prefix!r:.80}: pass a prefix of tensor names, such as 'model.'")
@@ -297,7 +297,7 @@ def _flat(found: Restorable, below: Below) -> _Chosen:
     return names, tree, tuple(tied)
 
 
-def _tied(found: Restorable, picked: Selection) -> tuple[tuple[str, str], ...]:
+def _tied(found: RestoreSource, picked: TensorSelection) -> tuple[tuple[str, str], ...]:
     """See `ExportResult.tied`."""
     names = picked.tensors
     taken = places(found.tree) if picked.all else picked.kept.values()

@@ -1,4 +1,4 @@
-"""Keeping up with a run: each new checkpoint restored from the one before, which is held in memory, and handed over.
+"""Follows a run: restores each new checkpoint from the previous one, which is kept in memory, and yields it.
 
-Never writes to the store, but for pins. Imports `restore` and what is below it, and `exchange` for files.
+Never writes to the store, except pins. Imports `restore` and the rooms below it, and `exchange` for files.
 """

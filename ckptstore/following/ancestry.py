@@ -1,4 +1,4 @@
-"""Whether one checkpoint goes on from another, and where two lines part: the log tells of terms and their parents."""
+"""Decides from terms and their parents whether one checkpoint continues another, and where two lines fork."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["between", "parting"]
 
 
 def _line(catalog: Catalog, node: Node) -> dict[int, int]:
-    """term -> the last of its steps that is on the line to `node`."""
+    """term -> its last step on the line to `node`."""
     line = {node[0]: node[1]}
     opened = catalog.terms.get(node[0])
     while opened is not None and opened.parent is not None and opened.parent.term not in line:
@@ -19,7 +19,7 @@ def _line(catalog: Catalog, node: Node) -> dict[int, int]:
 
 
 def parting(catalog: Catalog, before: Node, now: Node) -> Node | None:
-    """The last place that the lines to two checkpoints have in common: `before` itself, if `now` goes on from it.
+    """The last place that the lines to two checkpoints have in common: `before` itself, if `now` continues from it.
 
     Returns:
         (term, step); None: they have nothing in common.
@@ -33,9 +33,8 @@ def parting(catalog: Catalog, before: Node, now: Node) -> Node | None:
 
 
 def between(catalog: Catalog, before: Node, now: Node) -> list[Node]:
-    """The checkpoints on the line to `now` that come after where it parts from that to `before`, in order; `now` last.
-
-    If `now` was gone back to, it alone.
+    """The checkpoints on the line to `now` after the place where it forks from the line to `before`, in order; `now`
+    comes last. If the run went back to `now`, only `now`.
     """
     line, after = _line(catalog, now), parting(catalog, before, now)
     found = [node for node in catalog.checkpoints if node[1] <= line.get(node[0], -1) and (not after or node > after)]

@@ -1,4 +1,4 @@
-"""`Follower`: looks at a run again and again, and hands over what is new, whole and verified."""
+"""`Follower`: polls a run, and yields each new checkpoint complete and verified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
 from ckptstore.exchange.export import export_held
 from ckptstore.following import ancestry
-from ckptstore.following.follower_targets import Holder, from_file, refuse_foreign
+from ckptstore.following.follower_targets import TargetState, from_file, refuse_foreign
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
@@ -24,10 +24,10 @@ from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
-from ckptstore.log.log_watch import Looks
+from ckptstore.log.log_watch import LogWatch
 from ckptstore.restore.load import LoadOptions, rebuilt, restoring
-from ckptstore.restore.open_checkpoint import Opened
-from ckptstore.restore.resident_checkpoint import HELD, HeldState
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
+from ckptstore.restore.resident_checkpoint import RESIDENT, ResidentCheckpoint
 from ckptstore.restore.resident_load import BytesRead, hold, lacking
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ __all__ = ["LONGEST", "SHORTEST", "FollowOptions", "Followed", "Follower"]
 
 SHORTEST: Final = 0.01
 LONGEST: Final = 86400.0
-"""Seconds that can be between two looks."""
+"""Limits of the seconds between two polls."""
 _NAP: Final = 0.2
-"""Seconds after which one who waits asks whether it shall end."""
+"""Seconds after which a waiting thread checks whether it should end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,18 @@ class FollowOptions:
 
     def __post_init__(self) -> None:
         if not _seconds(self.poll) or not SHORTEST <= self.poll <= LONGEST:
-            raise UsageError(f"poll: {self.poll!r:.80}; from {SHORTEST:g} to {LONGEST:g} seconds are between two looks")
+            raise UsageError(f"poll: {self.poll!r:.80}; it takes {SHORTEST:g} to {LONGEST:g} seconds between two polls")
         if self.timeout is not None and (not _seconds(self.timeout) or not self.timeout >= 0):
             raise UsageError(f"timeout: {self.timeout!r:.80}; a number of seconds, or None, is needed")
         if self.into is not None and self.out is not None:
             raise UsageError("into= and out=: one follower fills tensors or replaces a file; open two")
         if self.rank is not None and self.out is not None:
-            raise UsageError("rank= and out=: a file has the tensors of all ranks; leave rank= out, or save what comes")
-        self.loading  # noqa: B018  # what cannot be meant is refused now
+            raise UsageError("rank= and out=: a file has the tensors of all ranks; leave rank= out, or save the states")
+        self.loading  # noqa: B018  # invalid options are rejected now
 
     @property
     def loading(self) -> LoadOptions:
-        """How the tensors are handed over. They have been verified by then."""
+        """The options with which the tensors are built. The bytes have been verified before."""
         return LoadOptions(
             self.framework, self.into, self.select, self.device, verify=False, threads=self.threads, rank=self.rank
         )
@@ -84,20 +84,19 @@ def _seconds(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A checkpoint that was handed over.
+    """A checkpoint that was yielded.
 
     Attributes:
-        info: which one.
-        state: the state, or what was selected of it; its tensors are those of ``into=``, if that was given, else the
-            caller's own. None with ``out=``.
-        base: REF of the checkpoint from which it was made in memory; None: it was read from the store alone.
+        info: the checkpoint.
+        state: the state, or the selected part; its tensors are those of ``into=``, or new ones. None with ``out=``.
+        base: REF of the checkpoint in memory from which it was built; None: it was read from the store alone.
         plan: kinds of the encodings that were read, in order: ``full``, ``delta``, ``gradient``.
-        skipped: newer than the one before, older than this, and not handed over.
-        branched: it does not go on from the one before: the run went back, or another run of it forked.
-        fork: if so, the REF at which the lines part; None: they have nothing in common.
+        skipped: number of checkpoints between the previous one and this one that were not yielded.
+        branched: it does not continue from the previous one: the run went back, or was forked.
+        fork: if so, the REF at which the lines fork; None: they have nothing in common.
         bytes_read: bytes of segments that were read.
-        requests: sent to an object store since the look before; None where they cost nothing.
-        seconds: from the look that found it until it was handed over.
+        requests: number of requests to an object store since the previous poll; None if they cost nothing.
+        seconds: from the poll that found it until it was yielded.
     """
 
     info: CheckpointInfo
@@ -114,7 +113,7 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class _Goal:
-    """What is to be handed over next."""
+    """The checkpoint to yield next."""
 
     node: Node
     skipped: int
@@ -123,21 +122,22 @@ class _Goal:
 
 
 class Follower:
-    """An iterator over the checkpoints of a run as they come; see `Store.follow`.
+    """An iterator over the checkpoints of a run as they appear; see `Store.follow`.
 
-    One thread iterates; `close` may be called by any. After an error ``next`` goes on: what was held is still whole.
+    One thread iterates; any thread may call `close`. After an error ``next`` continues: the checkpoint in memory is
+    still intact.
     """
 
     def __init__(self, journal: Journal, after: str | int | None, options: FollowOptions) -> None:
-        """Nothing is read yet."""
+        """Read nothing yet."""
         self._options = options
         self._after = after
         self._begun = False
-        self._looks = Looks(journal)
+        self._looks = LogWatch(journal)
         self._costs = journal.backend.costs
         self._closed = threading.Event()
         self._looking = threading.Lock()
-        self._held: list[HeldState] = []  # the newest, and what it was made of
+        self._held: list[ResidentCheckpoint] = []  # the newest checkpoint, and its base
         self._spare: list[Bytes] = []
         self._seen: Node | None = None
         self._waiting: deque[_Goal] = deque()
@@ -154,15 +154,15 @@ class Follower:
         self.close()
 
     def close(self) -> None:
-        """End: whoever waits in ``next`` gets `StopIteration` soon, and the memory is given back.
+        """End the iteration: a waiting ``next`` raises `StopIteration` soon, and the memory is freed.
 
-        A look that another thread is at goes on to its end, which gives back what it uses.
+        If another thread is in the middle of a poll, that poll completes, and frees what it uses.
         """
         self._closed.set()
         self._let_go()
 
     def _let_go(self) -> None:
-        """Give back memory and handles, unless a look is using them: its thread calls this when it has ended."""
+        """Free memory and handles, unless a poll is using them: its thread calls this at the end."""
         if self._looking.acquire(blocking=False):
             try:
                 self._held, self._spare = [], []
@@ -192,7 +192,7 @@ class Follower:
         raise StopIteration
 
     def look(self) -> Followed | None:
-        """The next checkpoint if there is one already, else None: what ``next`` does without waiting."""
+        """The next checkpoint if there is one already, else None: ``next`` without waiting."""
         try:
             with self._looking:
                 return self._looked()
@@ -216,7 +216,7 @@ class Follower:
         return replace(found, requests=requests, seconds=time.monotonic() - began)
 
     def _begin(self, journal: Journal, view: View) -> None:
-        """Take up where another follower ended; what `into` or the file still has need not be read."""
+        """Continue after another follower; tensors that `into` or the file already has are not read again."""
         after, out = self._after, self._options.out
         if out is not None:
             refuse_foreign(Path(out))
@@ -229,11 +229,11 @@ class Follower:
             entry = refs.resolve(view.catalog, wanted)
         except CheckpointNotFoundError:
             if wanted.node is not None:
-                return  # it has been retired since: whatever is there is after it
+                return  # it has been retired meanwhile: every checkpoint there is newer
             raise
         self._seen = entry.node
         if self._options.into is not None:
-            held = Holder(self._options.into).adopted(
+            held = TargetState(self._options.into).adopted(
                 journal, entry.ref, self._options.select, view, self._options.rank
             )
             self._held = [] if held is None else [held]
@@ -276,25 +276,27 @@ class Follower:
                 raise  # nothing was overwritten
             except BaseException as error:
                 if self._options.into is not None:
-                    error.add_note("the tensors of into= are torn: some are of this checkpoint, some of the one before")
+                    error.add_note(
+                        "the tensors of into= are mixed: some are of this checkpoint, some of the previous one"
+                    )
                 raise
         info = describe_checkpoint(view.catalog, entry)
         counts = (goal.skipped, goal.branched, goal.fork, read.nbytes)
         return Followed(info, state, base, plan, *counts, None, 0.0)
 
     def _restored(self, journal: Journal, view: View, ref: str) -> tuple[BytesRead, tuple[str, ...], str | None]:
-        """Hold the checkpoint `ref`, from what is held if that is the way -> what was read, and from what."""
+        """Hold the checkpoint `ref`, built from a held base if that is the best way -> bytes read, kinds, base."""
         options, read = self._options, BytesRead()
         told: list[tuple[tuple[str, ...], str | None]] = []
 
-        def held(found: Opened) -> list[HeldState] | None:
+        def held(found: OpenCheckpoint) -> list[ResidentCheckpoint] | None:
             for reader in found.readers.values():
                 read.add(reader.entry.header)
             if lacking(found, options.select, options.rank):
                 return None
             base = found.base
             told.append((tuple(edge.kind for edge in found.plan.encodings), None if base is None else base.ref))
-            # What this does not build on gives its memory; beside a base the newest does, too.
+            # A held state that this one does not build on gives its memory; besides a base, the newest one does too.
             kept = self._held[:1] if base is None else [base]
             self._spare += [one.region for one in self._held if all(one is not other for other in kept)]
             self._held = kept
@@ -305,12 +307,12 @@ class Follower:
         try:
             new = restoring(journal, ref, held, bases, view)
         except CorruptSegmentError as error:
-            if HELD not in str(error):
+            if RESIDENT not in str(error):
                 raise
-            new = None  # memory has changed under our hands: what is held is worth nothing
+            new = None  # the held memory was changed: it cannot be used any more
         if new is None:
             new = restoring(journal, ref, held, (), view)
-        assert new is not None  # nothing is lacking without a base
+        assert new is not None  # without a base nothing can be lacking
         used = {id(one.region) for one in new}
         idle = [region for region in (*self._spare, *(one.region for one in self._held)) if id(region) not in used]
         self._held, self._spare = new, idle[: 2 - len(new)]

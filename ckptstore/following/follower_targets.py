@@ -1,4 +1,4 @@
-"""What a follower may have of a checkpoint already: in the tensors that it fills, or in the file that it writes."""
+"""Finds what a follower already has of a checkpoint: in the tensors that it fills, or in the file that it writes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.restore.resident_checkpoint import HeldState
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.resident_load import adopt
 
-__all__ = ["Holder", "from_file", "refuse_foreign"]
+__all__ = ["TargetState", "from_file", "refuse_foreign"]
 
 
 class _Readable(Protocol):
     def read(self, offset: int, out: Bytes) -> None: ...
 
 
-class Holder:
-    """A state, whose tensors may be those of a checkpoint."""
+class TargetState:
+    """A state whose tensors may be those of a checkpoint."""
 
     def __init__(self, state: Any) -> None:
         """Read nothing yet. Raises `UnsupportedStateError`."""
@@ -40,9 +40,9 @@ class Holder:
         select: str | Sequence[str] | None,
         since: View | None = None,
         rank: int | None = None,
-    ) -> HeldState | None:
-        """The checkpoint `ref` held in memory, without reading any tensor of it from the store; None: it is not what
-        the state has, or cannot be opened."""
+    ) -> ResidentCheckpoint | None:
+        """The checkpoint `ref` held in memory, without reading a tensor of it from the store; None: the state has other
+        values, or the checkpoint cannot be opened."""
         return _adopted(journal, ref, select, since, self._tensors, rank)
 
 
@@ -53,32 +53,32 @@ def _adopted(
     since: View | None,
     tensors: Mapping[str, _Readable],
     rank: int | None = None,
-) -> HeldState | None:
+) -> ResidentCheckpoint | None:
     try:
         with opened(journal, ref, since=since) as found:
             if found.lossy:
                 return None
             return adopt(found, select, lambda name, offset, out: tensors[name].read(offset, out), rank)
     except CkptError:
-        return None  # it is read anew then, which says what is wrong
+        return None  # it is read from the store then, which raises the error
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise `UsageError` where there is a file that no follower and no export made: it would be replaced.
+    """Raise `UsageError` if there is a file that no follower and no export made, because it would be replaced.
 
-    An empty one (of ``mktemp``) is nobody's loss.
+    An empty file (of ``mktemp``) may be replaced.
     """
     if path.is_file() and path.stat().st_size and not is_export(path):
         raise UsageError(
-            f"{path} exists, and was not exported from a store: name another file, or remove this one, for a follower "
-            "replaces it with each checkpoint"
+            f"{path} exists, and was not exported from a store: name another file, or remove this one, because a "
+            "follower replaces it with each checkpoint"
         )
 
 
 def from_file(
     path: Path, journal: Journal, select: str | Sequence[str] | None, since: View | None = None
-) -> HeldState | None:
-    """The checkpoint that an exported safetensors file holds, if it is whole and the store has it still."""
+) -> ResidentCheckpoint | None:
+    """The checkpoint in an exported safetensors file, if the file is complete and the store still has it."""
     try:
         with ExitStack() as stack:
             tensors, metadata = read_safetensors(path, stack)

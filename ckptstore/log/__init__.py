@@ -1,4 +1,4 @@
-"""The log of a store: READ, WRITER OPEN and COMMIT, folds, pins, requests, REFs (design: commit protocol).
+"""The log of a store: READ, WRITER OPEN and COMMIT, folds, pins, requests, REFs (formats/SPEC.md 7 to 10).
 
-`journal` is what all of it works on; nothing here touches tensors. Imports `backends` and what is below it.
+Every module works on a `Journal`; none handles tensors. Imports `backends` and the rooms below it.
 """

@@ -1,4 +1,4 @@
-"""A change of the catalog, as whoever wants it describes it."""
+"""Describes a change of the catalog: the members of a COMMIT that its author chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Change"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The members of a `CommitRecord` that its author chooses; see there. The others are the term's."""
+    """The members of a `CommitRecord` that its author chooses; see there. The term adds the others."""
 
     segments: tuple[SegmentEntry, ...] = ()
     checkpoints: tuple[CheckpointEntry, ...] = ()
@@ -27,7 +27,7 @@ class Change:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, term: int) -> CommitRecord:
-        """The record by which `term` makes this change."""
+        """The record with which `term` commits this change."""
         return CommitRecord(
             term,
             segments=self.segments,

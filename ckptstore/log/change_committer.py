@@ -1,4 +1,4 @@
-"""Who commits a change that no writer made: the live writer, who is asked, or this process, which takes over."""
+"""Commits a change without an open writer: asks the live writer to commit it, or takes the store over."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from ckptstore.log.term import open_term
 
 __all__ = [
     "ASKED",
-    "Author",
+    "ChangeCommitter",
+    "ChangeRequester",
     "LastWriter",
-    "Requester",
-    "Successor",
+    "TakeOver",
     "WriterState",
-    "check_somebody_writes",
+    "check_writer_alive",
     "known_writer",
     "last_writer",
 ]
 
 WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
 ASKED: ContextVar[Callable[[str | None, int | None, float | None], object] | None] = ContextVar("ASKED", default=None)
-"""Told, before the first wait of a `Requester`: host and process of who is asked, and seconds that it waits at most."""
+"""Called before a `ChangeRequester` waits: host and process id of the writer, and the timeout in seconds."""
 _SLACK: Final = 5.0
-"""Seconds by which a process may seem to be younger than the term that it opened."""
+"""Seconds by which a process may appear to have started after it opened its term."""
 
 _ACCEPTED: Final = Outcome("accepted")
 
 
-class Author(Protocol):
-    """Commits changes to the catalog, or has them committed.
+class ChangeCommitter(Protocol):
+    """Commits changes to the catalog, or asks the live writer to commit them.
 
     Attributes:
-        owned: the term that this process owns; None: the newest one is somebody else's.
+        owned: the term that this process owns; None: another process owns the newest one.
     """
 
     @property
     def owned(self) -> int | None: ...  # noqa: D102 - described above
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
-        """Make one change in `term`, all or nothing. What a request cannot have is refused (`requests.post`)."""
+        """Make one change in `term`, all or nothing. Changes that a request may not contain are refused (`post`)."""
 
     def catalog(self) -> Catalog:
         """The log as this author sees it now."""
 
 
-class Requester:
-    """Asks the writer of the newest term, and waits for its answer. It fences nobody.
+class ChangeRequester:
+    """Asks the writer of the newest term, and waits for its answer. It never fences the writer.
 
     Attributes:
-        view: the log as this was seen last. After `commit` it holds the answer. Each look continues from it.
+        view: the last view of the log. After `commit` it contains the answer. Each READ continues from it.
     """
 
     owned: int | None = None
@@ -75,18 +75,18 @@ class Requester:
         """Ask the process that owns the newest term.
 
         Args:
-            timeout: seconds to wait for each answer; None or infinity: as long as it takes.
-            view: the log as it was read just now. If nobody writes, this says so before any work is done.
+            timeout: seconds to wait for each answer; None or infinity: no limit.
+            view: the log as it was read just now. If no writer is alive, this raises before any work is done.
 
         Raises:
-            RequestTimeoutError: nobody writes.
-            UsageError: `timeout` is no time.
+            RequestTimeoutError: no writer is alive.
+            UsageError: `timeout` is not a time.
         """
         self._journal = journal
         self._timeout = seconds("timeout", timeout)
         self._told = False
         self.view = view
-        check_somebody_writes(journal, view.catalog)
+        check_writer_alive(journal, view.catalog)
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:
         """Post a request -> its outcome, ``waiting`` if no answer came in time.
@@ -96,8 +96,8 @@ class Requester:
             StorageError: the medium failed.
         """
         catalog = self.catalog()
-        if catalog.term == term:  # else the outcome says that it is void
-            check_somebody_writes(self._journal, catalog)
+        if catalog.term == term:  # else the outcome says that the request is void
+            check_writer_alive(self._journal, catalog)
         about = f"{what} ({platform.node()}, pid {os.getpid()})"
         request = requests.post(self._journal, term, about, change)
         crash_point("request.posted")
@@ -107,26 +107,26 @@ class Requester:
         return requests.wait(self._journal, request, look=self.catalog, timeout=self._timeout)
 
     def catalog(self) -> Catalog:
-        """READ: what came after the last look, or everything if the log is no longer the one that was seen."""
+        """READ: only the records after the last view, or everything if the log is no longer the one that was read."""
         known = self.view if same_history(self._journal, self.view) else None
         self.view = read(self._journal, known)
         return self.view.catalog
 
 
-class Successor:
-    """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
+class TakeOver:
+    """Opens a term that continues from the latest checkpoint, which fences the writer before."""
 
     def __init__(self, journal: Journal, purpose: str, *, several: bool = False, view: View | None = None) -> None:
         """Take the store over.
 
         Args:
-            purpose: what for, in a word that the log keeps.
-            several: more changes may follow the first: none says that the term may end with it.
-            view: the log as it was read just now, with a look above its end; None: it is read.
+            purpose: one word that says what for; the log keeps it.
+            several: more changes may follow the first: no commit says that the term may end with it.
+            view: the log as it was read just now, with a look above its end; None: it is read here.
 
         Raises:
-            FencedError: others opened terms first, every time.
-            CorruptLogError: the log is damaged where ``latest`` would be decided.
+            FencedError: other writers opened terms first, every time.
+            CorruptLogError: the damage of the log leaves ``latest`` undecided.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         journal.backend.probe()
@@ -136,17 +136,17 @@ class Successor:
         self._extra = {} if several else {CLOSED: True}
 
     def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
-        """Commit, and of a single change say that the term may end with it. Raises as `Term.commit`."""
+        """Commit. A single change also says that the term may end with it. Raises as `Term.commit`."""
         self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
         return _ACCEPTED
 
     @property
     def view(self) -> View:
-        """What this term has acknowledged."""
+        """The log as this term has acknowledged it."""
         return self._term.view()
 
     def catalog(self) -> Catalog:
-        """What this term has acknowledged."""
+        """The catalog as this term has acknowledged it."""
         return self.view.catalog
 
 
@@ -155,35 +155,36 @@ def _latest(catalog: Catalog) -> CheckpointId | None:
     return None if latest is None else latest.id
 
 
-# ------------------------------------------------------------------------------------------------ who writes
+# ------------------------------------------------------------------------------------------------ the last writer
 
 
-def check_somebody_writes(journal: Journal, catalog: Catalog) -> None:
-    """Ask nobody who cannot answer.
+def check_writer_alive(journal: Journal, catalog: Catalog) -> None:
+    """Raise if no live writer can answer a request.
 
     Raises:
-        RequestTimeoutError: on this host the process that opened the newest term is gone, or the term is closed.
+        RequestTimeoutError: the process on this host that opened the newest term is gone, or the term is closed.
     """
     state, _, pid = known_writer(catalog)
     if state not in ("gone", "closed"):
         return
     why = f"process {pid} on this host is gone" if state == "gone" else f"term {catalog.term} is closed"
-    error = RequestTimeoutError(f"{journal.url}: nobody is writing ({why}), so nobody can answer")
+    error = RequestTimeoutError(f"{journal.url}: no writer is active ({why}), so none can answer")
     error.add_note("repeat with --take-over (in Python: take_over=True)")
     raise error
 
 
 @dataclass(frozen=True, slots=True)
 class LastWriter:
-    """Who wrote last, as far as can be known without asking.
+    """The last writer, as far as it is known without asking it.
 
     Attributes:
         state: as `ckptstore.RunInfo.writer`.
-        host, pid: where that writer is, or was; None: it did not say.
-        time: seconds since the Unix epoch of the newest checkpoint of the newest term or, if that is later, of that
-            term's beginning, by the writer's clock; None: nobody has written.
-        purpose: what a take-over opened the newest term for, in a word (``tag``, ``prune``); None: it is a run's. Of a
-            take-over `state` is how the run before it ended: ``closed``, or else ``gone``; the rest is the take-over's.
+        host, pid: host and process id of that writer; None: its OPEN does not say.
+        time: seconds since the Unix epoch, by the writer's clock: when the newest checkpoint of the newest term was
+            committed or, if that is later, when the term began; None: no writer ever opened the store.
+        purpose: if a take-over opened the newest term: what for, in one word (``tag``, ``prune``); None: a run opened
+            it. After a take-over `state` says how the run before it ended (``closed``, or else ``gone``); the other
+            attributes are those of the take-over.
     """
 
     state: WriterState = "none"
@@ -194,7 +195,7 @@ class LastWriter:
 
 
 def last_writer(catalog: Catalog) -> LastWriter:
-    """What is known of who wrote last."""
+    """What is known of the last writer."""
     opened = catalog.terms.get(catalog.term)
     highest = catalog.checkpoints.highest(catalog.term)
     times = [] if opened is None or not opened.known else [opened.time]
@@ -207,13 +208,13 @@ def last_writer(catalog: Catalog) -> LastWriter:
 
 
 def _purpose(opened: TermEntry) -> str | None:
-    """What a take-over opened a term for; None: a run did."""
+    """The purpose of the take-over that opened a term; None: a run opened it."""
     purpose = opened.writer.get("for")
     return purpose if isinstance(purpose, str) else None
 
 
 def _run_before(catalog: Catalog) -> WriterState:
-    """How the newest term that a run opened ended. Whoever took it over has fenced it, so that it writes no more."""
+    """How the newest term that a run opened ended. The take-over fenced its writer, so it writes no more."""
     runs = (term for term, opened in catalog.terms.items() if _purpose(opened) is None)
     last = max(runs, default=None)
     if last is None:
@@ -222,7 +223,7 @@ def _run_before(catalog: Catalog) -> WriterState:
 
 
 def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:
-    """``writer``, ``host`` and ``pid`` of a `RunInfo`: who wrote last, and what is known of that process."""
+    """``writer``, ``host`` and ``pid`` of a `RunInfo`: the last writer, and what is known of its process."""
     opened = catalog.terms.get(catalog.term)
     told: Mapping[str, Any] = {} if opened is None else opened.writer
     host, pid = told.get("host"), told.get("pid")
@@ -239,10 +240,10 @@ def _state(opened: TermEntry | None, host: str | None, pid: int | None) -> Write
 
 
 def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
-    """What this host's list of processes says of the one that opened a term, at the time `opened`."""
+    """What this host's process list says of the process that opened a term at the time `opened`."""
     if host is None or pid is None or pid < 1 or host != platform.node():
         return "unknown"
-    if not Path("/proc/1/stat").exists():  # no such list, or only one's own processes are shown
+    if not Path("/proc/1/stat").exists():  # no process list, or it shows only the user's own processes
         return "unknown"
     try:
         # The process's name, in parentheses, may hold anything.
@@ -255,5 +256,5 @@ def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
         return "unknown"
     if fields[0] in "ZX":
         return "gone"
-    # Another process may have the number by now. Its age alone cannot prove that, where clocks were set.
+    # Another process may have this number by now. Age alone does not prove it, since clocks may have been set.
     return "alive" if time.time() - (uptime - began) <= opened + _SLACK else "unknown"

@@ -1,4 +1,4 @@
-"""What the store tells about checkpoints and terms."""
+"""Describes checkpoints and terms: the public `CheckpointInfo` and `TermInfo`."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class CheckpointInfo(HtmlTable):
     """A committed checkpoint.
 
     Attributes:
-        step: optimizer steps done; a resumed run continues with iteration `step`.
+        step: number of optimizer steps done; a resumed run continues with iteration `step`.
         term: the term that committed it.
         state: hash of the whole state (32 hex digits).
-        kind: ``full``, ``delta`` or ``gradient``; how the cheapest stored form is encoded.
+        kind: ``full``, ``delta`` or ``gradient``: the encoding of the smallest stored form.
         time: seconds since the Unix epoch when it was committed; information only.
         nbytes: logical bytes of all tensors.
-        stored: bytes on the medium of the encodings of this checkpoint, bases not counted.
+        stored: bytes on the medium of the encodings of this checkpoint, without their bases.
         tensors: number of distinct tensors.
         segments: ids of the segments of those encodings.
-        base: REF of the checkpoint that the cheapest form builds on, or None.
-        lossy: the stored form does not give the saved bits back.
-        tags: names given to it.
-        metadata: what was given to `Writer.save` with it.
-        extra: what else the writer recorded.
+        base: REF of the checkpoint that the smallest form builds on, or None.
+        lossy: no stored form restores the saved bits.
+        tags: its tags.
+        metadata: the metadata that was passed to `Writer.save`.
+        extra: other members that the writer recorded.
     """
 
     step: int
@@ -70,20 +70,20 @@ class CheckpointInfo(HtmlTable):
 
     @property
     def id(self) -> CheckpointId:
-        """Identity by which deltas name their base."""
+        """The identity with which deltas name their base."""
         return CheckpointId(self.term, self.step, self.state)
 
 
 @dataclass(frozen=True, slots=True)
 class TermInfo(HtmlTable):
-    """One writer's tenure.
+    """A term: the records of one writer.
 
     Attributes:
         term: its number; higher is newer.
         parent: REF of the checkpoint it continued from, or None.
         time: seconds since the Unix epoch when it was opened; information only.
         checkpoints: number of checkpoints it holds.
-        extra: what the writer recorded about itself (environment).
+        extra: what the writer recorded about itself (its environment).
     """
 
     term: int
@@ -94,7 +94,7 @@ class TermInfo(HtmlTable):
 
 
 def describe_all(catalog: Catalog) -> list[CheckpointInfo]:
-    """The public view of every promised checkpoint, by term and step."""
+    """The public view of every promised checkpoint, ordered by term and step."""
     return describe(catalog, catalog.checkpoints.values())
 
 
@@ -126,7 +126,7 @@ def describe_terms(catalog: Catalog) -> list[TermInfo]:
 
 
 def damage_of(catalog: Catalog) -> tuple[str, ...]:
-    """What is wrong with the log, one sentence each: its slots, and why ``latest`` is not known."""
+    """The damage of the log, one sentence each: the damaged slots, and why ``latest`` is undecided."""
     found = [f"log slot {seq} is damaged or missing" for seq in catalog.damage]
     try:
         catalog.latest()
@@ -139,8 +139,8 @@ def look_up(journal: Journal, ref: str | int) -> CheckpointInfo:
     """The checkpoint that `ref` names now.
 
     Raises:
-        CheckpointNotFoundError: nothing answers to it.
-        CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
+        CheckpointNotFoundError: no checkpoint matches it.
+        CorruptLogError: the damage of the log leaves ``latest`` undecided; names the last intact checkpoint.
     """
     catalog = read(journal).catalog
     return describe_checkpoint(catalog, refs.resolve(catalog, ref))
@@ -149,7 +149,7 @@ def look_up(journal: Journal, ref: str | int) -> CheckpointInfo:
 def described(catalog: Catalog, entry: CheckpointEntry, tags: Iterable[str]) -> CheckpointInfo:
     node = entry.node
     every = catalog.encodings.get(node, ())
-    # One whose base is gone stays as long as its segment does, which others read; it leads nowhere.
+    # An encoding whose base is gone stays listed while others read its segment, but it restores nothing.
     encodings = [one for one in every if one.base is None or catalog.find(one.base.node) is not None] or every
     cheapest = min(encodings, key=lambda encoding: encoding.bytes, default=None)
     base = None if cheapest is None or cheapest.base is None else cheapest.base.ref

@@ -1,4 +1,4 @@
-"""Damage of the log is told to whoever reads it: once for each handle of a store and process, from one place (READ)."""
+"""Warns of damage of the log: once for each process and handle of a store, from one place (READ)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.host.caller_warnings import DamagedLogWarning, warn
 
-__all__ = ["same_handle", "tell_damage"]
+__all__ = ["same_handle", "warn_of_damage"]
 
 _SHOWN: Final = 8
 
 _told: weakref.WeakKeyDictionary[Backend, set[tuple[int, int, int]]] = weakref.WeakKeyDictionary()
-"""Handle -> (process, slot, 0) or (process, -1, lost term), of all that was told. A fork tells it again."""
+"""Handle -> (process, slot, 0) or (process, -1, lost term) of every warning that was given. A fork warns again."""
 
 
 def same_handle(new: Backend, old: Backend) -> None:
-    """What was told of `old` was told of `new`, which reaches the same place for the same caller."""
+    """Share the record of warnings: `new` reaches the same place as `old` for the same caller."""
     _told[new] = _told.setdefault(old, set())
 
 
-def tell_damage(backend: Backend, catalog: Catalog) -> None:
-    """Warn of slots that are damaged or lost, if that was not told of this handle yet.
+def warn_of_damage(backend: Backend, catalog: Catalog) -> None:
+    """Warn of slots that are damaged or lost, if this handle has not warned of them yet.
 
-    Prevents: checkpoints that are missing from a list, or an older one taken for the newest, without a word.
+    Prevents: checkpoints that are missing from a list, or an older one mistaken for the newest, silently.
     """
     lost = catalog.lost if catalog.lost > catalog.term else 0
     if not (catalog.damage or lost):
@@ -35,7 +35,7 @@ def tell_damage(backend: Backend, catalog: Catalog) -> None:
     found = {(process, seq, 0) for seq in catalog.damage} | ({(process, -1, lost)} if lost else set())
     if found <= told:
         return
-    told |= found  # before the warning, which may be an error: the next call is not stopped by it
+    told |= found  # before the warning, which may be raised as an error: the next call must not raise it again
     parts = []
     if slots := catalog.damage:
         shown = ", ".join(map(str, slots[:_SHOWN])) + (f" and {len(slots) - _SHOWN:,} more" if slots[_SHOWN:] else "")

@@ -1,12 +1,12 @@
-"""Folding the log: a fold is the catalog through one slot, written so that readers need not start at slot 0.
+"""Folds the log: writes the catalog through one slot as a fold, so that readers need not start at slot 0.
 
-A fold is derived and changes no history. What it replaces is deleted by three rules (design: ANCHORS):
+A fold is derived and changes no history. What it replaces is deleted by three rules (formats/SPEC.md 10, ANCHORS):
 
 - a slot: at or below the SECOND newest valid fold, no anchor, no OPEN, and the next anchor above it exists;
 - a fold: when two newer valid ones exist;
 - a manifest: after its slot.
 
-Whoever may write can do it, at any time, also late: the writer does so beside its commits.
+Any process that may write can do this at any time, also late: the writer does it in parallel with its commits.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ckptstore.log.term import Term
 __all__ = ["KEEP", "FoldThread", "Trimmed", "due", "fold", "maintain", "trim"]
 
 _PATIENCE: Final = 60.0
-"""Seconds that closing waits for a fold under way."""
+"""Seconds that `finish` waits for a running fold."""
 _AGAIN: Final = 64
-"""Slots after a fold that failed before another is tried."""
+"""Number of slots after a failed fold before another one is tried."""
 _AT_END: Final = 8
-"""Slots that are worth a fold when a term ends, where each costs a request."""
+"""Number of slots that are worth a fold when a term ends, if each slot costs a request to read."""
 KEEP = 2
-"""Newest valid folds that stay: if one is damaged, the other serves, and the slots above it are still there."""
+"""Number of newest valid folds to keep: if one is damaged, readers use the other and the slots above it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """What `trim` deleted: numbers of slots, folds and manifests."""
+    """Numbers of slots, folds and manifests that `trim` deleted."""
 
     slots: int = 0
     folds: int = 0
@@ -50,18 +50,18 @@ class Trimmed:
 
 
 def due(end: int, fold_seq: int, live: int) -> bool:
-    """Whether a fold pays: reading a store costs one fold and the slots since.
+    """Whether a fold is worth its cost: to read a store is to read one fold and the slots after it.
 
     Args:
         end: the next slot.
-        fold_seq: the slot through which the newest fold goes; -1: none.
-        live: promised checkpoints. A fold costs time in proportion to them, so big stores fold less often.
+        fold_seq: the last slot of the newest fold; -1: there is none.
+        live: number of promised checkpoints. The cost of a fold is proportional to it, so big stores fold less often.
     """
     return end - 1 - fold_seq >= min(1024, max(64, live // 16))
 
 
 def maintain(term: Term) -> bool:
-    """Fold what `term` has acknowledged, and trim, if it is due -> whether it was.
+    """Fold what `term` has acknowledged, and trim, if a fold is due -> whether it was.
 
     Raises:
         StorageError: the medium failed; the term is not affected.
@@ -83,13 +83,13 @@ def _renew(term: Term, view: View) -> None:
 
 
 class FoldThread:
-    """Folds what a term has acknowledged beside its commits: in a thread of its own, at most one at a time.
+    """Folds what a term has acknowledged in a thread, in parallel with its commits; at most one fold at a time.
 
-    The term may be fenced, closed or dead while a fold is under way. That is harmless: a fold of what was once
-    acknowledged is true for ever, and what it replaces is deleted by rules that hold at any later time. So nothing
-    waits for it but closing, and that not for ever.
+    The term may be fenced, closed or dead while a fold runs. That is harmless: a fold of acknowledged records stays
+    valid for ever, and the rules for deleting what it replaces hold at any later time. So only `finish` waits for it,
+    and with a timeout.
 
-    All of it is called by the thread that commits. A fork has no such thread, and does not come here.
+    Only the committing thread calls these methods. A fork has no such thread, and never calls them.
     """
 
     def __init__(self, term: Term) -> None:
@@ -99,7 +99,7 @@ class FoldThread:
         self._not_before = 0
 
     def begin(self) -> Exception | None:
-        """Begin a fold if one is due and none is under way -> what the one before failed with, said once."""
+        """Start a fold if one is due and none is running -> the error of the previous one, returned once."""
         if self._thread is not None and self._thread.is_alive():
             return None
         self._thread, failure, self._failure = None, self._failure, None
@@ -108,15 +108,15 @@ class FoldThread:
         if self._term.next_seq < self._not_before or not _due(self._term):
             return failure
         view = self._term.view()
-        with contextlib.suppress(RuntimeError):  # no thread to be had, or the interpreter is going: the next time
+        with contextlib.suppress(RuntimeError):  # no thread can start, or the interpreter is exiting: try later
             self._thread = background_threads.start(lambda: self._run(view), "fold")
         return failure
 
     def finish(self, seconds: float = _PATIENCE) -> Exception | None:
-        """Wait for a fold under way, at most so long -> what it failed with.
+        """Wait for a running fold, at most `seconds` -> its error, or None.
 
-        Where every slot that is read costs a request, what the term leaves behind is folded then: who opens the store
-        next reads one object, and not hundreds.
+        If every slot read costs a request, this also folds the slots that the term leaves unfolded: the next process
+        that opens the store reads one object instead of hundreds.
         """
         if self._thread is not None:
             self._thread.join(seconds)
@@ -127,13 +127,13 @@ class FoldThread:
                 view = self._term.view()
                 fold(self._term.journal, view)
                 self._term.fold_seq = view.end - 1
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and fails no save
+            except Exception as error:  # noqa: BLE001 - any error is reported, and no save fails because of it
                 self._failure = error
         failure, self._failure = self._failure, None
         return failure
 
     def _worth_it(self) -> bool:
-        """Whether the term ends on a medium that charges for requests, and leaves slots that no fold covers."""
+        """Whether the term ends on a medium where requests cost money, and leaves enough slots without a fold."""
         term = self._term
         slots = term.next_seq - 1 - term.fold_seq
         return term.journal.backend.costs is not None and term.dead is None and slots >= _AT_END
@@ -141,16 +141,16 @@ class FoldThread:
     def _run(self, view: View) -> None:
         try:
             _renew(self._term, view)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is said, and fails no save
+        except Exception as error:  # noqa: BLE001 - any error is reported, and no save fails because of it
             self._failure = error
 
 
 def fold(journal: Journal, view: View) -> str:
-    """Write the fold of a view -> its key. If it is there already, nothing happens.
+    """Write the fold of a view -> its key. Does nothing if the fold exists already.
 
     Raises:
-        CorruptLogError: a slot of the newest term is damaged. A fold would make that permanent; open a term first, by
-            which someone chooses where to go on from.
+        CorruptLogError: a slot of the newest term is damaged. A fold would make the loss permanent. Open a term first,
+            which decides where to continue.
         StorageError: the medium failed.
     """
     backend = journal.backend
@@ -158,11 +158,11 @@ def fold(journal: Journal, view: View) -> str:
         raise CorruptLogError(f"{backend.url}: log slot {view.damage[-1]} is damaged; not folded")
     data, digest = encode_fold(view.catalog, run=journal.run, forget=_forgettable(backend, view))
     key = fold_key(view.end - 1, digest)
-    # Prevents: a fold that survives a power cut which takes back one of its slots, left unsynced by a killed writer.
-    # The slot would be missing although no anchor says that it was deleted.
+    # Prevents: a fold that survives a power cut although one of its slots does not: a killed writer had not synced it.
+    # The slot would be missing although no anchor shows that it was deleted.
     backend.settle("log/")
     crash_point("fold.before-create")
-    with contextlib.suppress(KeyExistsError):  # the key carries the hash: it is the same fold
+    with contextlib.suppress(KeyExistsError):  # the key contains the hash: it is the same fold
         backend.create(key, data)
     crash_point("fold.created")
     return key
@@ -174,7 +174,7 @@ def _hides_damage(catalog: Catalog) -> bool:
 
 
 def _forgettable(backend: Backend, view: View) -> frozenset[str]:
-    """Manifests that nobody reads any more: their slot, at or below the fold this view began from, is gone."""
+    """Manifests that no reader needs: their slot, at or below the fold that this view began from, is deleted."""
     return frozenset(
         name
         for name, (_, seq) in view.catalog.manifests.items()
@@ -183,10 +183,10 @@ def _forgettable(backend: Backend, view: View) -> frozenset[str]:
 
 
 def trim(journal: Journal, view: View) -> Trimmed:
-    """Delete what the folds replace, as far as `view` reaches: it tells which slots are OPENs.
+    """Delete what the folds replace, as far as `view` reaches: the view says which slots are OPENs.
 
     Raises:
-        StorageError: the medium failed; what is left is deleted the next time.
+        StorageError: the medium failed; the next call deletes the rest.
     """
     backend = journal.backend
     keys = [key for key in backend.list("fold/") if fold_of(key)]
@@ -198,8 +198,8 @@ def trim(journal: Journal, view: View) -> Trimmed:
     old = [key for key in keys if (place := fold_of(key)) is not None and place[0] < valid[-1]]
     if not slots and not old:
         return Trimmed()
-    # A power cut may keep every unlink and lose a link that was seen but is not yet durable: a fold or an anchor that
-    # this rests on. So what was seen is made durable before anything goes.
+    # A power cut may keep every unlink and lose a link that was visible but not yet durable: a fold or an anchor that
+    # this deletion depends on. So what was seen is made durable before anything is deleted.
     backend.settle("fold/")
     backend.settle("log/")
     crash_point("fold.before-delete")
@@ -211,14 +211,14 @@ def trim(journal: Journal, view: View) -> Trimmed:
     gone = set(slots)
     manifests = [manifest_key(term, name) for name, (term, seq) in view.catalog.manifests.items() if seq in gone]
     if manifests:
-        backend.settle("log/")  # a manifest may be missing only where its slot is
+        backend.settle("log/")  # a manifest may be missing only if its slot is
     for key in manifests:
         backend.delete(key)
     return Trimmed(len(slots), len(old), len(manifests))
 
 
 def _newest_valid(backend: Backend, keys: list[str]) -> list[int]:
-    """Slots of the `KEEP` newest folds whose bytes are whole, newest first; two folds of one slot count once."""
+    """Slots of the `KEEP` newest folds whose bytes are intact, newest first; two folds of one slot count once."""
     found: list[int] = []
     for key in sorted(keys, reverse=True):
         seq, digest16 = fold_of(key) or (-1, "")
@@ -236,7 +236,7 @@ def _newest_valid(backend: Backend, keys: list[str]) -> list[int]:
 
 
 def _deletable(journal: Journal, catalog: Catalog, limit: int) -> list[int]:
-    """Slots up to `limit` that are no anchor, no OPEN, and have an anchor above. Damaged ones stay, as evidence."""
+    """Slots up to `limit` that are no anchor and no OPEN, and have an anchor above. Damaged ones stay, as evidence."""
     backend, anchor_every = journal.backend, journal.format.anchor_every
     kept = {entry.seq for entry in catalog.terms.values() if entry.known}.union(catalog.damage)
     listed = [seq for key in backend.list("log/") if (seq := slot_of(key)) is not None and seq <= limit]

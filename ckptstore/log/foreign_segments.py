@@ -1,7 +1,7 @@
-"""Segments of another run at a store's place.
+"""Recognizes segments of another run in a store's folders.
 
-A writer in a bucket whose store was deleted sends one more segment before it finds that out. Where another store was
-made there meanwhile, it shall not be taken for what is left of a lost end of that one's log.
+A writer in a bucket whose store was deleted sends one more segment before it notices. If another store was created
+there meanwhile, that segment must not be mistaken for a sign that the end of this store's log is lost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ckptstore.log.partial_objects import text_bytes
 __all__ = ["all_foreign", "foreign"]
 
 _MOST: Final = 16
-"""Objects that are looked into: more of them are no segment that came late."""
+"""Maximum number of objects to look into: a late writer leaves fewer."""
 _PREFIX: Final = 8
 
 
 def foreign(backend: Backend, run: str, key: str) -> bool:
-    """Whether an object below ``seg/`` says of itself that it is of another run. What cannot be read does not."""
+    """Whether an object below ``seg/`` says that it belongs to another run. An unreadable object does not."""
     try:
         return _run_of(backend, key) not in (run, "")
     except (CkptError, LookupError, TypeError):
@@ -30,7 +30,7 @@ def foreign(backend: Backend, run: str, key: str) -> bool:
 
 
 def all_foreign(backend: Backend, run: str, keys: list[str]) -> bool:
-    """Whether each of a few objects is `foreign`."""
+    """Whether there are only a few objects, and all of them are `foreign`."""
     return len(keys) <= _MOST and all(foreign(backend, run, key) for key in keys)
 
 

@@ -1,4 +1,4 @@
-"""The log of one store, as whoever reads or writes it holds it: the medium and the store's FORMAT file."""
+"""The journal of a store: its medium and FORMAT file, on which the log protocol works."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _ROOMS: Final = ("log", "seg", "fold")
 _NAMES: Final = (*_ROOMS, "pins", "req")
 """Folders that the format names."""
 _OURS: Final = (b'"ckptstore"', b'"anchor_every"', b'"features"')
-"""What a FORMAT file of ours has, whichever byte of it is another."""
+"""Texts of which our FORMAT file still contains one if a single byte of it is damaged."""
 
 
 class Journal:
-    """One store's medium and FORMAT file, the pair that every part of the protocol works on.
+    """One store's medium and FORMAT file: every part of the log protocol works on this pair.
 
     Attributes:
         backend: the medium. `create` replaces it if the folder was deleted meanwhile.
-        fold: key and catalog of the fold that was decoded last. Its key has its hash: who finds the same key again
-            need not read it again. Nobody changes the catalog.
+        fold: key and catalog of the fold that was decoded last. The key contains the fold's hash, so a fold with the
+            same key need not be read again. The catalog must not be changed.
     """
 
     def __init__(self, backend: Backend, format_file: FormatFile | None = None) -> None:
@@ -56,12 +56,12 @@ class Journal:
 
     @property
     def url(self) -> str:
-        """What the store was opened with."""
+        """The path or URL that the store was opened with."""
         return self.backend.url
 
     @property
     def run(self) -> str:
-        """The run's uuid, 32 hex digits. Raises as `format`."""
+        """The run's uuid, 32 hex digits. Raises the errors of `format`."""
         return self.format.run
 
     @property
@@ -80,7 +80,7 @@ class Journal:
         return self._format
 
     def _come_between(self, absence: KeyNotFoundError) -> FormatFile:
-        """What FORMAT holds that was absent just now, if a store is begun at this moment. Raises as `format`."""
+        """Read a FORMAT file that was absent just now, if another process is creating the store. Raises as `format`."""
         rooms = self.rooms()
         if not rooms:
             raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from absence
@@ -94,32 +94,32 @@ class Journal:
             ) from error
 
     def _check_finished(self, absence: KeyNotFoundError) -> None:
-        """Raise `StoreNotFoundError` where a copy was begun and is not finished (`log.log_copy`)."""
+        """Raise `StoreNotFoundError` if a copy was begun here and is not finished (`log.log_copy`)."""
         try:
             self.backend.size(COPYING_KEY)
         except (KeyNotFoundError, StorageError):
             return
         raise StoreNotFoundError(
-            f"{self.url}: a copy or repair to this place is not finished: the command that began it goes on where it "
-            "stopped; or delete this"
+            f"{self.url}: a copy or repair to this place is not finished: repeat the command that began it, which "
+            "continues where it stopped; or delete this place"
         ) from absence
 
     def rooms(self) -> list[str]:
-        """The folders of a store that are here, whether FORMAT is or not.
+        """The folders of a store that exist here, whether FORMAT does or not.
 
         Raises:
             StoreNotFoundError: the store was deleted while it was open.
         """
         try:
             found = self.backend.folders("")
-        except StorageError:  # unreadable: nothing can be said
+        except StorageError:  # unreadable: nothing is known
             return []
         return [name for name in _ROOMS if name in found]
 
     def check_present(self) -> None:
-        """Raise `StorageError` if FORMAT was removed under a writer, where looking is cheap; before a COMMIT.
+        """Raise `StorageError` if FORMAT was removed while a writer is open, where a look is cheap; before a COMMIT.
 
-        Prevents: acknowledging into a store that nobody can open any more. A look that fails otherwise says nothing.
+        Prevents: acknowledging into a store that can no longer be opened. A look that fails otherwise is ignored.
         """
         if not self.backend.cheap_looks:
             return
@@ -127,20 +127,20 @@ class Journal:
             self.backend.size(FORMAT_KEY)
         except KeyNotFoundError as error:
             raise StorageError(
-                f"{self.url}: the store has lost its FORMAT file, and nobody can open it: nothing was committed; "
-                "restore FORMAT from a copy of this store, then this writer goes on"
+                f"{self.url}: the store has lost its FORMAT file and cannot be opened: nothing was committed; "
+                "restore FORMAT from a copy of this store, then this writer continues"
             ) from error
         except StorageError:
             pass
 
     def check_outside(self) -> None:
-        """Raise `UsageError` if this place is within another store. Whoever makes a store asks first.
+        """Raise `UsageError` if this place is inside another store. Call it before creating a store.
 
-        Prevents: a store that `ckpt ls` does not list, that verify of the other one calls strangers, and that goes with
-        the other one when that is deleted. At any depth, as no file is written into a store either, and as no store is
-        made around another. Where each look costs a request there is one: above the nearest folder that has a name of
-        the format, else right above. What cannot be looked at (credentials for this prefix alone) is taken for no
-        store.
+        Prevents: a store that `ckpt ls` does not list, whose files verify of the outer store reports as strangers, and
+        that is deleted with the outer store. Any depth counts. For the same reason no export is written into a store,
+        and no store is created around another. If each look costs a request, only one place is checked: the one above
+        the nearest folder that has a name of the format, else the one right above. A place that cannot be looked at
+        (credentials for this prefix alone) counts as no store.
         """
         above = self.backend.above()
         if above and not self.backend.cheap_looks:
@@ -157,15 +157,15 @@ class Journal:
         """Create the store if there is none.
 
         Args:
-            anew: also in place of one that was deleted while it was open.
+            anew: also if the store here was deleted while it was open.
 
         Raises:
             StoreNotFoundError: it was deleted while it was open, or its FORMAT file was removed.
-            UsageError: the place holds other things, or is within another store.
+            UsageError: the place is not empty, or is inside another store.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
-        if self.backend.deleted():  # its writers and readers keep the old handle, which reaches nothing any more
-            if not anew:  # Prevents: a run that goes on in an empty store, because somebody deleted the one it was in.
+        if self.backend.deleted():  # its writers and readers keep the old handle, which no longer reaches anything
+            if not anew:  # Prevents: a run that continues in an empty store because its own store was deleted.
                 raise StoreNotFoundError(
                     f"{self.url}: the folder of the store was deleted while it was open; to begin another open it "
                     "again, or call Store.create"
@@ -175,7 +175,7 @@ class Journal:
         try:
             self.format  # noqa: B018  # the property reads the file
         except StoreNotFoundError:
-            if self.rooms():  # somebody has begun one at this moment; or it has lost FORMAT, and this says so
+            if self.rooms():  # another process is creating one; or it has lost FORMAT, and this raises
                 self.format  # noqa: B018
                 return
         else:
@@ -183,38 +183,38 @@ class Journal:
         if self.backend.read_only:
             raise ReadOnlyError(f"{self.url}: read-only, cannot create a store")
         self.check_outside()
-        known = ("probe/", FORMAT_KEY)  # FORMAT: somebody else creates it at this moment
+        known = ("probe/", FORMAT_KEY)  # FORMAT: another process is creating it
         if strangers := [key for key in self.backend.list("") if not key.startswith(known)]:
             raise UsageError(
                 f"{self.url}: not a checkpoint store, and not empty (it holds {strangers[0]!r}); give an empty place"
             )
         self.backend.probe()
-        # Two creators: one wins, both read what it wrote.
+        # Two creators: one wins, and both read what it wrote.
         with contextlib.suppress(KeyExistsError):
             self.backend.create(FORMAT_KEY, encode_format(FormatFile(run=uuid.uuid4().hex)))
         self.format  # noqa: B018
 
 
 def _store_at(handle: Callable[[], Backend]) -> str | None:
-    """The URL of the store in a place; None: there is none, or nobody can tell."""
+    """The URL of the store at a place; None: there is none, or it cannot be determined."""
     with contextlib.suppress(CkptError), contextlib.closing(handle()) as place:
-        with contextlib.suppress(CorruptLogError, IncompatibleFormatError):  # damaged, or newer: a store all the same
+        with contextlib.suppress(CorruptLogError, IncompatibleFormatError):  # damaged, or newer: it is still a store
             _decoded(_format_bytes(place), place.url)
         return place.url
     return None
 
 
 def _format_bytes(backend: Backend) -> bytes:
-    """FORMAT, once nobody is writing it any more. Slot 0 is only created when it is whole. Raises as `Backend.get`."""
+    """FORMAT, once it is completely written. Slot 0 is created only after that. Raises as `Backend.get`."""
     return text_bytes(backend, FORMAT_KEY, followed=lambda: exists(backend, slot_key(0)))
 
 
 def _decoded(data: bytes, url: str) -> FormatFile:
-    """What a FORMAT file says.
+    """The decoded FORMAT file.
 
     Raises:
-        CorruptLogError: it was ours, and is damaged.
-        FormatError: it is something else, or of an unknown format.
+        CorruptLogError: it is our FORMAT file, but damaged.
+        FormatError: it is another file, or of an unknown format.
     """
     try:
         return decode_format(data)

@@ -1,8 +1,8 @@
-"""A log that is made again somewhere else: the same terms and checkpoints, in slots of its own (SPEC 10, COPIES).
+"""Rebuilds a log in another place: the same terms and checkpoints, in new slots (formats/SPEC.md 10, COPIES).
 
-While it is being made the place has an object ``COPYING`` and no FORMAT, so it is no store: nobody reads it, or writes
-to it, or takes it for one that lost its FORMAT file. FORMAT comes last. Whoever makes it again after a crash goes on
-behind the slots that are there: what these name is durable.
+While the copy is being made the place has an object ``COPYING`` and no FORMAT. So it is not a store: it is not read,
+not written to, and not mistaken for a store that lost its FORMAT file. FORMAT comes last. After a crash the same
+request continues after the existing slots: the segments that they name are durable.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, never_deleted, read
 from ckptstore.log.partial_objects import opened_over, text_bytes
 
-__all__ = ["DamagedReplicaError", "Origin", "Replica", "TakenError", "is_begun"]
+__all__ = ["CopyOrigin", "DamagedCopyError", "LogCopy", "TakenError", "is_begun"]
 
 
 class TakenError(UsageError):
-    """Another process has added to this place: what it did is to be read before anything else is."""
+    """Another process has added to this place: read what it added before anything else."""
 
 
-class DamagedReplicaError(UsageError):
-    """The log that is there has a slot that is damaged or missing: nothing is added to it."""
+class DamagedCopyError(UsageError):
+    """The log at the place has a slot that is damaged or missing: nothing is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a copy comes from, as ``COPYING`` says it.
+class CopyOrigin:
+    """The source of a copy, as ``COPYING`` records it.
 
     Attributes:
-        format: of the store that is made, which is that of the run.
+        format: FORMAT of the store that is made; it is the one of the run.
         how: ``copy`` or ``repair``.
-        what: what was asked for, so that another request does not go on with this one's half.
+        what: the request, so that a different request does not continue this one's unfinished copy.
     """
 
     format: FormatFile
@@ -59,36 +59,36 @@ class Origin:
     what: str
 
     def text(self) -> bytes:
-        """What ``COPYING`` holds."""
+        """The contents of ``COPYING``."""
         return seal({"ckptstore": "copying", "run": self.format.run, "how": self.how, "what": self.what})
 
 
-class Replica:
-    """The log that is made, as far as it is. Of a folder by one process at a time (`backends.exclusion`).
+class LogCopy:
+    """The log that is being made. Only one process at a time makes one in a folder (`exclusion`).
 
     Attributes:
-        backend: where.
-        begun: False if the place was a whole store of this run already, to which is added.
+        backend: the medium of the copy.
+        begun: False if the place was already a complete store of this run, to which records are added.
     """
 
     def __init__(
         self,
         backend: Backend,
-        origin: Origin,
+        origin: CopyOrigin,
         since: View | None = None,
-        on_record: Callable[[Replica], object] = lambda _replica: None,
+        on_record: Callable[[LogCopy], object] = lambda _replica: None,
     ) -> None:
-        """Find out what is there, and claim the place if that is nothing.
+        """Read what the place has, and claim it if it is empty.
 
         Args:
-            since: an earlier view of a place that was a whole store, and still is: only what came after it is read.
+            since: an earlier view of a place that was a complete store and still is: only later records are read.
             on_record: called after each record that was added.
 
         Raises:
             UsageError: something else is there: another run's store, an unfinished copy of something else, files; or
-                the place is within another store.
-            DamagedReplicaError: a slot of what is there is damaged or missing.
-            CorruptLogError: what is there is damaged.
+                the place is inside another store.
+            DamagedReplicaError: a slot at the place is damaged or missing.
+            CorruptLogError: the store at the place is damaged.
             ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
         """
         self.backend = backend
@@ -97,31 +97,31 @@ class Replica:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
         self._journal = Journal(backend, origin.format)
         self.begun = self._claimed() if since is None else False
-        # Untold: damage is refused here, and what is being made has segments before their terms.
+        # No warning: damage is refused here, and a copy under construction has segments before their terms.
         view = read(self._journal, since, look_above=True if since is None else None, tell=False)
         if view.damage:
-            raise DamagedReplicaError(
+            raise DamagedCopyError(
                 f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged or missing; delete the "
-                "copy, and copy anew"
+                "copy, and copy again"
             )
         if view.end:
-            backend.settle("log/")  # a killed process may have left a slot that can be seen, and is not durable
+            backend.settle("log/")  # a killed process may have left a slot that is visible but not durable
         self._builder = CatalogBuilder(view.catalog)
         self._next = view.end
         self._fold_seq = view.fold_seq
         self._on_record = on_record
 
     def view(self) -> View:
-        """What the log says so far, as a view that stays as it is."""
+        """The current state of the log, as a view that does not change."""
         return View(self._builder.snapshot(), self._next, self._fold_seq)
 
     @property
     def catalog(self) -> Catalog:
-        """What the log says so far. Changes with every record."""
+        """The current state of the log. Changes with every record."""
         return self._builder.catalog
 
     def _claimed(self) -> bool:
-        """Whether a copy has to be made, or gone on with, here; else there is a whole store of the run."""
+        """Whether a copy must be started or continued here; False: there is a complete store of the run."""
         backend, run = self.backend, self._origin.format.run
         marker, wanted = _marker(backend), self._origin.text()
         if marker not in (None, wanted):
@@ -133,7 +133,7 @@ class Replica:
             there = Journal(backend).format
         except CkptError as error:
             if marker is None and (strangers := [key for key in backend.list("") if not key.startswith("probe/")]):
-                if _marker(backend) is not None:  # of a process that has begun since
+                if _marker(backend) is not None:  # of a process that has started since
                     return self._claimed()
                 raise UsageError(
                     f"{backend.url}: not empty (it holds {strangers[0]!r}), and no unfinished copy; give an empty place"
@@ -149,12 +149,12 @@ class Replica:
             backend.probe()
             try:
                 backend.create(COPYING_KEY, wanted)
-            except KeyExistsError:  # another process was faster, perhaps with something else
+            except KeyExistsError:  # another process was faster, perhaps with another request
                 return self._claimed()
             crash_point("copy.claimed")
             with contextlib.suppress(KeyNotFoundError):
                 backend.size(FORMAT_KEY)
-                # Prevents: a store that others have made meanwhile, from beginning to end, taken for one to be made.
+                # Prevents: mistaking a store that others have completed meanwhile for one that is still to be made.
                 backend.delete(COPYING_KEY)
                 return self._claimed()
         return True
@@ -165,11 +165,11 @@ class Replica:
         self._append(record, encode_open(record, seq=self._next, run=self._origin.format.run))
 
     def commit(self, record: CommitRecord) -> None:
-        """Append a COMMIT of the newest term, of segments that are durable. On return it is, too.
+        """Append a COMMIT of the newest term; its segments are durable. On return the COMMIT is durable, too.
 
         Raises:
-            TakenError: somebody else writes to this place.
-            FormatError: it is too long.
+            TakenError: another process writes to this place.
+            FormatError: the record is too long.
             StorageError: the medium failed.
         """
         nonce = self.catalog.terms[record.term].nonce
@@ -188,7 +188,7 @@ class Replica:
         try:
             self.backend.create(key, data)
         except StorageError as error:
-            # It may be there for all that, also where it is said to exist; whoever goes on later reads what is.
+            # It may exist all the same, also if the error says that it does; a later call reads what is there.
             if not self._landed(key, data):
                 if not isinstance(error, KeyExistsError):
                     raise
@@ -196,7 +196,7 @@ class Replica:
                     f"{self.backend.url}: another process writes to this place ({key} is there)"
                 ) from error
         if not never_deleted(self._journal, self._next):
-            # Prevents: believing in a record that landed where a folded slot had been deleted meanwhile.
+            # Prevents: trusting a record that landed where a folded slot had been deleted meanwhile.
             raise TakenError(f"{self.backend.url}: another process writes to this place ({key} was deleted)")
         if opened_over(self.backend, self._next):
             # Prevents: acknowledging a record that the next term lacks, because its slot was torn for too long.
@@ -218,9 +218,10 @@ class Replica:
         return mine
 
     def finish(self) -> None:
-        """Make a store of it: FORMAT, and ``COPYING`` goes. Raises `StorageError`.
+        """Turn the copy into a store: create FORMAT, then delete ``COPYING``. Raises `StorageError`.
 
-        What a killed process left below ``seg/`` of a folder goes, too. In a bucket it may be alive, and name it next.
+        In a folder this also deletes what a killed process left below ``seg/``. In a bucket that process may be alive
+        and may name those objects next.
         """
         if self.begun:
             if self.backend.anchored:
@@ -236,16 +237,16 @@ class Replica:
         there = self.catalog
         for key in self.backend.list("seg/"):
             place = object_of(key)
-            # Prevents: deleting what a writer has saved here, where another process that made the same copy came to its
-            # end before this one. A writer's term is above all that are copied.
+            # Prevents: deleting what a writer has saved here after another process that made the same copy finished
+            # before this one. A writer's term is above all terms that are copied.
             if place is None or place[0] > there.term:
                 continue
             if place[1] not in there.segments and place[1] not in there.manifests:
                 self.backend.delete(key)
 
 
-def is_begun(backend: Backend, origin: Origin) -> bool:
-    """Whether a copy from there was begun in this place, and is not finished. Raises `StorageError`."""
+def is_begun(backend: Backend, origin: CopyOrigin) -> bool:
+    """Whether a copy from there was started in this place and is not finished. Raises `StorageError`."""
     return _marker(backend) == origin.text()
 
 
@@ -257,6 +258,6 @@ def _marker(backend: Backend) -> bytes | None:
 
 
 def _manifest_of(data: bytes, key: str) -> str:
-    """The id of the manifest to which a slot points."""
+    """The id of the manifest that a slot points to."""
     identity: str = unseal(data, what=key)["manifest"]["id"]
     return identity

@@ -1,15 +1,15 @@
-"""READ: the log as it was at one instant, whatever is written, folded and deleted meanwhile.
+"""READ: the log as it was at one instant, even if it is written, folded and trimmed meanwhile.
 
-Slots are created once, in order, and never changed. Two facts carry every decision here:
+Slots are created once, in order, and never changed. Three facts carry every decision here:
 
 - A slot whose seq is a multiple of K (an *anchor*) and a slot with an OPEN are never deleted, and another slot only
   when the next anchor above it exists. So "no anchor above s" proves that slot s was never deleted: if it is absent, it
   was never written.
-- A record that cannot follow, because of its term or because it names another slot before it, is a stray: a late create
-  that landed where a folded slot had been deleted. Or it follows a stray that was taken for history, which it uncovers.
+- A record whose term or whose hash of the previous slot does not fit is a stray: a late create that landed where a
+  folded slot had been deleted. Or it is right, and shows that a stray before it was mistaken for history.
 - Slots are created in order. So a slot above an absent one proves that the absent one was deleted, which an anchor
-  above it shows, or lost. Where that higher slot is, a listing says; only what is then asked for by name counts, so
-  that a listing can make a reader report a loss, and never make it overlook a slot that is there.
+  above it shows, or lost. A listing says where that higher slot is, but only what is then read by name counts. So a
+  listing can make a reader report a loss, but never make it overlook a slot that exists.
 
 ``tools/protocol`` explores these rules; change them only together.
 """
@@ -36,7 +36,7 @@ from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
 from ckptstore.formats.record_text import SLOT_LIMIT, decode_record, unseal
 from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
-from ckptstore.log.damage_warnings import tell_damage
+from ckptstore.log.damage_warnings import warn_of_damage
 from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal
 from ckptstore.log.partial_objects import exists, fold_bytes, slot_bytes
@@ -58,12 +58,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often something is tried again, and the jittered, growing pauses between. It decides only when to give up.
+    """How often an operation is retried, with growing, jittered pauses. It only decides when to give up.
 
     Attributes:
-        tries: at most this many further tries.
+        tries: maximum number of retries.
         first: seconds of the first pause.
-        longest: seconds of the longest.
+        longest: seconds of the longest pause.
         sleep: called with seconds.
     """
 
@@ -73,13 +73,14 @@ class Patience:
     sleep: Callable[[float], None] = time.sleep
 
     def pause(self, done: int) -> None:
-        """Wait after `done` tries before the next. Jitter keeps two processes from meeting again and again."""
+        """Pause after `done` tries. Jitter keeps two processes from colliding again and again."""
         self.sleep(min(self.longest, self.first * 2**done) * random.SystemRandom().uniform(0.5, 1.0))
 
 
 PATIENT: Final = Patience()
 WIDEST_GAP: Final = 4096
-"""More lost slots in a row are not listed one by one: a file that merely has a slot's name shall not cost hours."""
+"""Longest gap of lost slots that is listed slot by slot: a file that happens to have a slot's name must not cost hours.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,10 @@ class View:
     Attributes:
         catalog: every record before `end`, applied. Read only.
         end: the next slot, absent at that instant.
-        fold_seq: the slot that the fold it began from goes through; -1: none.
-        reads: objects fetched.
-        bad_folds: keys of folds that are damaged.
-        looked_above: slots and terms above `end` were looked for, which would prove that slots between are lost.
+        fold_seq: the last slot of the fold that it began from; -1: none.
+        reads: number of objects fetched.
+        bad_folds: keys of damaged folds.
+        looked_above: slots and terms above `end` were searched for; they would prove that slots between are lost.
     """
 
     catalog: Catalog
@@ -114,7 +115,7 @@ def anchor_above(seq: int, every: int) -> int:
 
 
 def never_deleted(journal: Journal, seq: int) -> bool:
-    """Whether slot `seq` was certainly never deleted: it is an anchor, or no anchor exists above it."""
+    """Whether slot `seq` was certainly never deleted: it is an anchor, or no anchor above it exists."""
     anchor_every = journal.format.anchor_every
     return seq % anchor_every == 0 or not exists(journal.backend, slot_key(anchor_above(seq, anchor_every)))
 
@@ -130,27 +131,29 @@ def read(
     """READ: the history at one instant between call and return.
 
     Args:
-        since: an earlier view: only what came after it is fetched.
-        look_above: list ``log/`` for slots above the end, which prove that slots between were lost. Whoever rests on
-            the end of the log (WRITER OPEN, gc, verify) does; None: where that is cheap (`Backend.cheap_looks`).
-        tell: warn of damage (`DamagedLogWarning`), once for each handle. Whoever reports it himself does not.
+        since: an earlier view: only later records are fetched.
+        look_above: list ``log/`` for slots above the end, which prove that slots between were lost. Operations that
+            depend on the end of the log (WRITER OPEN, gc, verify) set it; None: if it is cheap (`Backend.cheap_looks`).
+        tell: warn of damage (`DamagedLogWarning`), once for each handle. Callers that report damage themselves unset
+            it.
 
     Raises:
         CorruptLogError: the log cannot be read from any fold; names the slot.
-        IncompatibleFormatError: a record or fold needs a feature this version does not know.
+        IncompatibleFormatError: a record or fold needs a feature that this version does not know.
         StorageError: the medium failed.
 
-    A damaged slot does not stop it: the slot is listed in the catalog's `damage`, and reading goes on after it. A torn
-    one that nothing follows may be on its way: it is read again for `arriving.STILL` seconds before it is damage.
+    A damaged slot does not stop READ: it is listed in the catalog's `damage`, and reading continues after it. A torn
+    slot that nothing follows may still be being written: it is read again for `partial_objects.STILL` seconds before it
+    counts as damaged.
     """
     if since is not None and outdated(journal, since):
         since = None
     cheap = journal.backend.cheap_looks and since is None
-    reading = _Reading(journal, cheap if look_above is None else look_above, patience)
+    reading = _LogRead(journal, cheap if look_above is None else look_above, patience)
     for done in range(patience.tries + 1):
         if (view := reading.run(since)) is not None:
             if tell:
-                tell_damage(journal.backend, view.catalog)
+                warn_of_damage(journal.backend, view.catalog)
             return view
         since = None
         if done < patience.tries:
@@ -162,7 +165,7 @@ def read(
 
 
 def damaged_folds(journal: Journal, view: View) -> tuple[str, ...]:
-    """Keys of the folds that `view` passed over, without those that were on their way: for whoever reports damage."""
+    """Keys of the damaged folds that `view` skipped, without those that were being written: for reports of damage."""
     return tuple(key for key in view.bad_folds if _is_damaged(journal, key))
 
 
@@ -172,7 +175,7 @@ def _is_damaged(journal: Journal, key: str) -> bool:
         decode_fold(
             fold_bytes(journal.backend, journal.run, key), seq=seq, run=journal.run, digest16=digest16, what=key
         )
-    except KeyNotFoundError:  # deleted since
+    except KeyNotFoundError:  # deleted meanwhile
         return False
     except FormatError:
         return True
@@ -180,7 +183,7 @@ def _is_damaged(journal: Journal, key: str) -> bool:
 
 
 def outdated(journal: Journal, view: View) -> bool:
-    """Whether the last slot of `view` was torn then, and has other bytes now: its writer was slow, not dead."""
+    """Whether the last slot of `view` was torn and has other bytes now: its writer was slow, not dead."""
     if view.end - 1 not in view.damage:
         return False
     try:
@@ -190,31 +193,31 @@ def outdated(journal: Journal, view: View) -> bool:
 
 
 LOOKS: Final = 3
-"""How often a store is examined, if each time a slot that was damaged is whole in the end (`overtaken`)."""
+"""How often a command examines a store again because a slot that looked damaged became intact (`overtaken`)."""
 
 
 def overtaken(journal: Journal, judged: Mapping[int, str]) -> bool:
-    """Whether a slot that was taken for damaged has other bytes now: somebody was still writing it.
+    """Whether a slot that counted as damaged has other bytes now: its writer was still writing it.
 
-    It is for commands that report damage after long work on other things. (A reader that reads the log again uses
+    For commands that report damage after long work on other things. (A reader that reads the log again uses
     `outdated`.)
 
     Args:
         judged: slot -> hash of the bytes that it had.
     """
     for seq, digest in judged.items():
-        with contextlib.suppress(CkptError):  # it is not read any better now
+        with contextlib.suppress(CkptError):  # still unreadable
             if xxh3_128(journal.backend.get(slot_key(seq), SLOT_LIMIT)) != digest:
                 return True
     return False
 
 
 def same_history(journal: Journal, view: View) -> bool | None:
-    """Whether the last slot of `view` holds the same bytes now: the log is still the one that was read.
+    """Whether the last slot of `view` still holds the same bytes: the log is the one that was read.
 
     Returns:
-        True: it does, or it was damaged, which `read` compares by itself. False: it holds others. None: it is absent,
-        perhaps because of a fold, or the view is empty.
+        True: it does, or it was damaged (`read` compares a damaged slot itself). False: it holds others. None: it is
+        absent, perhaps because of a fold, or the view is empty.
     """
     if not view.end:
         return None
@@ -229,11 +232,11 @@ def same_history(journal: Journal, view: View) -> bool | None:
 
 
 class _StaleError(Exception):
-    """Slots that were to be read have been folded and deleted: start over from a newer fold. Stays in this module."""
+    """Slots to read have been folded and deleted: start over from a newer fold. Never leaves this module."""
 
 
-class _Reading:
-    """One READ: what it has fetched so far."""
+class _LogRead:
+    """One READ, with what it has fetched so far."""
 
     def __init__(self, journal: Journal, look_above: bool, patience: Patience) -> None:
         self.journal = journal
@@ -243,16 +246,16 @@ class _Reading:
         self.look_above = look_above
         self.above = -1  # the highest slot that is known to exist
         self.seq = 0
-        self.given_up = -1  # the last slot that this READ has taken for damaged
+        self.given_up = -1  # the last slot that this READ marked as damaged
         self.reads = 0
         self.bad_folds: tuple[str, ...] = ()
         self.fold_seq = -1
         self.builder = CatalogBuilder()
 
     def run(self, since: View | None) -> View | None:
-        """Steps 1 to 3 once; None: stale, start over."""
-        # 1. List fold/, take the newest valid one (none: start at slot 0). An earlier view does as well as a fold.
-        # Before the log is read: a term's OPEN is older than its first segment.
+        """Steps 1 to 3 once (formats/SPEC.md 10, READ); None: stale, start over."""
+        # 1. List fold/, take the newest valid one (none: start at slot 0). An earlier view serves as a fold does.
+        # The folders of segments are listed before the log is read: a term's OPEN is older than its first segment.
         terms = self.backend.folders("seg/") if self.look_above else ()
         if since is not None:
             self.builder, self.fold_seq = CatalogBuilder(since.catalog), since.fold_seq
@@ -278,7 +281,7 @@ class _Reading:
         for (seq, digest16), key in found:
             try:
                 catalog = self._fold(key, seq, digest16)
-            except KeyNotFoundError:  # deleted since the listing: two newer ones exist
+            except KeyNotFoundError:  # deleted since the listing: two newer folds exist
                 continue
             except IncompatibleFormatError:
                 raise
@@ -286,13 +289,13 @@ class _Reading:
                 self.bad_folds += (key,)
                 continue
             self.builder, self.fold_seq = CatalogBuilder(catalog), seq
-            # Prevents: a checkpoint that readers of an object store, which do not list, take for the latest without a
-            # word, although another writer has begun where the fold ends.
+            # Prevents: readers of an object store, which do not list, silently taking an older checkpoint for the
+            # latest although another writer has begun where the fold ends.
             self._check_fold()
             return
 
     def _fold(self, key: str, seq: int, digest16: str) -> Catalog:
-        """What a fold holds. Read once by a process, as long as it is the newest: a hash is in its key."""
+        """The contents of a fold. A process reads the newest fold once: its key contains its hash."""
         known = self.journal.fold
         if known is not None and known[0] == key:
             return known[1]
@@ -303,7 +306,7 @@ class _Reading:
         return catalog
 
     def _lost_term(self, folders: Sequence[str]) -> int:
-        """The highest term that has segments of this run and no OPEN, above the newest that is known; 0: none."""
+        """The highest term above the newest known one that has segments of this run but no OPEN; 0: none."""
         above = (term for name in folders if (term := folder_term(name)) > self.builder.catalog.term)
         return max((term for term in above if self._has_segments(term)), default=0)
 
@@ -312,10 +315,10 @@ class _Reading:
         return bool(keys) and not all_foreign(self.backend, self.fmt.run, keys)
 
     def _check_fold(self) -> None:
-        """Where the fold ends the log may have another writer's record: one of them belongs to another history.
+        """Mark the fold's end slot as damaged if another record is there now: it belongs to another history.
 
-        A slot that was lost can be created again, by a writer that the lost record had fenced. A damaged one that the
-        fold replaces costs nothing, and is for `verify` to report.
+        A lost slot can be created again by a writer that the lost record had fenced. A damaged end slot costs nothing,
+        since the fold replaces it, and `verify` reports it.
         """
         key = slot_key(self.fold_seq)
         try:
@@ -338,7 +341,7 @@ class _Reading:
             self.reads += 1
             digest = xxh3_128(data)
             if self.given_up == self.seq - 1 and outdated(self.journal, View(self.builder.catalog, self.seq)):
-                # Prevents: passing over a commit whose slot was whole before this one was created.
+                # Prevents: skipping a commit whose slot was complete before this one was created.
                 raise _StaleError
             record = decode_record(data, seq=self.seq, run=self.fmt.run, what=key, fetch=self._manifest)
         except KeyNotFoundError:
@@ -346,16 +349,16 @@ class _Reading:
         except IncompatibleFormatError:
             raise
         except ForeignObjectError:
-            self.backend.list("log/")  # raises the same if not the slot but the folder is no part of a store
+            self.backend.list("log/")  # raises the same error if the folder, not the slot, is foreign
             return self._give_up(digest)
         except FormatError:
             return self._give_up(digest)
         if self._follows(record):
             self.builder.apply(record, self.seq, digest)
         elif not self.seq or (self.seq % self.fmt.anchor_every and never_deleted(self.journal, self.seq)):
-            # No stray can be where nothing was ever deleted: this is the slot's own text, and it is wrong. (Of an
-            # anchor that cannot be said: it is right, and a stray was taken for history just before it. Nothing is
-            # before the first.)
+            # There can be no stray where no slot was ever deleted: the slot's own record is wrong. (This does not hold
+            # for an anchor: it is right, and a stray just before it was mistaken for history. Slot 0 has no slot
+            # before it.)
             self.builder.mark_damaged(self.seq, digest)
         else:
             raise _StaleError
@@ -364,9 +367,9 @@ class _Reading:
     def _follows(self, record: Record) -> bool:
         """Whether the record continues what was read; otherwise the slot is a stray.
 
-        Both kinds name the slot before them by its hash. OPEN's term must be above the current one, COMMIT's equal to
-        it, and opened with the nonce that the COMMIT repeats. After a damaged slot, whose hash says nothing and which
-        may have been an OPEN, a COMMIT may bring a newer term.
+        Both kinds name the slot before them by its hash. An OPEN's term must be above the current one. A COMMIT's term
+        must be the current one, and its nonce that of the term's OPEN. After a damaged slot, whose hash is unknown and
+        which may have been an OPEN, a COMMIT may have a newer term.
         """
         catalog = self.builder.catalog
         if isinstance(record, OpenRecord):
@@ -376,7 +379,7 @@ class _Reading:
         return self._after_damage() and record.term > catalog.term
 
     def _continues(self, record: Record) -> bool:
-        """Whether the record names the slot before it, or that is damaged, so that its hash says nothing."""
+        """Whether the record names the slot before it, or that slot is damaged, so that its hash is unknown."""
         return record.previous == self.builder.catalog.last or self._after_damage()
 
     def _after_damage(self) -> bool:
@@ -388,10 +391,10 @@ class _Reading:
         return True
 
     def _lost(self) -> bool:
-        """Slot `seq` is absent: True (and noted) if it was written once and is missing, not merely unwritten.
+        """Slot `seq` is absent: return True (and record it) if it was written and lost, False if it was never written.
 
-        A higher slot is created only after this one. So if one exists and this one, asked for again, does not, this one
-        was deleted, which an anchor above it shows, or it was lost.
+        A higher slot is created only after this one. So if a higher one exists, and this one is still absent when it is
+        read again, this one was lost, or it was deleted, which an anchor above it shows.
         """
         if self.above < self.seq:
             self.above = self._slot_above()
@@ -402,14 +405,14 @@ class _Reading:
                     f"{self.backend.url}: {slot_key(self.above)} exists, but the {self.above - self.seq} slots before "
                     "it do not; if it is not part of this store remove it, otherwise restore them from a copy"
                 )
-            return self._take_slot()  # asked for again
+            return self._take_slot()  # read again
         if not never_deleted(self.journal, self.seq):
             raise _StaleError
         self.builder.mark_damaged(self.seq)
         return True
 
     def _slot_above(self) -> int:
-        """The lowest slot above `seq` that exists, as far as that is known; -1: none is."""
+        """The lowest existing slot above `seq`, as far as known; -1: there is none."""
         candidates = [self.seq + 1]
         if self.look_above:
             listed = [seq for key in self.backend.list("log/") if (seq := slot_of(key)) is not None]
@@ -417,12 +420,12 @@ class _Reading:
         return next((seq for seq in candidates if exists(self.backend, slot_key(seq))), -1)
 
     def _manifest(self, key: str, size: int) -> bytes:
-        """A manifest's bytes, whose `size` the caller compares."""
+        """A manifest's bytes; the caller compares its `size`."""
         self.reads += 1
         try:
             return self.backend.get(key, size)
         except KeyNotFoundError as error:
-            # A manifest goes after its slot. If the slot is gone too, the view is stale; else the manifest is lost.
+            # A manifest is deleted after its slot. If the slot is gone too, the view is stale; else it is lost.
             if not exists(self.backend, slot_key(self.seq)):
                 raise _StaleError from error
             raise FormatError(f"{slot_key(self.seq)}: its manifest of {size} bytes, {key}, is missing") from error

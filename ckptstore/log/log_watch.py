@@ -1,7 +1,7 @@
-"""One look after another at the log of a run that somebody writes, each of which fetches only what is new.
+"""Polls the log of a run that another process writes; each poll fetches only new records.
 
-A look at a log at rest takes four small requests: for the slot that was the last one (is this still the same history?),
-the next one, the one after that, and the next anchor. Every record that came costs one more.
+A poll of an unchanged log takes four small requests: for the slot that was the last one (is this still the same
+history?), the next one, the one after that, and the next anchor. Every new record costs one more.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from ckptstore.log.damage_warnings import same_handle
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read, same_history
 
-__all__ = ["Looks"]
+__all__ = ["LogWatch"]
 
 
-class Looks:
-    """What was seen of one run's log so far."""
+class LogWatch:
+    """What was read so far of one run's log."""
 
     def __init__(self, journal: Journal) -> None:
-        """Nothing seen yet. `journal` is left as it is: each look asks what is at its place now."""
+        """Nothing is read yet. `journal` is not changed: each poll opens what is at its place now."""
         self._place = journal.backend
         self._journal: Journal | None = None
         self._run = ""
         self._view: View | None = None
 
     def close(self) -> None:
-        """Give up the handle of the store's folder."""
+        """Release the handle of the store's folder."""
         if self._journal is not None and self._journal.backend is not self._place:
             with contextlib.suppress(CkptError, OSError):
                 self._journal.backend.close()
 
     def look(self) -> tuple[Journal, View]:
-        """The store that is at the place now, until the next look, and its log.
+        """Poll the place -> the store that is there now (valid until the next poll), and its log.
 
         Raises:
             StoreNotFoundError: there is no store here, or no longer.
-            StoreReplacedError: there is another run's, or another history of this run.
-            CorruptLogError, FormatError, StorageError: as `read`; or records that were there are gone.
+            StoreReplacedError: another run's store is here, or another history of this run.
+            CorruptLogError, FormatError, StorageError: as `read`; or records that were read before are gone.
         """
         view = self._read(self._here())
         assert self._journal is not None
@@ -47,7 +47,7 @@ class Looks:
         return self._journal, view
 
     def _here(self) -> Journal:
-        """The store that is at the place now, with its FORMAT file read where that costs next to nothing."""
+        """The store that is at the place now; reads its FORMAT file again if that is cheap."""
         if self._journal is None or self._place.cheap_looks:
             self.close()  # Prevents: following a store that was moved away, through the handle of its folder.
             handle = self._place.reopened() if self._place.cheap_looks else self._place
@@ -69,14 +69,14 @@ class Looks:
         return journal
 
     def _read(self, journal: Journal) -> View:
-        """READ, from the view before if the log is still the one that this was taken of."""
+        """READ, continuing from the previous view if the log is still the same."""
         before = self._view
         if before is None:
             return read(journal)
         if (same := same_history(journal, before)) is True:
             return read(journal, before)
         self.close()
-        self._journal = None  # FORMAT is read anew, too
+        self._journal = None  # read FORMAT again, too
         journal = self._here()
         view = read(journal)
         _check_continues(journal.url, before, view, other=same is False)
@@ -87,7 +87,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
     """Raise if the log does not contain what was read of it before.
 
     Args:
-        other: where the last slot was is another record, or a damaged one.
+        other: the slot that was the last one now holds another record, or is damaged.
     """
     if after.end < before.end:
         raise CorruptLogError(
@@ -95,7 +95,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
             "records were removed, or an older copy was put in the place of the store"
         )
     if after.damage != before.damage:
-        return  # what was in a slot is not known any more, which is told as damage
+        return  # the contents of a slot are unknown now, which is reported as damage
     now = after.catalog.terms
     gone = [term for term, opened in before.catalog.terms.items() if _nonce(now.get(term)) != _nonce(opened)]
     if other or gone:

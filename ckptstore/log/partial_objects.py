@@ -1,9 +1,9 @@
-"""Objects that a reader may see while they are written.
+"""Reads objects that are still being written: waits until they are complete.
 
-Not every medium creates an object whole: a file that is opened and then filled shows each prefix of what it will hold
-(most file systems of fsspec, a folder that another program copies into). A torn object says that nobody has finished
-it, not that it is damaged. So whoever finds the newest slot torn, or any other small object, reads it again before he
-judges it. This is the one place where that is done.
+Not every medium creates an object as a whole: a file that is opened and then filled shows each prefix of its contents
+(most file systems of fsspec, a folder that another program copies into). A torn object is unfinished, not necessarily
+damaged. So a reader that finds a torn slot, or any other small torn object, reads it again before it judges it. All
+of that waiting is done here (formats/SPEC.md 10, ON ITS WAY).
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from ckptstore.formats.records import fold_of, slot_key
 __all__ = ["STILL", "all_arrived", "arrived", "exists", "fold_bytes", "opened_over", "slot_bytes", "text_bytes"]
 
 STILL: Final = 3.0
-"""Seconds without growth after which nobody is writing a torn object any more.
+"""Seconds without growth after which a torn object counts as abandoned.
 
-A small object is sent with one call, so between two looks at it only a writer that was killed, stopped or starved stays
-as it was. A process that has lost its processor gets it back within a second or so; a reader that waited much longer
-would keep a job from starting after a power cut. Who is slower loses nothing: the slot is whole at the next look.
+A small object is sent with one call, so between two reads only the object of a killed, stopped or starved writer stays
+unchanged. A process that lost its processor gets it back within a second or so; a reader that waited much longer would
+delay the start of a job after a power cut. A slower writer loses nothing: the slot is complete at the next READ.
 """
 LONGEST: Final = 60.0
-"""Seconds after which an object that still grows is taken as it is: 20 times `STILL`, for the last byte of 256 KiB."""
+"""Seconds after which an object that still grows is judged as it is: 20 times `STILL`, for 256 KiB that arrive slowly.
+"""
 _FIRST: Final = 0.001
 _PAUSE: Final = 0.25
 """Seconds of the first pause, and of the longest."""
 _MOST: Final = 1024
 
 _given_up: dict[tuple[str, str, str], str] = {}
-"""(URL, run, key) -> hash of the torn bytes that nobody was writing any more, so that this is waited for once."""
+"""(URL, run, key) -> hash of torn bytes that were abandoned, so that readers wait for them only once."""
 
 
 def exists(backend: Backend, key: str) -> bool:
-    """Whether an object is there, by asking for it: no decision rests on a listing."""
+    """Whether an object exists, by a request for it: no decision depends on a listing."""
     try:
         backend.size(key)
     except KeyNotFoundError:
@@ -55,21 +56,21 @@ def arrived(
     followed: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bytes:
-    """An object's bytes once they are whole, or as they are where nobody writes it any more.
+    """An object's bytes once they are complete, or as they are if no process writes it any more.
 
-    It is read again with growing pauses until it is whole, has not grown for `STILL` seconds, or something was created
-    after it.
+    It is read again with growing pauses until it is complete, has not grown for `STILL` seconds, or a later object
+    exists.
 
     Args:
-        get: reads it; whatever it raises goes to the caller.
-        unfinished: whether these bytes may be the beginning of what is being written.
-        followed: whether there is an object that is only created after this one.
+        get: reads the object; its errors go to the caller.
+        unfinished: whether these bytes may be the beginning of an object that is being written.
+        followed: whether an object exists that is created only after this one.
         sleep: called with seconds.
     """
     data = get()
     pause, still, waited = _FIRST, 0.0, 0.0
     while unfinished(data) and still < STILL and waited < LONGEST:
-        # Asked before the object is read again: what is torn although its successor was there is torn for good.
+        # Checked before the object is read again: if it is torn although its successor existed, it is torn for good.
         after = followed()
         if not after:
             sleep(pause)
@@ -85,7 +86,7 @@ def arrived(
 
 @dataclass(slots=True)
 class _Torn:
-    """What was found of a torn object, and for how many seconds of pauses it has been the same."""
+    """The hash of a torn object, and for how many seconds of pauses it has not changed."""
 
     digest: str
     still: float = 0.0
@@ -98,16 +99,16 @@ def all_arrived(
     tell: Callable[[int, int], None] = lambda _done, _total: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[tuple[str, bytes | CkptError]]:
-    """`arrived`, of many objects that have no successor: all torn ones are waited for at the same time.
+    """`arrived` for many objects that have no successor: waits for all torn ones at the same time.
 
     Args:
         get: reads the object of a key.
-        unfinished: whether these bytes of it may be the beginning of what is being written.
-        tell: told, before each pause, for how many torn objects the wait is over, and how many there were.
+        unfinished: whether these bytes of it may be the beginning of an object that is being written.
+        tell: called before each pause with the number of torn objects that are done, and their total number.
         sleep: called with seconds.
 
     Yields:
-        Each key once, with its bytes, or with what `get` raised. Torn ones come last.
+        Each key once, with its bytes, or with the error of `get`. Torn objects come last.
     """
     torn: dict[str, _Torn] = {}
     for key in keys:
@@ -144,15 +145,15 @@ def _asked(get: Callable[[str], bytes], key: str) -> bytes | CkptError:
 def _taken(backend: Backend, key: str) -> bool:
     try:
         return exists(backend, key)
-    except ForeignObjectError:  # whatever lies there, no writer can go on
+    except ForeignObjectError:  # whatever is there, no writer can create this slot
         return True
 
 
 def opened_over(backend: Backend, seq: int) -> bool:
-    """Whether slot `seq`, which is whole by now, may count as damaged for good, because it was torn for too long.
+    """Whether slot `seq`, which is complete now, may count as damaged for good because it was torn for too long.
 
-    For the writer that created it. An opener compares a torn slot before its OPEN once more when the OPEN is there. So
-    if nothing follows yet when the slot is whole, every term that is opened from now on has what the slot holds.
+    For the writer that created it. A process that opens a term over a torn slot compares that slot once more after its
+    OPEN exists. So if nothing follows yet when the slot is complete, every term opened later has its record.
     Raises `StorageError`.
     """
     return backend.shows_parts and _taken(backend, slot_key(seq + 1))
@@ -161,21 +162,21 @@ def opened_over(backend: Backend, seq: int) -> bool:
 def text_bytes(
     backend: Backend, key: str, limit: int = SLOT_LIMIT, followed: Callable[[], bool] = lambda: False
 ) -> bytes:
-    """A sealed text's bytes, once it is not on its way any more. Raises as `Backend.get`."""
+    """A sealed text's bytes, once it is completely written. Raises as `Backend.get`."""
     return arrived(lambda: backend.get(key, limit), torn, followed)
 
 
 def slot_bytes(backend: Backend, run: str, seq: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
-    """A slot's bytes, once it is not on its way any more: it is whole, or torn for good. Raises as `Backend.get`."""
-    # Slots are created in order, so a later one shows that nobody is writing this one. (Or somebody opened a term over
-    # it, because it was torn for good.)
+    """A slot's bytes, once it is completely written or torn for good. Raises as `Backend.get`."""
+    # Slots are created in order, so a later one shows that this one is no longer being written. (Or a term was opened
+    # over it because it was torn for good.)
     return _once(backend, run, slot_key(seq), SLOT_LIMIT, torn, lambda: _taken(backend, slot_key(seq + 1)), sleep)
 
 
 def fold_bytes(backend: Backend, run: str, key: str) -> bytes:
-    """A fold's bytes, once it is not on its way any more. Raises as `Backend.get`.
+    """A fold's bytes, once it is completely written. Raises as `Backend.get`.
 
-    For whoever reports damage. READ passes over a fold that is not whole, and waits for none.
+    For commands that report damage. READ skips a fold that is not intact, and never waits for one.
     """
     digest16 = (fold_of(key) or (0, ""))[1]
     return _once(backend, run, key, FOLD_LIMIT, lambda data: not intact(data, digest16))
@@ -190,7 +191,7 @@ def _once(
     followed: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bytes:
-    """`arrived`, of an object whose key is never written with other bytes: what is torn for good is waited for once."""
+    """`arrived` for a key that is never written with other bytes: if it is torn for good, only one call waits."""
     place = (backend.url, run, key)
     data = arrived(
         lambda: backend.get(key, limit),

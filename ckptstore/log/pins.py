@@ -1,9 +1,9 @@
-"""Pins: a reader's claim on segments while it restores, so that gc leaves them alone (design: PINS, GC).
+"""Pins: a reader's claim on segments while it restores, so that gc keeps them (formats/SPEC.md 9 and 10, PINS, GC).
 
 A pin carries a nonce that the reader renews. A collector takes a pin for dead when its nonce has not changed for a time
-on the collector's own monotonic clock; the two clocks are never compared. A pin that names a process of the collector's
-own host is dead at once when that process has ended (`host.processes`). A reader that was taken for dead finds a
-segment gone or a checksum wrong, and starts over.
+on the collector's own monotonic clock; the two clocks are never compared. A pin that names a process on the collector's
+host is dead as soon as that process has ended (`host.processes`). If a live reader was taken for dead, it finds a
+segment missing or a checksum wrong, and starts over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEAD_AFTER: Final = 600.0
 """Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
 
 _HURRIED: Final = 1.0
-"""Seconds that whoever was interrupted waits for the pin to be removed."""
+"""Seconds that an interrupted reader waits for the pin to be removed."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -49,35 +49,35 @@ _P = TypeVar("_P")
 
 
 class Pin:
-    """A claim on segments for the length of a ``with``. Renewed by a thread of its own.
+    """A claim on segments for the duration of a ``with``. A thread renews it.
 
     On a read-only medium nothing is claimed, and an `UnpinnedWarning` says so.
     """
 
     def __init__(self, backend: Backend, segments: Iterable[str], refresh_every: float = REFRESH_EVERY) -> None:
-        """Claim nothing yet; entering does.
+        """Claim nothing yet; entering the ``with`` does.
 
         Args:
             segments: their ids.
             refresh_every: seconds between renewals.
         """
         self._text = _Text(backend, pin_key(uuid.uuid4().hex), tuple(segments))
-        # It removes the pin at its end, where no Ctrl-C comes.
+        # This thread removes the pin at its end, because Ctrl-C never interrupts it.
         self._renewals = Periodic(refresh_every, self._text.renew_again, "pin", self._text.remove)
-        # Prevents: a pin that is renewed for ever, because Ctrl-C came between two lines of a ``with``. Its thread does
-        # not know the pin itself, and ends when nobody does.
+        # Prevents: a pin that is renewed for ever because Ctrl-C came between two lines of a ``with``. The thread does
+        # not reference this object, and ends when no one references it.
         weakref.finalize(self, self._renewals.stop)
 
     @property
     def key(self) -> str:
-        """Where it is in the store."""
+        """Its key in the store."""
         return self._text.key
 
     def __enter__(self) -> Self:
-        """Claim; without a word where nobody may write or nothing more fits, but for a warning.
+        """Claim. If the store is read-only or full, warn and continue without a pin.
 
         Raises:
-            StorageError: that fails for another reason.
+            StorageError: the claim fails for another reason.
         """
         try:
             self._claim()
@@ -92,18 +92,19 @@ class Pin:
                 raise ReadOnlyError(f"{self._text.backend.url} is read-only")
             self.renew()
         except StorageError as error:
-            # A full disk is when a checkpoint has to be read, and brought elsewhere.
+            # The disk may be full: then checkpoints must still be readable, for instance to copy them elsewhere.
             if not isinstance(error, ReadOnlyError) and error.errno not in _FULL:
                 raise
             warn(
-                f"reading unpinned: {error}. If a collector deletes what is read meanwhile, start over", UnpinnedWarning
+                f"reading unpinned: {error}. If a collector deletes a segment that is being read, start over",
+                UnpinnedWarning,
             )
             return
         crash_point("pin.created")
         self._renewals.start()
 
     def renew(self) -> None:
-        """Say that the reader lives, as its thread does by itself. Raises `StorageError`."""
+        """Renew the pin now; its thread does it regularly. Raises `StorageError`."""
         self._text.renew()
 
     def __exit__(
@@ -115,7 +116,7 @@ class Pin:
     def _release(self, *, hurry: bool = False) -> None:
         self._renewals.stop()
         if self._renewals.started:
-            # Interrupted, perhaps because the medium does not answer: then the pin is taken for dead in time.
+            # Interrupted, perhaps because the medium does not answer: then the pin expires.
             self._renewals.join(_HURRIED if hurry else None)
         elif hurry:
             background_threads.start(self._text.remove, "unpin").join(_HURRIED)
@@ -125,7 +126,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """What a pin is in the store."""
+    """The text of a pin in the store."""
 
     backend: Backend
     key: str
@@ -135,11 +136,11 @@ class _Text:
         self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, identity())))
 
     def renew_again(self) -> None:
-        with contextlib.suppress(StorageError):  # the next renewal is in time: a collector waits for many
+        with contextlib.suppress(StorageError):  # the next renewal is early enough: a collector waits for many
             self.renew()
 
     def remove(self) -> None:
-        with contextlib.suppress(StorageError):  # what stays is taken for dead in time; the restore is done
+        with contextlib.suppress(StorageError):  # a pin that stays expires; the restore is done
             self.backend.delete(self.key)
 
 
@@ -151,12 +152,12 @@ def claim(
     refresh_every: float = REFRESH_EVERY,
     since: View | None = None,
 ) -> Iterator[tuple[View, _P]]:
-    """PINS: READ, plan, pin, READ again; any planned segment dropped: plan anew.
+    """PINS: READ, plan, pin, READ again; if a planned segment was dropped, plan again.
 
     Args:
-        plan: chooses what to restore from the catalog; whatever it raises goes to the caller.
+        plan: chooses from the catalog what to restore; its errors go to the caller.
         segments: ids of the segments that a plan reads.
-        since: what was read of the log just now; READ goes on from there.
+        since: a view of the log that was read just now; READ continues from it.
 
     Yields:
         the second view and the plan, whose segments no collector deletes until the ``with`` ends.
@@ -169,13 +170,13 @@ def claim(
         ids = tuple(segments(chosen))
         # 3. Pin.
         with Pin(journal.backend, ids, refresh_every):
-            # 4. READ again. A collector that read the log before our pin was there may delete what was dropped by
-            # then; what is still live now was live then.
+            # 4. READ again. A collector that read the log before our pin existed may delete what was dropped by then;
+            # a segment that is still live now was live then.
             view = read(journal, view)
             if all(segment in view.catalog.segments for segment in ids):
                 yield view, chosen
                 return
-        # 5. Any planned segment dropped: plan anew.
+        # 5. A planned segment was dropped: plan again.
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +184,12 @@ class Survey:
     """What the pins claim.
 
     Attributes:
-        segments: ids of the segments claimed by living pins.
+        segments: ids of the segments that living pins claim.
         alive: keys of living pins.
-        dead: keys of pins not renewed for too long, or whose process has ended.
-        lapsed: ids of the segments that those claimed; None: one of them is damaged, and nobody knows.
-        unreadable: keys of living pins that are damaged. Nobody knows what they claim: collect nothing.
-        records: key of a living pin -> what it says: which segments, and who reads.
+        dead: keys of pins that were not renewed for too long, or whose process has ended.
+        lapsed: ids of the segments that the dead pins claimed; None: one of them is damaged, so this is unknown.
+        unreadable: keys of living pins that are damaged. Their claims are unknown: collect nothing.
+        records: key of a living pin -> its record: segments and reader.
     """
 
     segments: frozenset[str]
@@ -200,7 +201,7 @@ class Survey:
 
 
 class PinWatch:
-    """The collector's side. It has to watch a pin for `dead_after` seconds before it may take it for dead, unless the
+    """The collector's side. It must watch a pin for `dead_after` seconds before it may take it for dead, unless the
     pin's process is known to have ended."""
 
     def __init__(
@@ -220,21 +221,21 @@ class PinWatch:
     def survey(self) -> Survey:
         """List and read the pins. Call it after READ, never before. Raises `StorageError`.
 
-        What lies among the pins under a name that no pin can have is nobody's claim, and is passed over.
+        Files in ``pins/`` whose names are not those of pins claim nothing, and are skipped.
         """
         segments: set[str] = set()
         dead, unreadable = [], []
         lapsed: frozenset[str] | None = frozenset()
         records: dict[str, PinRecord] = {}
         seen: dict[str, tuple[bytes, float]] = {}
-        # Prevents: a collector that stops for ever, because an editor or a sync client left a file of its own here.
+        # Prevents: a collector that stops for ever because an editor or a sync client left a file here.
         keys = [key for key in self._backend.list("pins/") if pin_of(key) is not None]
         for key, found in all_arrived(keys, self._get, self._unfinished):
             if isinstance(found, KeyNotFoundError):  # released since the listing
                 continue
             if isinstance(found, CkptError) and not isinstance(found, ForeignObjectError):
                 raise found
-            data = b"" if isinstance(found, CkptError) else found  # nobody knows what that claims, and nobody renews it
+            data = b"" if isinstance(found, CkptError) else found  # its claims are unknown, and no reader renews it
             now = self._clock()
             before = self._seen.get(key)
             seen[key] = before if before is not None and before[0] == data else (data, now)
@@ -260,12 +261,12 @@ class PinWatch:
         return self._backend.get(key, MANIFEST_LIMIT)
 
     def _unfinished(self, key: str, data: bytes) -> bool:
-        """Whether a pin may be on its way. What was torn for good at the last survey is not waited for again."""
+        """Whether a pin may be incomplete. Bytes that were torn at the last survey are not waited for again."""
         return torn(data) and data != self._seen.get(key, (None, 0.0))[0]
 
 
 def _claims(data: bytes, key: str, others: frozenset[str]) -> frozenset[str] | None:
-    """What a pin names, and `others`; None if nobody can read it."""
+    """The segments that a pin names, and `others`; None if it is unreadable."""
     try:
         return others.union(decode_pin(data, what=key).segments)
     except FormatError:

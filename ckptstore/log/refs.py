@@ -1,7 +1,7 @@
-"""Looking up what a REF names (`ckptstore.formats.checkpoint_ref` parses it).
+"""Resolves REFs: finds the checkpoint that a REF names (`ckptstore.formats.checkpoint_ref` parses it).
 
 ``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
-term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
+term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is the checkpoint that the tag names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEAREST: Final = 4
 
 
 def parsed(catalog: Catalog, ref: Ref | str | int) -> Ref:
-    """The value of a REF; the error for another text suggests a tag of the catalog. Raises `UsageError`."""
+    """The parsed REF; the error for an invalid text suggests a tag of the catalog. Raises `UsageError`."""
     return Ref.parse(ref, catalog.tags)
 
 
@@ -34,9 +34,9 @@ def resolve(catalog: Catalog, ref: Ref | str | int) -> CheckpointEntry:
 
     Raises:
         UsageError: `ref` is none of these.
-        CheckpointNotFoundError: nothing answers to it; the message lists the nearest steps, or the tags.
-        CorruptLogError: ``latest``, or a STEP that only an older term has, behind a damaged slot; names the slot and
-            what can be named instead.
+        CheckpointNotFoundError: no checkpoint matches it; the message lists the nearest steps, or the tags.
+        CorruptLogError: a damaged slot leaves ``latest`` undecided, or may have held a newer checkpoint of this STEP;
+            names the slot and a REF that can be used instead.
     """
     wanted = parsed(catalog, ref)
     if wanted.tag is not None:
@@ -50,7 +50,7 @@ def resolve(catalog: Catalog, ref: Ref | str | int) -> CheckpointEntry:
 
 
 def nothing_latest(catalog: Catalog) -> str:
-    """Why there is no ``latest``, and what there is instead, in words."""
+    """Why there is no ``latest``, and what there is instead, as a sentence."""
     if not catalog.checkpoints:
         return "the store holds no checkpoint yet"
     newest = ref_of(max(catalog.checkpoints))
@@ -88,7 +88,7 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
 
 
 def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
-    """Refuse a step of an older term if a newer term may have had it, too, in a slot that is damaged or lost."""
+    """Raise for a step of an older term if a newer term may have had it in a slot that is damaged or lost."""
     if catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{_losses(catalog)}, and may have held a newer step {entry.step}; "
@@ -98,7 +98,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
     end = catalog.next_seq if following is None else following.seq
     hidden = [seq for seq in catalog.damage if seq >= end]
     if following is None or not following.known or following.term != entry.term + 1:
-        # An OPEN and a COMMIT of it may both be lost there. An intact record behind either would tell of the term.
+        # An OPEN and a COMMIT of the missing term may both be lost. An intact record behind either would name the term.
         run = _run_before(catalog.damage, end)
         hidden += run if len(run) > 1 else []
     if hidden:
@@ -109,7 +109,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
 
 
 def _run_before(damage: Sequence[int], end: int) -> list[int]:
-    """The damaged slots right before slot `end`, without a gap."""
+    """The uninterrupted run of damaged slots right before slot `end`."""
     run: list[int] = []
     for seq in reversed([seq for seq in damage if seq < end]):
         if seq != end - 1 - len(run):
@@ -123,7 +123,7 @@ def _term(opened: TermEntry) -> int:
 
 
 def _losses(catalog: Catalog) -> str:
-    """What is lost of the log, in words; empty: nothing."""
+    """The losses of the log, as text; empty: none."""
     if catalog.lost > catalog.term:
         return f"the end of the log is lost, with term {catalog.lost}"
     slots = ", ".join(map(str, catalog.damage[:3])) + (" ..." if len(catalog.damage) > 3 else "")
@@ -154,10 +154,11 @@ def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
 
 
 def check_new_tag(name: object) -> None:
-    """Refuse what may name no tag. Older stores may hold tags that read like a STEP or a range: they stay usable.
+    """Raise if a new tag may not have this name. Older stores may hold tags that look like a STEP or a range: they stay
+    usable.
 
     Raises:
-        UsageError: it has other signs than a name may have, or reads like another REF: ``latest``, ``20``, ``A..B``.
+        UsageError: it has characters that a name may not have, or looks like another REF: ``latest``, ``20``, ``A..B``.
     """
     check_tag(name)
     assert isinstance(name, str)

@@ -1,8 +1,8 @@
-"""Requests: how others change a store beside its live writer without fencing it (design: REQUESTS).
+"""Requests: how other processes change a store without fencing its live writer (formats/SPEC.md 9 and 10, REQUESTS).
 
-Whoever compacts, merges, retires or tags READs the log (term t), pins what it reads, rebuilds, verifies, writes
-segments under ``seg/<t>/`` and posts a request. The writer of t looks for requests, checks each against its own
-catalog, and commits it, or says why not. Requester: `post`, then `wait`. Writer: `handle`.
+A process that compacts, merges, retires or tags READs the log (term t), pins what it reads, rebuilds, verifies, writes
+segments under ``seg/<t>/`` and posts a request. The writer of t polls for requests, checks each against its own
+catalog, and commits it, or answers why not. Requester: `post`, then `wait`. Writer: `handle`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.partial_objects import all_arrived
 
-__all__ = ["Outcome", "Owner", "handle", "outcome", "post", "wait"]
+__all__ = ["Outcome", "TermOwner", "handle", "outcome", "post", "wait"]
 
 _LONGEST_REASON = 500
 
@@ -41,8 +41,8 @@ _LONGEST_REASON = 500
 # ------------------------------------------------------------------------------------------------ the writer's side
 
 
-class Owner(Protocol):
-    """Who owns the term that is asked: a `Term`, or whoever commits in its stead."""
+class TermOwner(Protocol):
+    """The owner of the term that is asked: a `Term`, or an object that commits for it."""
 
     @property
     def journal(self) -> Journal:
@@ -54,7 +54,7 @@ class Owner(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """What it has acknowledged."""
+        """The catalog that it has acknowledged."""
 
     def commit(self, record: CommitRecord) -> object:
         """COMMIT."""
@@ -65,20 +65,20 @@ def _nothing(_request: Request) -> str | None:
 
 
 def handle(
-    term: Owner,
+    term: TermOwner,
     prepare: Callable[[], None] = lambda: None,
     objection: Callable[[Request], str | None] = _nothing,
 ) -> int:
-    """Answer every request to `term` that waits -> the number of commits this took.
+    """Answer every waiting request to `term` -> the number of commits.
 
     Args:
-        prepare: called before each request is compared with the catalog, so that what its writer still holds back is
-            in there.
+        prepare: called before each request is compared with the catalog, so that the writer can first commit what it
+            still holds back.
         objection: why a request is refused whatever the catalog says; None: it is not.
 
     Raises:
         FencedError, CommitUnknownError: the term ended.
-        StorageError: ``req/`` could not be listed or read; nothing is lost, the next call sees the rest.
+        StorageError: ``req/`` could not be listed or read; nothing is lost, the next call handles the rest.
     """
     commits = 0
     backend = term.journal.backend
@@ -89,15 +89,15 @@ def handle(
             continue
         number, identity = place
         if number < term.number or identity in term.catalog.requests:
-            # Another term's: void for ever. Handled in this tenure: ignored, however often it turns up again.
+            # To another term: void for ever. Answered in this term: ignored, however often it appears again.
             backend.delete(key)
             continue
         waiting[key] = identity
-    # Prevents: a request that is refused because half of it was there.
+    # Prevents: a request that is refused because only half of it was written.
     arriving = all_arrived(waiting, lambda key: backend.get(key, MANIFEST_LIMIT), lambda _key, data: torn(data))
     for key, found in arriving:
         if isinstance(found, KeyNotFoundError | ForeignObjectError):
-            continue  # the requester took it back; nobody's request
+            continue  # the requester withdrew it, or it is not a request
         if isinstance(found, CkptError):
             raise found
         prepare()
@@ -108,7 +108,7 @@ def handle(
     return commits
 
 
-def _answer(term: Owner, key: str, identity: str, data: bytes, objection: Callable[[Request], str | None]) -> None:
+def _answer(term: TermOwner, key: str, identity: str, data: bytes, objection: Callable[[Request], str | None]) -> None:
     try:
         request = decode_request(data, run=term.journal.run, what=key)
         if (request.term, request.id) != (term.number, identity):
@@ -118,7 +118,7 @@ def _answer(term: Owner, key: str, identity: str, data: bytes, objection: Callab
         return
     record = _as_commit(request)
     if reason := objection(request) or _objection(term, request, record):
-        # Refused: its segments will never be committed, and are dropped by name so that gc may take them.
+        # Refused: its segments will never be committed. They are dropped by name so that gc may delete them.
         live = term.catalog.segments
         strays = tuple(segment.id for segment in request.segments if segment.id not in live)
         term.commit(_refusal(term, identity, strays, reason))
@@ -131,19 +131,19 @@ def _as_commit(request: Request) -> CommitRecord:
     return replace(change, requests={request.id: None}, keep=request.keep).record(request.term)
 
 
-def _refusal(term: Owner, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
+def _refusal(term: TermOwner, identity: str, drops: tuple[str, ...], reason: str) -> CommitRecord:
     reason = reason[:_LONGEST_REASON]
     return CommitRecord(term.number, drops=drops, requests={identity: reason})
 
 
-def _objection(term: Owner, request: Request, record: CommitRecord) -> str | None:
+def _objection(term: TermOwner, request: Request, record: CommitRecord) -> str | None:
     """Why the request must be refused; None if it may be committed."""
     catalog = term.catalog
     for segment in request.drops:
         if segment not in catalog.segments:
             return f"segment {segment}, which it drops, is not live"
     try:
-        # An encoding of a checkpoint no longer promised, a promised one left unreachable, a tag or a step gone ...
+        # An encoding of a checkpoint no longer promised, a promised checkpoint left unreachable, a tag or step gone ...
         check_commit(catalog, record)
     except (UsageError, NotFoundError) as error:
         return str(error)
@@ -166,7 +166,7 @@ def _missing(backend: Backend, entry: SegmentEntry) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request.
+    """The outcome of a request.
 
     Attributes:
         answer: ``accepted``; ``refused``; ``void``: a newer term began before it was answered; ``waiting``: not yet
@@ -179,17 +179,17 @@ class Outcome:
 
 
 def post(journal: Journal, term: int, what: str, change: Change) -> Request:
-    """Ask the writer of `term` for a change -> the request as posted, for `wait`.
+    """Ask the writer of `term` for a change -> the posted request, for `wait`.
 
     Args:
         term: the newest term in the view on which the change was planned. A newer one voids the request.
-        what: one line for people: what this is and who asks.
-        change: its segments are durable already, and of `term`.
+        what: one line for people: what this is, and which process asks.
+        change: its segments are durable already, and belong to `term`.
 
     Raises:
-        UsageError: the change has checkpoints, answers or other members, which only a writer's own commit may have.
+        UsageError: the change has checkpoints, answers or other members that only a writer's own commit may have.
             Nothing was posted.
-        StorageError: it may or may not have been posted, and does no harm either way. Ask again under a new uuid.
+        StorageError: it may or may not have been posted; both are harmless. Ask again under a new uuid.
     """
     if change.checkpoints or change.requests or change.extra:
         raise UsageError(f"a request to {what}: checkpoints, answers and notes are committed by a writer alone")
@@ -205,20 +205,20 @@ def post(journal: Journal, term: int, what: str, change: Change) -> Request:
         keep=change.keep,
     )
     data = encode_request(request, run=journal.run)
-    decode_request(data, run=journal.run, what=request.key)  # what is sent can be understood
-    with contextlib.suppress(KeyExistsError):  # a fresh uuid: the first try landed, its answer was lost
+    decode_request(data, run=journal.run, what=request.key)  # checks that the writer can decode it
+    with contextlib.suppress(KeyExistsError):  # a fresh uuid: the first try succeeded, and its answer was lost
         journal.backend.create(request.key, data)
     return request
 
 
 def outcome(catalog: Catalog, request: Request) -> Outcome:
-    """What a catalog says about a request."""
+    """The outcome of a request according to a catalog."""
     if catalog.term == request.term:
         if request.id not in catalog.requests:
             return Outcome("waiting")
         reason = catalog.requests[request.id]
         return Outcome("accepted") if reason is None else Outcome("refused", reason)
-    # The catalog keeps answers only of the newest term. What was asked for is there, or it is void.
+    # The catalog keeps only the answers of the newest term. Either the change is in the catalog, or it is void.
     if _took_effect(catalog, request):
         return Outcome("accepted", f"term {catalog.term} has begun since")
     return Outcome("void", f"term {catalog.term} began before the request to term {request.term} was answered")
@@ -259,9 +259,9 @@ def wait(
     """Wait until the log answers a request.
 
     Args:
-        look: returns the log as it is now; None: READ, each time from the view before.
-        timeout: seconds; None: as long as it takes. Running out withdraws nothing: the answer is then ``waiting``.
-        poll: seconds between looks at the log, growing to 16 times as much.
+        look: returns the current log; None: READ, each time continuing from the previous view.
+        timeout: seconds; None: no limit. A timeout withdraws nothing: the answer is then ``waiting``.
+        poll: seconds between two looks at the log; grows to 16 times as much.
 
     Raises:
         CorruptLogError, StorageError: from READ.
@@ -273,8 +273,8 @@ def wait(
         answer = outcome(look(), request)
         left = None if timeout is None else begun + timeout - clock()
         if answer.answer == "accepted":
-            # Prevents: telling the caller of a commit that a power cut takes back, because the writer was killed before
-            # it had made the slot durable that we have read.
+            # Prevents: reporting a commit that a power cut takes back, because the writer was killed before it made the
+            # slot durable that we have read.
             journal.backend.settle("log/")
         if answer.answer != "waiting" or (left is not None and left <= 0):
             return answer

@@ -1,8 +1,8 @@
-"""Listings that something between here and the medium may have answered in its place.
+"""Detects listings that a proxy may have answered instead of the medium.
 
-A proxy or a login page answers any request with a page of its own, and clients of object stores take any XML that they
-do not know for a listing of nothing. A command that reports or deletes what a listing does not show must compare the
-listing with what is known otherwise, and list again.
+A proxy or a login page answers any request with its own page, and clients of object stores take any XML that they do
+not know for an empty listing. A command that reports or deletes what a listing does not show must compare the listing
+with what it knows otherwise, and list again.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ckptstore.log.partial_objects import exists
 __all__ = ["LOOKS", "contradiction", "every_object"]
 
 LOOKS: Final = 3
-"""How often something is listed before the listings are said to contradict what is there."""
+"""How often something is listed before the listings are reported as contradictory."""
 
 
 def every_object(backend: Backend, outcome: str) -> list[str]:
-    """Keys of all objects, by a listing that has FORMAT, if that can be asked for by its name.
+    """Keys of all objects, from a listing that contains FORMAT (unless a request for FORMAT finds none).
 
     Args:
-        outcome: what the error says of what was done, and is to be done again.
+        outcome: text for the error: what was done, and what to do again.
 
     Raises:
-        StorageError: the medium failed; or no listing has FORMAT, although it is there.
+        StorageError: the medium failed; or no listing has FORMAT, although it exists.
     """
     for _ in range(LOOKS):
         keys = backend.list("")
-        # Prevents: a store that is called empty or damaged, because a proxy answered the listing with its own page.
+        # Prevents: reporting a store as empty or damaged because a proxy answered the listing with its own page.
         if FORMAT_KEY in keys or not _there(backend, FORMAT_KEY):
             return keys
     raise contradiction(backend, f"a request for {FORMAT_KEY}", "that it is there", "a listing", outcome)
@@ -40,12 +40,12 @@ def every_object(backend: Backend, outcome: str) -> list[str]:
 def _there(backend: Backend, key: str) -> bool:
     try:
         return exists(backend, key)
-    except ForeignObjectError:  # no listing of objects has it
+    except ForeignObjectError:  # not an object, so no listing has it
         return False
 
 
 def contradiction(backend: Backend, one: str, shows: str, other: str, outcome: str) -> StorageError:
-    """The error of two answers that cannot both be right."""
+    """The error for two answers that contradict each other."""
     return StorageError(
         f"{backend.url}: {one} shows {shows}, and {other} none: something between here and the medium (a proxy, a "
         f"login page) may answer listings in its place. {outcome}"

@@ -1,9 +1,9 @@
-"""WRITER OPEN and COMMIT, step by step as the design page numbers them. READ is in `ckptstore.log.log_reader`.
+"""WRITER OPEN and COMMIT, step by step as formats/SPEC.md 10 numbers them. READ is in `ckptstore.log.log_reader`.
 
-- A slot is created if absent; who created it owns it. An opener then asks for the anchor above: if there is none, the
-  slot was never deleted before, so this was the head of the log and the term stands.
-- A term sends one byte string per slot, ever. So bytes that are found equal are one's own, whoever delivered them. (An
-  attempt that provably made nothing, `StorageError.unsent`, has sent nothing.)
+- A slot is created if absent; its creator owns it. A process that opens a term then asks for the anchor above: if there
+  is none, the slot was never deleted before, so this was the head of the log and the term is valid.
+- A term sends one byte string per slot, ever. So equal bytes are its own, whichever attempt delivered them. (An attempt
+  that provably created nothing, `StorageError.unsent`, has sent nothing.)
 - Only an OPEN can come between two commits of a term, and OPENs are never deleted: a fenced writer always finds out.
 
 ``tools/protocol`` explores these rules; change them only together.
@@ -64,26 +64,26 @@ from ckptstore.log.partial_objects import opened_over, slot_bytes, text_bytes
 __all__ = ["Parent", "Patience", "Term", "View", "open_term", "read"]
 
 Parent = CheckpointId | None | Callable[[Catalog], CheckpointId | None]
-"""What a new term continues from, or how to find it in the view that its OPEN is built on."""
+"""The checkpoint that a new term continues from, or a function that finds it in the view that its OPEN is built on."""
 
 _R = TypeVar("_R", OpenRecord, CommitRecord)
 
 _ONE_WRITER: Final = "of the ranks of one job only one may open a writer (rank 0, say), or every one with group="
 _TOGETHER: Final = 60.0
-"""Seconds between two OPENs within which they are likely to be of one job."""
+"""Seconds between two OPENs within which they probably belong to one job."""
 
 
 # ------------------------------------------------------------------------------------------------ creating a slot
 
 
 def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
-    """Create-if-absent until it is certain who owns `key` -> whether it holds `data`.
+    """Create-if-absent until it is certain which process owns `key` -> whether it holds `data`.
 
     A refusal or an error says little: the answer to a create that took effect may be lost, and a store that repeats a
-    request refuses its own success. So the object is read back, and what it holds decides.
+    request refuses its own success. So the object is read back, and its contents decide.
 
-    What was only read back is visible, not yet durable (its folder's fsync may be what failed), so it is settled before
-    it is believed. If that fails it fails for good, and is not tried again.
+    An object that was only read back is visible, but not yet durable (the fsync of its folder may be what failed). So
+    it is made durable before it counts. If that fails, the failure is final, and is not retried.
 
     Raises:
         StorageError: still unknown after every try. The create may land at any later time; not if `unsent` says that
@@ -99,7 +99,7 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
         else:
             return True
         try:
-            # Prevents: a term that gives itself up over its own slot, of which a part is there.
+            # Prevents: a term that gives up because of its own slot, of which only a part is visible.
             mine = text_bytes(backend, key, len(data)) == data
         except KeyNotFoundError:
             pass  # absent: resend identical bytes
@@ -109,7 +109,7 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
             doubt = error
         else:
             if mine:
-                # Prevents: an acknowledged slot that a power cut forgets, because its create failed after the link.
+                # Prevents: an acknowledged slot that a power cut removes, because its create failed after the link.
                 backend.settle(key[: key.rindex("/") + 1])
             return mine
         if done < patience.tries:
@@ -121,11 +121,11 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
 
 
 def check_same_store(journal: Journal) -> None:
-    """Refuse to send a slot to another run's store. Media that reach it through a handle cannot mistake it.
+    """Refuse to send a slot to another run's store. Media that are reached through a handle cannot mistake it.
 
     Raises:
         StoreReplacedError: another store is there now, or none.
-        FormatError, StorageError: that cannot be said.
+        FormatError, StorageError: this cannot be determined.
     """
     backend = journal.backend
     if backend.anchored:
@@ -139,11 +139,11 @@ def check_same_store(journal: Journal) -> None:
 
 
 def _check_same_run(journal: Journal, seq: int) -> None:
-    """Raise `StoreReplacedError` if a slot that was sent, and is not ours, holds the text of another run."""
+    """Raise `StoreReplacedError` if the slot, which another process created, holds a record of another run."""
     try:
         run = unseal(slot_bytes(journal.backend, journal.run, seq), what=slot_key(seq))["run"]
     except (CkptError, LookupError, TypeError):
-        return  # damaged or gone: it says nothing
+        return  # damaged or gone: nothing is known
     if run != journal.run:
         raise StoreReplacedError(
             f"{journal.url}: the store was replaced: slot {seq} is of run {run}, not {journal.run}; "
@@ -169,11 +169,11 @@ def open_term(
     Args:
         parent: the checkpoint to continue from, None for none, or a function that chooses it in the view that the OPEN
             is built on (it may be called several times).
-        info: who opens, for people.
-        like: the OPEN of this term in the run's other tier, which is there already: this one is the same term.
-        remote: URL of the store's other tier from now on; None: that of the term before.
+        info: description of the writer, for people.
+        like: the OPEN of this term in the run's other tier, which exists already: this one is the same term.
+        remote: URL of the store's other tier from now on; None: that of the previous term.
         view: the log as it was read just now, with a look above its end (`View.looked_above`). The first try builds on
-            it; if the log has grown since, the slot is taken, and the next try reads.
+            it; if the log has grown since, the slot is taken, and the next try reads again.
 
     Raises:
         CheckpointNotFoundError: the parent is not promised.
@@ -182,13 +182,13 @@ def open_term(
         CorruptLogError: from READ, or from `parent` (``latest`` behind a damaged slot); or what the parent builds on is
             lost with a damaged slot.
         StoreReplacedError: the store is another one now.
-        StorageError: the medium failed; nothing was opened, or a term that nobody owns.
+        StorageError: the medium failed; no term was opened, or one that no process owns.
     """
     journal = _own(journal)
     backend = journal.backend
     for done in range(patience.tries + 1):
         # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. Each try.
-        # Prevents: a term above a gap, where the end of the log was lost and nobody has looked above it.
+        # Prevents: a term above a gap, because the end of the log was lost and nothing looked above it.
         if done or view is None or not view.looked_above:
             view = read(journal, None, patience, look_above=True)
         _check_writable(journal, view.catalog)
@@ -196,7 +196,7 @@ def open_term(
         crash_point("open.read")
         if view.end:
             # Prevents: a power cut that keeps this OPEN and loses a slot before it, which a writer killed between link
-            # and fsync left visible: a gap in the log, and a parent that is gone.
+            # and fsync left visible: a gap in the log, and a lost parent.
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
         record, data = _encoded(_opening(view.catalog, chosen, info, like, remote), view.end, journal.run)
@@ -206,7 +206,7 @@ def open_term(
         if not mine:
             _check_same_run(journal, view.end)
         # 3. Unless e is an anchor, GET the anchor above e: present: void, start over with a new nonce.
-        # Or the slot before it, which was torn and is not any more: its writer lives, and what it holds counts.
+        # The same if the slot before it was torn and is not any more: its writer is alive, and its record counts.
         if mine and never_deleted(journal, view.end) and not outdated(journal, view):
             crash_point("open.verified")
             return Term(journal, view, record, xxh3_128(data), patience)
@@ -217,8 +217,8 @@ def open_term(
 
 
 def _own(journal: Journal) -> Journal:
-    """The store as a term holds it. Raises `ReadOnlyError`."""
-    # A store that is deleted and created again gets another medium, and a term must stay with the one it has.
+    """The term's own journal of the store. Raises `ReadOnlyError`."""
+    # If a store is deleted and created again, the caller's journal gets another medium. A term must keep its own.
     own = Journal(journal.backend, journal.format)
     own.fold = journal.fold
     if own.backend.read_only:
@@ -227,7 +227,7 @@ def _own(journal: Journal) -> Journal:
 
 
 def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> CheckpointId | None:
-    """What the term continues from in this view. Raises as `open_term`."""
+    """The checkpoint that the term continues from in this view. Raises as `open_term`."""
     chosen = parent(catalog) if callable(parent) else parent
     if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
         raise _no_parent(backend, catalog, chosen)
@@ -262,13 +262,13 @@ def _opening(
 
 
 def _encoded(record: OpenRecord, seq: int, run: str) -> tuple[OpenRecord, bytes]:
-    """What every reader will make of an OPEN, and its bytes."""
+    """The OPEN as every reader will decode it, and its bytes."""
     data = encode_open(record, seq=seq, run=run)
     return _understood(data, seq, run, OpenRecord), data
 
 
 def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
-    """Why no term can continue from there, and from where one can."""
+    """The error that says why no term can continue from there, and from which checkpoint one can."""
     entry = catalog.checkpoints.get(chosen.node)
     if entry is None or entry.state != chosen.state:
         return CheckpointNotFoundError(f"{backend.url}: parent {chosen.ref} is not in the store")
@@ -291,7 +291,7 @@ def _check_writable(journal: Journal, catalog: Catalog) -> None:
 
 
 def _understood(data: bytes, seq: int, run: str, kind: type[_R], manifest: bytes | None = None) -> _R:
-    """What every reader will make of these bytes: checked before they are sent."""
+    """The record as every reader will decode these bytes: checked before they are sent."""
     record = decode_record(data, seq=seq, run=run, what=slot_key(seq), fetch=lambda _key, _size: manifest or b"")
     assert isinstance(record, kind)
     return record
@@ -305,17 +305,17 @@ class Term:
 
     Attributes:
         number: the term.
-        nonce: of its OPEN, which every record of it repeats.
-        parent: the checkpoint it continues from.
-        dead: what ended this term for good (`FencedError`, `CommitUnknownError`, `StoreReplacedError`); None while it
-            may commit.
-        fold_seq: the slot through which the newest fold that this term knows of goes; -1: none.
+        nonce: the nonce of its OPEN, which every record of the term repeats.
+        parent: the checkpoint that it continues from.
+        dead: the error that ended this term for good (`FencedError`, `CommitUnknownError`, `StoreReplacedError`); None
+            while it may commit.
+        fold_seq: the last slot of the newest fold that this term knows of; -1: none.
         journal: the store's medium and FORMAT file.
-        patience: how long a doubtful create is tried again.
+        patience: how often a doubtful create is retried.
     """
 
     def __init__(self, journal: Journal, view: View, record: OpenRecord, digest: str, patience: Patience) -> None:
-        """Use `open_term`, which has created the slot `view.end` with `record`, of bytes whose hash is `digest`."""
+        """Use `open_term`: it created the slot `view.end` with `record`, from bytes with the hash `digest`."""
         self.journal = journal
         self.number = record.term
         self.nonce = record.nonce
@@ -331,7 +331,7 @@ class Term:
 
     @property
     def catalog(self) -> Catalog:
-        """What this term has acknowledged. It changes with every commit: `view` gives a copy for another thread."""
+        """What this term has acknowledged. It changes with every commit: `view` returns a copy for another thread."""
         return self._builder.catalog
 
     @property
@@ -341,20 +341,20 @@ class Term:
 
     @property
     def opened(self) -> OpenRecord:
-        """The OPEN that began it."""
+        """The OPEN that began the term."""
         return self._opened
 
     def view(self) -> View:
-        """What this term has acknowledged, as a view that stays as it is."""
+        """What this term has acknowledged, as a view that does not change."""
         with self._lock:
             return View(self._builder.snapshot(), self._next_seq, self.fold_seq)
 
     def commit(self, record: CommitRecord) -> int:
-        """COMMIT, steps 2 to 4, of segments that are durable already -> the slot. On return the record is history.
+        """COMMIT, steps 2 to 4; the segments are durable already -> the slot. On return the record is committed.
 
         Args:
-            record: of this term; its `nonce` and `previous` are filled in here. If it is too long for a slot it goes
-                into a manifest by itself.
+            record: a record of this term; its `nonce` and `previous` are filled in here. If it is too long for a slot
+                it is put into a manifest.
 
         Raises:
             FencedError: a newer term exists, or the log is no longer the one that this term wrote. This term is dead.
@@ -362,8 +362,8 @@ class Term:
             CommitUnknownError: the record may or may not have landed, now or later. This term is dead: it must not
                 delete anything, and only a new term finds out.
             StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
-                (`ckptstore.formats.commit_checks`). Nothing was sent; the term goes on.
-            StorageError: the manifest or the slot could not be written, and no slot was sent; the term goes on.
+                (`ckptstore.formats.commit_checks`). Nothing was sent; the term continues.
+            StorageError: the manifest or the slot could not be written, and no slot was sent; the term continues.
         """
         with self._lock:
             if self.dead is not None:
@@ -375,7 +375,7 @@ class Term:
             data, manifest = encode_commit(record, seq=seq, run=self.journal.run, manifest=secrets.token_hex(16))
             record = _understood(data, seq, self.journal.run, CommitRecord, manifest)
             if manifest is not None and record.manifest is not None:
-                # 1. (the last of it) What the slot points to is durable before the slot is sent.
+                # 1. (its last part) What the slot points to is durable before the slot is sent.
                 key = manifest_key(self.number, record.manifest)
                 if not _send(self.journal.backend, key, manifest, self.patience):
                     raise StorageError(f"{self.journal.url}: {key} exists already")
@@ -387,10 +387,10 @@ class Term:
             return seq
 
     def _check_log_is_mine(self, seq: int) -> None:
-        """Stop if the slot before `seq` is not the one that this term knows, where looking is cheap.
+        """Raise if the slot before `seq` is not the one that this term knows, if the check is cheap.
 
-        Prevents: going on in a store that was put back from an older copy, or that has lost slots. What would be
-        acknowledged then would stand above a gap or beside another writer's records, and every reader would refuse it.
+        Prevents: continuing in a store that was restored from an older copy, or that has lost slots. Commits would then
+        be above a gap or beside another writer's records, and every reader would refuse them.
         """
         if not self.journal.backend.cheap_looks:
             return
@@ -402,7 +402,7 @@ class Term:
         except KeyNotFoundError:
             what = "is gone"
         except StorageError:
-            return  # a look that fails says nothing of the log; the commit itself will tell
+            return  # a failed look says nothing about the log; the commit itself will find out
         self.dead = FencedError(
             f"{self.journal.url}: term {self.number} is over: {key}, the last slot that this writer knows, {what}: the "
             "store was put back from a copy, or has lost slots; open it again to see what it holds"
@@ -410,8 +410,8 @@ class Term:
         raise self.dead
 
     def _create_slot(self, seq: int, data: bytes) -> None:
-        # The term is in doubt from before the slot is sent until its fate is known, so that whatever interrupts this
-        # (Ctrl-C, out of memory) leaves a term that never sends other bytes to the same slot.
+        # The term is in doubt from before the slot is sent until its outcome is known, so that an interruption (Ctrl-C,
+        # out of memory) leaves a term that never sends other bytes to the same slot.
         try:
             check_same_store(self.journal)
         except StoreReplacedError as error:
@@ -428,7 +428,7 @@ class Term:
         except StorageError as error:
             if not error.unsent:
                 raise doubt from error
-            # Nobody has been sent these bytes, so the slot may get others: no space, no descriptor, no permission.
+            # These bytes were never sent, so the slot may get others: no space, no descriptor, no permission.
             self.dead = None
             raise
         crash_point("commit.created")
@@ -445,7 +445,7 @@ class Term:
         self.dead = None
 
     def _check_not_opened_over(self, seq: int, doubt: CommitUnknownError) -> None:
-        """Stop, in doubt, if slot `seq` took so long that somebody has taken it for torn, and opened a term over it."""
+        """Raise `doubt` if slot `seq` took so long to write that another process opened a term over it."""
         for done in range(self.patience.tries + 1):
             try:
                 over = opened_over(self.journal.backend, seq)
@@ -456,15 +456,15 @@ class Term:
             else:
                 break
         if over:
-            # Prevents: an acknowledged commit that the next term lacks, and that folds forget for good.
+            # Prevents: an acknowledged commit that the next term lacks, and that folds drop for good.
             self.dead = CommitUnknownError(
-                f"{self.journal.url}: slot {seq} took longer to write than others wait for one, and somebody has "
+                f"{self.journal.url}: slot {seq} took longer to write than others wait for one, and another writer has "
                 "opened a term after it: the commit may count or not; open the store again to find out"
             )
             raise self.dead
 
     def _winner(self, seq: int) -> str:
-        """Who took the slot, as far as that can be read."""
+        """A text that names the writer that took the slot, as far as it is readable."""
         try:
             data = slot_bytes(self.journal.backend, self.journal.run, seq)
             record = decode_record(data, seq=seq, run=self.journal.run, what=slot_key(seq))
@@ -476,7 +476,7 @@ class Term:
         return f"{text}; {_ONE_WRITER}" if self._opened_together(record) else text
 
     def _opened_together(self, other: Record) -> bool:
-        """Whether another process opened a term so soon after this one that both are likely to be of one job."""
+        """Whether another process opened a term so soon after this one that both probably belong to one job."""
         if not isinstance(other, OpenRecord) or abs(other.time - self._opened.time) > _TOGETHER:
             return False
         return any(other.writer.get(name) != self._opened.writer.get(name) for name in ("host", "pid"))

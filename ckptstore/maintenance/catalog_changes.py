@@ -14,7 +14,7 @@ from ckptstore.errors import ReadOnlyError, RequestError, RequestRefusedError, R
 from ckptstore.formats.catalog import Catalog
 from ckptstore.host.option_checks import seconds
 from ckptstore.log.change import Change
-from ckptstore.log.change_committer import Requester, Successor
+from ckptstore.log.change_committer import ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 
@@ -59,12 +59,12 @@ def change(journal: Journal, view: View, what: str, plan: Planner, *, take_over:
         if wanted is None:
             return view
         if take_over:
-            return _commit(Successor(journal, what.split()[0], view=view), what, plan)
-        return _asked(journal, Requester(journal, timeout, view), what, wanted, plan, timeout)
+            return _commit(TakeOver(journal, what.split()[0], view=view), what, plan)
+        return _asked(journal, ChangeRequester(journal, timeout, view), what, wanted, plan, timeout)
 
 
 def _asked(
-    journal: Journal, author: Requester, what: str, wanted: Change, plan: Planner, timeout: float | None
+    journal: Journal, author: ChangeRequester, what: str, wanted: Change, plan: Planner, timeout: float | None
 ) -> View:
     for _ in range(_TRIES):
         asked = author.view.catalog
@@ -83,7 +83,7 @@ def _asked(
     raise RequestError(f"{journal.url}: {_TRIES} times a newer term began before the request to {what} was answered")
 
 
-def _commit(author: Successor, what: str, plan: Planner) -> View:
+def _commit(author: TakeOver, what: str, plan: Planner) -> View:
     # Once more: another term may have come between the reading and this one.
     # Prevents: naming a checkpoint that was retired meanwhile, or dropping what others build on since.
     catalog = author.catalog()

@@ -24,7 +24,7 @@ from ckptstore.log.change_committer import LastWriter, last_writer
 from ckptstore.reports.restore_explanation import Explanation, explained
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.open_checkpoint import Opened, opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.selection import one_of, select_from
 from ckptstore.restore.tensor_streams import streams
 
@@ -201,7 +201,7 @@ def inspect(
         )
 
 
-def _is_latest(found: Opened) -> bool:
+def _is_latest(found: OpenCheckpoint) -> bool:
     try:
         newest = found.catalog.latest()
     except CorruptLogError:  # nobody can tell
@@ -215,7 +215,7 @@ def _remote(catalog: Catalog) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def _describe(found: Opened, name: str) -> TensorDescription:
+def _describe(found: OpenCheckpoint, name: str) -> TensorDescription:
     tensor = found.tensors[name]
     (first, _), *others = found.stored(name)
     return TensorDescription(

@@ -12,7 +12,7 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.open_checkpoint import Opened, opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.selection import select_from
 from ckptstore.segments.segment_reader import SegmentReader, extents
 
@@ -63,7 +63,7 @@ def request_costs(
     return RequestCosts(ref, costs.spent, Spent(dict(requests), 0, received))
 
 
-def _descriptions(found: Opened) -> tuple[Counter[str], int]:
+def _descriptions(found: OpenCheckpoint) -> tuple[Counter[str], int]:
     """HEAD, the header, and of a packed segment its index, of every segment of the plan."""
     requests: Counter[str] = Counter()
     received = 0

@@ -13,7 +13,7 @@ from ckptstore.formats.shards import key_of
 from ckptstore.formats.step_codec import STEP
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.open_checkpoint import Opened, opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
 from ckptstore.restore.restore_plan import Rates
 from ckptstore.restore.restore_rates import measure_rates
 from ckptstore.restore.selection import select_from
@@ -102,7 +102,7 @@ def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[
         return explained(found, select, measure_rates(found))
 
 
-def explained(found: Opened, select: str | Sequence[str] | None, rates: Rates | None = None) -> Explanation:
+def explained(found: OpenCheckpoint, select: str | Sequence[str] | None, rates: Rates | None = None) -> Explanation:
     """`explain` of a checkpoint that is open.
 
     Args:

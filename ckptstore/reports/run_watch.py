@@ -15,7 +15,7 @@ from ckptstore.errors import StoreNotFoundError, UsageError
 from ckptstore.log.change_committer import known_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
-from ckptstore.log.log_watch import Looks
+from ckptstore.log.log_watch import LogWatch
 from ckptstore.reports.run_status import Pace, RunStatus, changes_between, status_of
 
 __all__ = ["LONGEST", "SHORTEST", "watch"]
@@ -58,7 +58,7 @@ class _Watcher:
     def __init__(self, journal: Journal, metric: str) -> None:
         """Nothing seen yet. `journal` is left as it is."""
         self._place = journal.backend
-        self._looks = Looks(journal)
+        self._looks = LogWatch(journal)
         self._view: View | None = None
         self._pace = Pace(metric)
         self._last: RunStatus | None = None

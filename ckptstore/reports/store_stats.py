@@ -17,7 +17,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.reports.tensor_classes import class_by_name
 from ckptstore.restore.assembly import Held
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.open_checkpoint import opened
 
 __all__ = ["ClassBytes", "Share", "StoreStats", "bytes_by_step", "growth", "stats"]
@@ -185,7 +185,7 @@ class _Shares:
         self.held = held
         self._groups: dict[tuple[int, str], dict[str, int]] = {}  # a group may have thousands of members
 
-    def of(self, link: Link, number: int) -> int:
+    def of(self, link: TensorLink, number: int) -> int:
         """Bytes of a link that is in encoding `number`."""
         if link.group is None:
             return link.tensor.stored

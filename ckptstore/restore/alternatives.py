@@ -1,13 +1,13 @@
-"""The ways to a checkpoint that are left when one has failed (SPEC 7.4: a reader must try the others).
+"""Finds the ways to a checkpoint that are left when one has failed (SPEC 7.4: a reader must try the others).
 
-A *way* is a sequence of encodings, each of which builds on what the one before it leads to. A failure excludes the
-*top* of a way: its encodings from the wanted checkpoint down to the encoding that is at fault. Every way with that top
-fails likewise. Another way through the same damaged segment need not: it may not need what is damaged there. So tops
-are excluded, and not segments.
+A *way* is a sequence of encodings, each of which builds on the checkpoint that the one before restores. A failure
+excludes the *top* of a way: its encodings from the wanted checkpoint down to the faulty encoding. Every way with that
+top fails too. Another way through the same damaged segment may succeed: it may not need the damaged part. So tops
+are excluded, not segments.
 
 Two facts about an encoding are not in the log. They are learned when its segments are opened: whether they can be
-opened, and whether the encoding needs anything of its base. If it needs nothing, nobody opens what is below it. Until
-that is known, a way through segments that cannot be opened counts as a way.
+opened, and whether the encoding needs anything of its base. If it needs nothing, what is below it is never opened.
+Until that is known, a way through segments that cannot be opened counts as a way.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding, Node
 from ckptstore.restore.restore_plan import Cost, Edge, Plan, base_node, edge_of, no_way, restore_seconds, usable
 
-__all__ = ["MOST_WAYS", "UNTRIED", "Tried", "next_way"]
+__all__ = ["MOST_WAYS", "NO_FAILED_WAYS", "FailedWays", "next_way"]
 
 MOST_WAYS: Final = 100
-"""Ways that are tried. Each may read all of a state before it fails, and the number of ways doubles with each
-checkpoint of a chain that has two encodings. No store that our writers make has more than two or three to a checkpoint.
+"""Maximum number of ways that are tried. Each may read all of a state before it fails, and the number of ways doubles
+with each checkpoint of a chain that has two encodings. Our own writers make at most two or three for a checkpoint.
 """
 
 _SUSPECTED: Final = 1e12
-"""Seconds that a segment costs which something was wrong with: it is used where nothing else leads on."""
+"""Seconds added for a segment that had an error: it is used only if there is no other way."""
 
 _Top = tuple[Edge, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """What is known of the ways to one checkpoint that have failed.
+class FailedWays:
+    """What is known of the failed ways to one checkpoint.
 
     Attributes:
-        count: how many.
-        suspects: segments that something is wrong with: other ways are taken first.
+        count: number of failed ways.
+        suspects: segments that had an error: other ways are tried first.
         unreadable: segments that cannot be opened.
         based: encodings that need something of their base.
-        tops: beginnings of ways, from the wanted checkpoint downwards, with which every way fails.
-        unheld: ways that begin with a state that is held in memory have failed: none is used any more.
+        tops: beginnings of ways, from the wanted checkpoint downwards; every way with one of them fails.
+        unheld: ways that begin with a state in memory have failed: no such state is used any more.
     """
 
     count: int = 0
@@ -55,20 +55,20 @@ class Tried:
     tops: frozenset[_Top] = frozenset()
     unheld: bool = False
 
-    def knowing(self, based: Collection[Edge]) -> Tried:
-        """The same, and that some encodings need something of their base."""
+    def knowing(self, based: Collection[Edge]) -> FailedWays:
+        """The same, plus encodings that are known to need something of their base."""
         return replace(self, based=self.based.union(based))
 
     def failed(
         self, top: Iterable[Encoding], suspects: Iterable[str], *, unreadable: Iterable[str] = (), unheld: bool = False
-    ) -> Tried:
-        """The same, and one way more.
+    ) -> FailedWays:
+        """The same, plus one failed way.
 
         Args:
-            top: its encodings from the wanted one down to the one that is at fault; none, if what follows says it all.
-            suspects: more segments that something is wrong with.
+            top: its encodings from the wanted one down to the faulty one; empty if the other arguments suffice.
+            suspects: more segments that had an error.
             unreadable: more segments that cannot be opened.
-            unheld: it began with a state in memory, which may be at fault.
+            unheld: the way began with a state in memory, which may be at fault.
         """
         named = tuple(map(edge_of, top))
         return replace(
@@ -81,16 +81,16 @@ class Tried:
         )
 
 
-UNTRIED: Final = Tried()
+NO_FAILED_WAYS: Final = FailedWays()
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a search from the wanted checkpoint downwards has come to.
+class _SearchState:
+    """A state of the search from the wanted checkpoint downwards.
 
     Attributes:
-        node: the checkpoint that is to be reached.
-        top: the encodings so far, while some failed way begins with them; None: none does.
+        node: the checkpoint to reach next.
+        top: the encodings so far, if a failed way begins with them; else None.
         read: whether segments are opened here, as far as is known.
     """
 
@@ -102,31 +102,31 @@ class _Place:
 def next_way(
     catalog: Catalog,
     target: CheckpointId,
-    tried: Tried,
+    tried: FailedWays,
     cost: Cost | None = None,
     held: Collection[CheckpointId] = (),
 ) -> Plan:
-    """The cheapest way to `target` that has not failed; one without a suspected segment before all others.
+    """The cheapest way to `target` that has not failed; ways without a suspect segment come before all others.
 
     Args:
         catalog, target, cost, held: see `restore_plan`.
 
     Raises:
-        CorruptLogError, CorruptSegmentError: there is none, or so many have failed that no more are tried.
+        CorruptLogError, CorruptSegmentError: there is none, or `MOST_WAYS` have failed.
     """
     if tried.count >= MOST_WAYS:
         raise no_way(catalog, target, tried.suspects)
-    search = _Search(catalog, tried, cost or restore_seconds(catalog), () if tried.unheld else held)
+    search = _WaySearch(catalog, tried, cost or restore_seconds(catalog), () if tried.unheld else held)
     found = search.run(target.node)
     if found is None:
         raise no_way(catalog, target, tried.suspects)
     return Plan(target, *found)
 
 
-class _Search:
-    """Dijkstra from the wanted checkpoint downwards, over places."""
+class _WaySearch:
+    """Dijkstra's algorithm over places, from the wanted checkpoint downwards."""
 
-    def __init__(self, catalog: Catalog, tried: Tried, cost: Cost, held: Collection[CheckpointId]) -> None:
+    def __init__(self, catalog: Catalog, tried: FailedWays, cost: Cost, held: Collection[CheckpointId]) -> None:
         self._catalog = catalog
         self._tried = tried
         self._cost = cost
@@ -134,14 +134,14 @@ class _Search:
         self._beginnings = {top[:length] for top in tried.tops for length in range(len(top))}
 
     def run(self, goal: Node) -> tuple[tuple[Encoding, ...], float] | None:
-        """The encodings of the cheapest way, in the order of application, and what they cost."""
-        order = itertools.count()  # among equals the first one
-        came: dict[_Place, tuple[Encoding, _Place]] = {}
-        start = _Place(goal, (), True)
-        waiting: list[tuple[float, int, _Place | None, tuple[Encoding, _Place] | None]] = [
+        """The encodings of the cheapest way, in the order of application, and its cost."""
+        order = itertools.count()  # breaks ties: the first one wins
+        came: dict[_SearchState, tuple[Encoding, _SearchState]] = {}
+        start = _SearchState(goal, (), True)
+        waiting: list[tuple[float, int, _SearchState | None, tuple[Encoding, _SearchState] | None]] = [
             (0.0, next(order), start, None)
         ]
-        settled: set[_Place] = set()
+        settled: set[_SearchState] = set()
         while waiting:
             total, _, place, last = heapq.heappop(waiting)
             if place is None:
@@ -157,8 +157,8 @@ class _Search:
                 heapq.heappush(waiting, (step, next(order), below, (encoding, place)))
         return None
 
-    def _onwards(self, place: _Place) -> Iterator[tuple[Encoding, _Place | None]]:
-        """The encodings that lead to a place, each with the place below it; None: nothing, or a held state, is."""
+    def _onwards(self, place: _SearchState) -> Iterator[tuple[Encoding, _SearchState | None]]:
+        """The encodings that lead to a place, each with the place below it; None: nothing or a held state is below."""
         for encoding in self._catalog.encodings.get(place.node, ()):
             if not usable(self._catalog, encoding, frozenset(), list(self._held.values())):
                 continue
@@ -166,7 +166,7 @@ class _Search:
                 continue
             edge = edge_of(encoding)
             top = None if place.top is None else (*place.top, edge)
-            # Prevents: the same failure once more, and no other way tried; endless rounds in a circle of encodings.
+            # Prevents: the same failure again while no other way is tried; an endless loop in a cycle of encodings.
             if top in self._tried.tops or edge in (place.top or ()):
                 continue
             below = base_node(encoding)
@@ -174,12 +174,14 @@ class _Search:
                 yield encoding, None
                 continue
             rest = top if top in self._beginnings else None
-            yield encoding, _Place(below, rest, place.read and edge in self._tried.based)
+            yield encoding, _SearchState(below, rest, place.read and edge in self._tried.based)
 
     def _price(self, encoding: Encoding) -> float:
         return self._cost(encoding) + _SUSPECTED * len(self._tried.suspects.intersection(encoding.segments))
 
-    def _way(self, last: tuple[Encoding, _Place], came: dict[_Place, tuple[Encoding, _Place]]) -> tuple[Encoding, ...]:
+    def _way(
+        self, last: tuple[Encoding, _SearchState], came: dict[_SearchState, tuple[Encoding, _SearchState]]
+    ) -> tuple[Encoding, ...]:
         encodings = [last[0]]
         place = last[1]
         while place in came:

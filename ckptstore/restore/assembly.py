@@ -1,4 +1,4 @@
-"""From the encodings of a plan to what restores each tensor: chains of links, and programs where steps join them."""
+"""Turns the encodings of a plan into what restores each tensor: chains of links, and programs where steps join them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import group_with_keys, key_of, with_key
 from ckptstore.formats.step_codec import StepGroup, groups_of
 from ckptstore.restore.chain import Chain, master_of
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.replay import Cell, KeptBytes, Program, Stage
 from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
 
-Held = Mapping[str, Link]
+Held = Mapping[str, TensorLink]
 """The tensors of one encoding, by name; shards by their `ShardKey`."""
 Spec = tuple[str, tuple[int, ...]]
 """Logical dtype and shape."""
-_Root = tuple[str, int]  # tensor, and the encoding after which it is wanted
+_Root = tuple[str, int]  # tensor, and the encoding after which it is needed
 
 
-def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, Link]:
-    """The tensors of an encoding, from its open segments. Shards go by their keys, in the links as well.
+def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, TensorLink]:
+    """The tensors of an encoding, from its open segments. Shards are named by their keys, in the links too.
 
     Raises:
-        CorruptSegmentError: a segment does not build on what the log says, or a tensor is there twice, or its
-            group is not whole.
+        CorruptSegmentError: a segment does not build on what the log says, or a tensor occurs twice, or its group is
+            incomplete.
         FormatError: an optimizer step that this version does not understand; see `groups_of`.
     """
-    found: dict[str, Link] = {}
+    found: dict[str, TensorLink] = {}
     step = encoding.checkpoint[1]
     for reader in readers:
         told = reader.doc.encodings.get(step)
@@ -50,12 +50,12 @@ def held_by(readers: Iterable[SegmentReader], encoding: Encoding) -> dict[str, L
             key = keys[name]
             if key in found:
                 raise CorruptSegmentError(f"{reader.entry.key}: tensor {key!r} of step {step} is in two segments")
-            found[key] = Link(with_key(tensor, key), reader, step, groups.get(name))
+            found[key] = TensorLink(with_key(tensor, key), reader, step, groups.get(name))
     return found
 
 
 def tree_of(readers: Iterable[SegmentReader], encoding: Encoding) -> Any:
-    """The typed JSON tree of the state that an encoding leads to. Raises `CorruptSegmentError` unless there is one."""
+    """The typed JSON tree of the state that an encoding restores. Raises `CorruptSegmentError` unless there is one."""
     step = encoding.checkpoint[1]
     trees = [reader.doc.trees[step] for reader in readers if step in reader.doc.trees]
     if len(trees) != 1:
@@ -65,7 +65,7 @@ def tree_of(readers: Iterable[SegmentReader], encoding: Encoding) -> Any:
 
 
 def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
-    """name -> what restores it, for the tensors of the last encoding.
+    """name -> the chain that restores it, for the tensors of the last encoding.
 
     Args:
         held: the tensors of each encoding of a plan, the full's first; each builds on the one before.
@@ -85,8 +85,8 @@ def assemble(held: Sequence[Held], names: Sequence[str]) -> dict[str, Chain]:
 
 
 def _master_programs(held: Sequence[Held], chains: Iterable[Chain]) -> dict[_Root, Program]:
-    """What restores masters that steps have moved. Those of one step share it: small ones lie in groups of thousands,
-    which would else be replayed for each of them."""
+    """The programs that restore masters which steps have moved. The masters of one step share a program: small ones are
+    in groups of thousands, which would otherwise be replayed for each of them."""
     roots: dict[int, dict[_Root, None]] = {}
     for chain in chains:
         if chain.master is not None and _is_joint(chain.master):
@@ -113,7 +113,7 @@ def _is_joint(chain: Chain) -> bool:
 
 def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     """The links of one tensor: from encoding `last` down to the newest one that needs no base."""
-    links: list[Link] = []
+    links: list[TensorLink] = []
     for number in range(last, -1, -1):
         link = held[number].get(name)
         if link is None:
@@ -129,23 +129,23 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
 
 
 def _unfit(what: str, below: Held) -> CorruptSegmentError:
-    """The error of a base's encoding that has not what is built on it, which another encoding of the base may have."""
+    """The error if an encoding of a base lacks what a link needs; another encoding of the base may have it."""
     error = CorruptSegmentError(what)
     error.lacking = frozenset(link.reader.entry.id for link in below.values())
     return error
 
 
-def _with_master(held: Sequence[Held], number: int, links: tuple[Link, ...]) -> Chain:
+def _with_master(held: Sequence[Held], number: int, links: tuple[TensorLink, ...]) -> Chain:
     return Chain(links, _chain(held, number, master_link(held[number], links[0]).tensor.name))
 
 
-def master_link(held: Held, copy: Link) -> Link:
-    """The tensor of the same encoding that one is a rounded copy of. Raises `CorruptSegmentError` if none can be."""
+def master_link(held: Held, copy: TensorLink) -> TensorLink:
+    """The tensor of the same encoding of which `copy` is a rounded copy. Raises `CorruptSegmentError` if none fits."""
     name = master_of(copy.tensor)
     found = None if name is None else held.get(name)
     if found is None:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which is not there")
-    # Only an fp32 tensor is a master, and only half as wide ones derive: so chains of masters are one link long.
+    # Only an fp32 tensor is a master, and only dtypes of half its width derive: so chains of masters have one link.
     wanted = ("F32", copy.tensor.shape)
     if copy.tensor.dtype not in ("BF16", "F16") or spec_of(found.tensor) != wanted:
         raise CorruptSegmentError(f"{copy.where}: derived from {name!r}, which has another dtype or shape")
@@ -162,14 +162,14 @@ def spec_of(tensor: TensorEntry) -> Spec:
 
 @dataclass(slots=True)
 class _Needs:
-    """Everything that has to be done for some tensors, and which tensors that joins."""
+    """All the work to restore some tensors, and which tensors it joins."""
 
     held: Sequence[Held]
     work: dict[tuple[int, str], tuple[Cell, ...]] = field(default_factory=dict)  # (encoding, link's tensor) -> cells
     parents: dict[Cell, Cell] = field(default_factory=dict)
 
     def add(self, root: _Root) -> None:
-        waiting: list[tuple[str, int, Link | None]] = [(*root, None)]
+        waiting: list[tuple[str, int, TensorLink | None]] = [(*root, None)]
         while waiting:
             name, number, above = waiting.pop()
             link = self.held[number].get(name) if number >= 0 else None
@@ -181,7 +181,7 @@ class _Needs:
                 raise _unfit(f"{above.where}: its base has another shape or dtype", self.held[number])
             if link.group is not None:
                 if (number, link.group.leader) in self.work:
-                    continue  # with everything below it: most tensors of a group come this way
+                    continue  # with everything below it: most tensors of a group are found this way
                 members = [self.held[number][member] for member in link.group.names]
                 cells = tuple(Cell(member.tensor.name, *spec_of(member.tensor)) for member in members)
                 self.work[number, link.group.leader] = cells
@@ -211,7 +211,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     """root -> the program that restores it; roots that steps have joined share one.
 
     Args:
-        compare: whether results are compared with their hashes; those of masters are not (`chain.decode_chunk`).
+        compare: compare results with their hashes; those of masters are not compared (`chain.decode_chunk`).
     """
     needs = _Needs(held)
     for root in roots:
@@ -219,7 +219,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     stages: dict[Cell, list[Stage]] = {}
     for (number, name), cells in sorted(needs.work.items(), key=lambda item: item[0][0]):
         _append(stages.setdefault(needs.find(cells[0]), []), held[number], name, cells)
-    results: dict[Cell, dict[str, tuple[Cell, Link]]] = {}
+    results: dict[Cell, dict[str, tuple[Cell, TensorLink]]] = {}
     for name, number in roots:
         link = held[number][name]
         cell = Cell(name, *spec_of(link.tensor))
@@ -231,13 +231,13 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     }
 
 
-def _unhashed(link: Link) -> Link:
+def _unhashed(link: TensorLink) -> TensorLink:
     chunks = tuple(replace(chunk, decoded_hash=None) for chunk in link.tensor.chunks)
     return replace(link, tensor=replace(link.tensor, chunks=chunks))
 
 
 def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...]) -> None:
-    """Add one link; a step goes to the last stage that touches its tensors, if that takes steps of the same ones."""
+    """Add one link. A step joins the last stage that touches its tensors, if that has steps of the same tensors."""
     link = held[name]
     if link.group is None:
         stages.append(Stage(cells, (link,)))

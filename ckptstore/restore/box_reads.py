@@ -1,9 +1,9 @@
-"""Filling boxes of tensors from what is stored of them: shards put together, cut in another way, or slices alone.
+"""Fills boxes of tensors from what is stored of them: assembles shards, reshards, or reads slices.
 
-A *box* is a box of elements of a whole tensor: what a shard has, and what a caller wants of it. Of each stored part
-that overlaps what is wanted the chunks are read that are needed, verified, and copied to where they belong; a part that
-is one run of the wanted memory is read straight into it where the disk allows that. No other memory than a few chunks
-is used.
+A *box* is a range of elements of a whole tensor in each dimension: the elements of a shard, or those that a caller
+wants. For each stored part that overlaps the wanted box the necessary chunks are read, verified, and copied to their
+places. A part that is contiguous in the wanted memory is read straight into it where the disk allows. Besides that,
+only the memory of a few chunks is used.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers, run_all
 from ckptstore.restore.chain import Chain, Target, decode_chunk, restore_tensors
-from ckptstore.segments.segment_reader import Piece, SegmentReader, copy_jobs, extents, placing_jobs, straight
+from ckptstore.segments.segment_reader import SegmentReader, TensorChunk, copy_jobs, extents, placing_jobs, straight
 
-__all__ = ["Filling", "Job", "MemorySink", "Part", "Sink", "bytes_to_read", "fill", "jobs_of", "memory_for"]
+__all__ = ["BoxRead", "MemorySink", "Part", "PartRead", "Sink", "bytes_to_read", "fill", "jobs_of", "memory_for"]
 
 Part = tuple[Chain, Box]
-"""What restores a stored part of a tensor, and which of its elements that are."""
+"""The chain that restores a stored part of a tensor, and the box of its elements."""
 
 
 class Sink(Protocol):
-    """Where a box of a tensor goes.
+    """The destination of a box of a tensor.
 
     Attributes:
-        box: which elements it takes.
-        memory: the box's image, if that is one run of host memory; else None.
+        box: the elements that it takes.
+        memory: memory for the box's image, if that is contiguous in host memory; else None.
     """
 
     @property
@@ -44,7 +44,7 @@ class Sink(Protocol):
     def memory(self) -> Bytes | None: ...  # noqa: D102
 
     def put(self, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
-        """Copy elements, as `boxes.elements_of` gives them, to their place in the box. Called from several threads."""
+        """Copy elements, in the form of `boxes.elements_of`, to their place in the box. Called from several threads."""
 
 
 class MemorySink:
@@ -63,20 +63,20 @@ class MemorySink:
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
-    """A box that is wanted of a tensor, and all that is stored of the tensor."""
+class BoxRead:
+    """A wanted box of a tensor, and all stored parts of the tensor."""
 
     parts: Sequence[Part]
     sink: Sink
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One stored part and what is wanted of it.
+class PartRead:
+    """One stored part, and what is wanted of it.
 
     Attributes:
-        whole: all of it is wanted.
-        memory: all of it is wanted, as one run of this memory.
+        whole: the whole part is wanted.
+        memory: the contiguous memory for it, if the whole part is wanted there; else None.
     """
 
     chain: Chain
@@ -91,11 +91,11 @@ class Job:
         return dtypes.get(self.chain.tensor.dtype).itemsize
 
     def needs(self, start: int, length: int) -> bool:
-        """Whether bytes of the part's image are wanted, some of them."""
+        """Whether any of these bytes of the part's image are wanted."""
         return self.whole or touches(self.box, start // self.itemsize, (start + length) // self.itemsize, self.sink.box)
 
     def deliver(self, start: int, data: Bytes) -> None:
-        """Copy a chunk to where it belongs."""
+        """Copy a chunk to its place."""
         if self.memory is not None:
             self.memory[start : start + len(data)] = data
             return
@@ -104,7 +104,7 @@ class Job:
             self.sink.put(index, block)
 
     def chunks(self) -> list[tuple[int, int, int]]:
-        """(number, start, length) of the chunks that are needed, in the image."""
+        """(number, start, length) in the image of the chunks that are needed."""
         found, start = [], 0
         for number, chunk in enumerate(self.chain.tensor.chunks):
             if self.needs(start, chunk.logical):
@@ -113,8 +113,8 @@ class Job:
         return found
 
 
-def jobs_of(fillings: Sequence[Filling]) -> list[Job]:
-    """What `fill` has to do. Each stored part is in one of the fillings at most."""
+def jobs_of(fillings: Sequence[BoxRead]) -> list[PartRead]:
+    """The jobs of `fill`. Each stored part is in at most one of the fillings."""
     found = []
     for filling in fillings:
         sink = filling.sink
@@ -128,33 +128,34 @@ def jobs_of(fillings: Sequence[Filling]) -> list[Job]:
             if whole and sink.memory is not None and (run := box.run(sink.box)) is not None:
                 first = run * dtypes.get(tensor.dtype).itemsize
                 memory = sink.memory[first : first + tensor.nbytes]
-            found.append(Job(chain, box, sink, whole, memory))
+            found.append(PartRead(chain, box, sink, whole, memory))
     return found
 
 
-def bytes_to_read(jobs: Sequence[Job]) -> int:
-    """Logical bytes of the chunks that `fill` reads: those that it tells `advance` of."""
+def bytes_to_read(jobs: Sequence[PartRead]) -> int:
+    """Logical bytes of the chunks that `fill` reads: those that it reports to `advance`."""
     return sum(job.chain.tensor.nbytes if job.whole else sum(length for _, _, length in job.chunks()) for job in jobs)
 
 
 def fill(
-    jobs: Sequence[Job],
+    jobs: Sequence[PartRead],
     readers: Workers,
     staging: Staging,
     *,
     verify: bool = True,
     advance: Advance | None = None,
 ) -> None:
-    """Read what is wanted, in parallel.
+    """Read the wanted boxes, in parallel.
 
     Args:
-        jobs: as `jobs_of` gave them.
+        jobs: from `jobs_of`.
         staging: at least two blocks for every thread.
-        verify: compare all that is read with its hashes; what is copied was compared before.
-        advance: told the logical bytes of every chunk that is restored.
+        verify: compare everything that is read with its hashes; bytes are copied only after the comparison.
+        advance: called with the logical bytes of every restored chunk.
 
     Raises:
-        CorruptSegmentError: what is stored is not what was written. Boxes are filled in part then, with verified bytes.
+        CorruptSegmentError: the stored bytes are not those that were written. Boxes may be partly filled then, with
+            verified bytes.
         StorageError: the medium failed.
     """
     run_all(readers.pool, _raw_work([job for job in jobs if job.chain.raw], staging, verify, advance))
@@ -170,10 +171,12 @@ def fill(
     run_all(readers.pool, work)
 
 
-def _raw_work(jobs: Sequence[Job], staging: Staging, verify: bool, advance: Advance | None) -> list[Callable[[], None]]:
-    """Reads what lies in segments as it is: a few neighbours at once, large tensors straight to their place."""
+def _raw_work(
+    jobs: Sequence[PartRead], staging: Staging, verify: bool, advance: Advance | None
+) -> list[Callable[[], None]]:
+    """Jobs that read uncompressed parts: several neighbors at once, large tensors straight to their place."""
     work: list[Callable[[], None]] = []
-    staged: dict[int, tuple[SegmentReader, dict[str, Job]]] = {}
+    staged: dict[int, tuple[SegmentReader, dict[str, PartRead]]] = {}
     for job in jobs:
         tensor, reader = job.chain.tensor, job.chain.links[-1].reader
         if job.memory is not None and straight(tensor, job.memory):
@@ -186,9 +189,9 @@ def _raw_work(jobs: Sequence[Job], staging: Staging, verify: bool, advance: Adva
 
 
 def _staged_work(
-    reader: SegmentReader, members: dict[str, Job], staging: Staging, verify: bool, advance: Advance | None
+    reader: SegmentReader, members: dict[str, PartRead], staging: Staging, verify: bool, advance: Advance | None
 ) -> list[Callable[[], None]]:
-    def needed(piece: Piece) -> bool:
+    def needed(piece: TensorChunk) -> bool:
         return members[piece.tensor.name].needs(piece.start, piece.chunk.logical)
 
     def deliver(tensor: TensorEntry, start: int, data: Bytes) -> None:
@@ -199,9 +202,9 @@ def _staged_work(
 
 
 def _chunk_work(
-    job: Job, number: int, start: int, length: int, staging: Staging, verify: bool, advance: Advance | None
+    job: PartRead, number: int, start: int, length: int, staging: Staging, verify: bool, advance: Advance | None
 ) -> Callable[[], None]:
-    """Restores one chunk of a coded part of which only some chunks are needed."""
+    """Restores one chunk of an encoded part of which only some chunks are needed."""
 
     def work() -> None:
         with staging.block() as scratch, staging.block() as decoded:
@@ -215,7 +218,7 @@ def _chunk_work(
 
 
 def memory_for(parts: Sequence[Part], box: Box) -> Bytes:
-    """New memory for the image of a box; the first large part that is a run of it can be read straight into it."""
+    """New memory for the image of a box; the first large contiguous part can be read straight into it."""
     first = parts[0][0].tensor
     itemsize = dtypes.get(first.dtype).itemsize
     nbytes = box.size * itemsize

@@ -1,10 +1,10 @@
-"""Restoring tensors through chains: the full's bytes, and every delta applied to them, chunk by chunk.
+"""Restores tensors through chains: the bytes of the full, and every delta applied to them, chunk by chunk.
 
-Each chunk of a tensor has its own chain of links, the oldest self-contained, the others deltas on the one before.
-Threads take whole chunks: read a link, check its hash, apply it in place, read the next. No state between the base
-and the target ever exists, and memory beyond the target is one payload per thread.
+Each chunk of a tensor has its own chain of links; the oldest is self-contained, the others are deltas on the one
+before. Threads take whole chunks: read a link, check its hash, apply it in place, read the next. The states between
+base and target never exist as a whole, and each thread needs only the memory of one payload besides the target.
 
-Tensors that an optimizer's step moved together are restored together, by a `Program` (`ckptstore.restore.replay`).
+Tensors that one optimizer step updated together are restored together, by a `Program` (`ckptstore.restore.replay`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all, workers
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded, wrong
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, wrong
 from ckptstore.restore.parallel_chain import apply_in_parts, parts_of
 from ckptstore.restore.replay import Program
 
 __all__ = ["Chain", "decode_chunk", "iterate_chain", "master_of", "restore_tensors"]
 
 _JOB_BYTES = 2 << 20
-"""Logical bytes of neighbouring small chunks that one thread takes at once."""
+"""Logical bytes of neighboring small chunks that one thread takes at once."""
 
 Target = Callable[[int, Bytes], None] | Bytes
 """Memory of a tensor's size, or a function called with (offset within the tensor, bytes)."""
@@ -38,16 +38,16 @@ Target = Callable[[int, Bytes], None] | Bytes
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What restores one tensor: links in the order of application; the first needs no base.
+    """The links that restore one tensor, in the order of application; the first needs no base.
 
     Attributes:
         links: at least one.
-        master: the chain of the tensor that the first link derives from (codec ``derive``), or None.
-        program: what restores it together with other tensors, if some of the links are optimizer steps; it then
-            stands for the links.
+        master: the chain of the tensor from which the first link derives (codec ``derive``), or None.
+        program: restores the tensor together with others, if some of the links are optimizer steps; it is used instead
+            of the links.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[TensorLink, ...]
     master: Chain | None = None
     program: Program | None = None
 
@@ -58,38 +58,38 @@ class Chain:
 
     @property
     def raw(self) -> bool:
-        """Whether its bytes lie in a segment as they are."""
+        """Whether its bytes are uncompressed in a segment."""
         return len(self.links) == 1 and self.tensor.codec == RAW
 
     @property
-    def sources(self) -> tuple[Link, ...]:
-        """Every link that restoring it reads: also those of tensors that are restored with it, and its master's."""
+    def sources(self) -> tuple[TensorLink, ...]:
+        """Every link that restoring it reads, including those of tensors restored with it, and its master's."""
         own = self.links if self.program is None else self.program.links
         return own if self.master is None else (*self.master.sources, *own)
 
     @property
     def where(self) -> str:
-        """Names segment and tensor in errors."""
+        """Segment and tensor, for error messages."""
         return self.links[-1].where
 
 
 def master_of(tensor: TensorEntry) -> str | None:
-    """Name of the tensor of the same step that `tensor` is a rounded copy of, or None."""
+    """Name of the tensor of the same step of which `tensor` is a rounded copy, or None."""
     if tensor.codec not in FROM_MASTER or "of" not in tensor.params:
         return None
     name = tensor.params["of"]
-    return name if isinstance(name, str) else str(name)  # as it is: the key of a shard shows itself in errors
+    return name if isinstance(name, str) else str(name)  # unchanged: errors show the key of a shard
 
 
 def decode_chunk(
     chain: Chain, index: int, out: Bytes, scratch: Bytes, *, verify: bool = True, compare: bool = True
 ) -> None:
-    """Restore chunk `index` of a tensor into `out`, exactly as long as the chunk.
+    """Restore chunk `index` of a tensor into `out`, which is exactly as long as the chunk.
 
     Args:
-        scratch: memory for one payload; contents do not matter.
+        scratch: memory for one payload; its contents do not matter.
         verify: check every payload and the result. Without it, damage may give wrong bytes, or an error.
-        compare: whether the result has the hash that its segment says is part of the check.
+        compare: as part of the check, compare the result with the hash in its segment.
 
     Raises:
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and offset.
@@ -103,7 +103,7 @@ def decode_chunk(
         for number, link in enumerate(chain.links):
             base: Bytes | None = out if link.base_ratio else None
             if not number and link.base_ratio:
-                assert chain.master is not None, chain.where  # or it was never assembled
+                assert chain.master is not None, chain.where  # otherwise it was never assembled
                 base = _master_bytes(chain.master, index, 2 * len(out), scratch, verify)
             apply_link(link, index, base, out, scratch, verify=verify)
         check_decoded(chain.links[-1], index, out, verify=verify and compare)
@@ -114,8 +114,8 @@ def decode_chunk(
 def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify: bool) -> Bytes:
     """The `length` bytes of a master from which chunk `index` of its copy, half as long, is rounded.
 
-    Prevents: an intact tensor called damaged for a hash of the master, which may be no tensor of the state. The copy
-    has a hash of its own, and so has the master where it is restored for itself.
+    Prevents: an intact tensor reported as damaged because of the hash of its master, which need not be a tensor of the
+    state. The copy has its own hash, and the master's is compared where the master itself is restored.
     """
     whole = aligned(length)
     begin = 2 * index * CHUNK
@@ -140,11 +140,11 @@ def restore_tensors(
     """Restore tensors in parallel.
 
     Args:
-        targets: name -> its chain, and where it goes: memory of its size, or a function called with (offset within the
-            tensor, bytes), from several threads, for bytes that were verified.
+        targets: name -> its chain, and its destination: memory of its size, or a function called with (offset within
+            the tensor, verified bytes) from several threads.
         pool: threads.
         staging: at least two blocks for every thread.
-        advance: told the logical bytes of every chunk that is restored.
+        advance: called with the logical bytes of every restored chunk.
     """
     digests = _Digests(targets) if verify else None
     deliver = _delivery(advance, digests)
@@ -158,14 +158,14 @@ def restore_tensors(
             groups = _apply_in_parts(groups, pool, staging, verify, deliver)
         work += [_job(group, staging, verify, deliver) for group in groups]
         run_all(pool, work)
-    # Rounded copies of what is in memory now: decoding their masters again would cost more than all of this.
+    # Rounded copies of tensors that are in memory now: decoding their masters again would cost more than the rest.
     run_all(pool, [_copy_job(targets[name], targets, staging, verify, deliver) for name in sorted(copies)])
     if digests is not None:
         digests.check()
 
 
 class _Digests:
-    """State digests of what deltas and steps lead to, summed up chunk by chunk and compared in the end."""
+    """State digests of the results of deltas and steps, summed chunk by chunk and compared at the end."""
 
     def __init__(self, targets: Mapping[str, tuple[Chain, Target]]) -> None:
         self._chains = {
@@ -178,7 +178,7 @@ class _Digests:
         self._lock = threading.Lock()
 
     def add(self, name: str, start: int, data: Bytes) -> None:
-        """Count the bytes of a tensor from `start` on."""
+        """Add the bytes of a tensor from `start` on."""
         if name in self._sums:
             part = digest.partial(data, start // 4)
             with self._lock:
@@ -191,7 +191,7 @@ class _Digests:
                 kernel_choice.confirmed(partial(self._again, name, chain), since=self._compiled)
 
     def _again(self, name: str, chain: Chain) -> None:
-        """Compare once more; if numpy is asked, of bytes that are decoded once more."""
+        """Compare once more; while numpy is used to check a compiled kernel, with bytes that are decoded again."""
         total = self._sums[name]
         if kernel_choice.doubting():
             total = sum(digest.partial(data, start // 4) for start, data in iterate_chain(chain))
@@ -216,14 +216,14 @@ def _delivery(advance: Advance | None, digests: _Digests | None) -> Deliver:
 
 
 def _copied(chain: Chain, targets: Mapping[str, tuple[Chain, Target]]) -> bool:
-    """Whether a tensor is a rounded copy of one that is restored into memory beside it, at the same step."""
+    """Whether a tensor is a rounded copy of one that is restored into memory as well, at the same step."""
     if chain.master is None or len(chain.links) > 1:
         return False
     found = targets.get(chain.master.tensor.name)
     return found is not None and found[0].tensor is chain.master.tensor and not callable(found[1])
 
 
-# -- tensors by themselves
+# -- tensors that are restored separately
 
 _Piece = tuple[Chain, int, int, int, Target]  # chain, chunk, start, length, target
 
@@ -247,7 +247,7 @@ def _groups(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[_Piece
 def _apply_in_parts(
     groups: Sequence[list[_Piece]], pool: ThreadPoolExecutor, staging: Staging, verify: bool, deliver: Deliver
 ) -> list[list[_Piece]]:
-    """Restore chunks whose chains are long with all threads, one after the other -> what is left."""
+    """Restore chunks with long chains, one after the other, each with all threads -> the other groups."""
     left = []
     threads = staging.blocks // 2
     for group in groups:
@@ -307,7 +307,7 @@ def _copy_job(
     return work
 
 
-def _copied_chunk(link: Link, index: int, base: Bytes, out: Bytes, scratch: Bytes, verify: bool) -> None:
+def _copied_chunk(link: TensorLink, index: int, base: Bytes, out: Bytes, scratch: Bytes, verify: bool) -> None:
     apply_link(link, index, base, out, scratch, verify=verify)
     check_decoded(link, index, out, verify=verify)
 
@@ -316,7 +316,7 @@ def _copied_chunk(link: Link, index: int, base: Bytes, out: Bytes, scratch: Byte
 
 
 def _programs(targets: Mapping[str, tuple[Chain, Target]]) -> Iterator[list[tuple[Program, int]]]:
-    """The chunks of all programs that restore `targets`, in jobs."""
+    """The chunks of all programs that restore `targets`, grouped into jobs."""
     programs = {id(chain.program): chain.program for chain, _ in targets.values() if chain.program is not None}
     group: list[tuple[Program, int]] = []
     filled = 0
@@ -364,7 +364,7 @@ def _joint_job(
 
 
 def iterate_chain(chain: Chain, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
-    """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next)."""
+    """The tensor's chunks in order, one at a time: (offset within the tensor, bytes valid until the next one)."""
     longest = max((chunk.logical for chunk in chain.tensor.chunks), default=0)
     decoded = aligned(longest)
     scratch = aligned(min(CHUNK, 2 * longest + BLOCK) + SLACK)

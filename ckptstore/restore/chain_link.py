@@ -1,4 +1,4 @@
-"""One tensor of one encoding: its stored chunks, read, checked, and laid over the bytes below."""
+"""Reads, checks and applies the stored chunks of one tensor of one encoding (a link of a chain)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ckptstore.formats.step_codec import StepGroup
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.segment_reader import SegmentReader, read_chunk
 
-__all__ = ["Link", "apply_link", "check_decoded", "read_payload", "wrong"]
+__all__ = ["TensorLink", "apply_link", "check_decoded", "read_payload", "wrong"]
 
 
-@dataclass(frozen=True)  # no slots: the codec is made once, not for every chunk
-class Link:
+@dataclass(frozen=True)  # no slots: the codec is created once, not for every chunk
+class TensorLink:
     """One tensor of one encoding, in the segment that holds it.
 
     Attributes:
-        tensor: as the segment describes it.
+        tensor: its entry in the segment.
         reader: the segment.
-        step: the step that the encoding leads to.
-        group: the tensors that an optimizer's step moved with it, if that is how it is stored.
+        step: the step that the encoding restores.
+        group: the tensors that an optimizer step updated together with it, if it is stored as such a step.
     """
 
     tensor: TensorEntry
@@ -34,7 +34,7 @@ class Link:
 
     @cached_property
     def codec(self) -> Codec:
-        """How its chunks are coded. Raises `IncompatibleFormatError` for a codec that this version does not know."""
+        """The codec of its chunks. Raises `IncompatibleFormatError` for a codec that this version does not know."""
         try:
             return codecs.codec(self.tensor.codec, {k: v for k, v in self.tensor.params.items() if k != "of"})
         except FormatError as error:
@@ -47,12 +47,12 @@ class Link:
 
     @property
     def where(self) -> str:
-        """Names segment and tensor in errors."""
+        """Segment and tensor, for error messages."""
         return f"{self.reader.entry.key}: tensor {self.tensor.name!r}"
 
 
-def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
-    """Lay chunk `index` of a link over `base` (None if it needs none, `out` itself to work in place), into `out`.
+def apply_link(link: TensorLink, index: int, base: Bytes | None, out: Bytes, scratch: Bytes, *, verify: bool) -> None:
+    """Apply chunk `index` of a link to `base` (None if it needs none, `out` itself to work in place), into `out`.
 
     Raises:
         CorruptSegmentError: the payload is not what was written.
@@ -65,8 +65,8 @@ def apply_link(link: Link, index: int, base: Bytes | None, out: Bytes, scratch: 
         raise wrong(f"{link.where}: chunk {index} of step {link.step}: {error}") from error
 
 
-def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
-    """The stored bytes of chunk `index`: a part of `scratch`.
+def read_payload(link: TensorLink, index: int, scratch: Bytes, *, verify: bool) -> Bytes:
+    """The stored bytes of chunk `index`: a slice of `scratch`.
 
     Raises:
         CorruptSegmentError: its checksum differs, or it is longer than `scratch`.
@@ -75,15 +75,16 @@ def read_payload(link: Link, index: int, scratch: Bytes, *, verify: bool) -> Byt
     return read_chunk(link.reader, link.tensor, link.tensor.chunks[index], scratch, verify=verify)
 
 
-def check_decoded(link: Link, index: int, out: Bytes, *, verify: bool) -> None:
-    """Compare what chunk `index` became with what was saved. Raises `CorruptSegmentError` naming tensor and step."""
+def check_decoded(link: TensorLink, index: int, out: Bytes, *, verify: bool) -> None:
+    """Compare the restored chunk `index` with the hash of what was saved. Raises `CorruptSegmentError` naming tensor
+    and step."""
     expected = link.tensor.chunks[index].decoded_hash
     if verify and expected is not None and checksums.chunk_hash(out.data) != expected:
         raise wrong(f"{link.where}: chunk {index}: its chain gives other bytes than were saved in step {link.step}")
 
 
 def wrong(text: str) -> CorruptSegmentError:
-    """The error of bytes that were decoded, and are not what was saved. See `formats.kernel_choice.confirmed`."""
+    """The error for decoded bytes that are not what was saved. See `formats.kernel_choice.confirmed`."""
     error = CorruptSegmentError(text)
     error.computed = True
     return error

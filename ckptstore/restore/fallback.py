@@ -1,6 +1,6 @@
-"""Another way to a checkpoint: every encoding is one (SPEC 7.4), and damage of one of them costs nothing but time.
+"""Restores a checkpoint by another of its encodings after one failed (SPEC 7.4), so that damage of one costs only time.
 
-`alternatives` says which are left. Here an error becomes the knowledge which ways fail with it.
+`alternatives` finds the ways that are left. This module derives from an error which ways fail with it.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.host.caller_warnings import FallbackWarning, warn
-from ckptstore.restore.alternatives import Tried, next_way
+from ckptstore.restore.alternatives import FailedWays, next_way
 from ckptstore.restore.restore_plan import edge_of, plan
 
 __all__ = ["FAULTS", "around"]
 
 FAULTS: Final = (CorruptSegmentError, FormatError, StorageError)
-"""What an encoding fails with where another may lead to the checkpoint: damage, a form that this version does not know,
-a medium that does not give the bytes."""
+"""Errors of an encoding after which another may restore the checkpoint: damage, a form that this version does not know,
+a medium that does not return the bytes."""
 _LOOKED_AT: Final = 1000
-"""Checkpoints of a term: who waits for an error should not wait for the plans of a long history."""
+"""Maximum number of checkpoints of a term that are examined: an error must not wait for the plans of a long history."""
 
 
 def around(
     catalog: Catalog,
     target: CheckpointId,
     used: Sequence[Encoding],
-    tried: Tried,
+    tried: FailedWays,
     error: CkptError,
     held: Collection[CheckpointId] = (),
     unreadable: str | None = None,
     *,
     quiet: bool = False,
-) -> Tried:
-    """What is known of the ways to `target` after one has failed, if another is left; and a warning.
+) -> FailedWays:
+    """Record a failed way to `target`, if another is left, and warn -> what is known of the ways now.
 
     Args:
-        used: the encodings of the way that failed, in the order of application, as far as they were opened.
-        tried: what was known of the ways before, and which of `used` need their base.
-        error: what it failed with, which names the segment; if it names none, what is stored of the checkpoint itself
+        used: the encodings of the failed way, in the order of application, as far as they were opened.
+        tried: what was known before, including which of `used` need their base.
+        error: the error of the way, which names the segment; if it names none, what is stored of the checkpoint itself
             is at fault.
         held: see `restore_plan`.
         unreadable: the segment that could not be opened, if that is what failed.
-        quiet: nobody is warned.
+        quiet: do not warn.
 
     Raises:
-        `error`: it is no damage, or there is no other way; ``nearest`` and a note then name what has one.
+        `error`: it is not damage, or there is no other way; ``nearest`` and a note then name a checkpoint that has one.
     """
-    if isinstance(error, StateMismatchError):  # of the caller's objects, not of what is stored
+    if isinstance(error, StateMismatchError):  # about the caller's objects, not about what is stored
         raise error
     text = str(error)
     named = [segment for encoding in used for segment in encoding.segments if segment in text]
@@ -74,7 +74,7 @@ def around(
         if (near := _nearest(catalog, target, after.suspects)) is not None:
             error.nearest = near
             error.add_note(
-                f"{near} is the nearest before {target.ref} that needs nothing of this: load({near!r}), or "
+                f"{near} is the nearest before {target.ref} that does not need the damaged data: load({near!r}), or "
                 f"resume({near!r}) of a Checkpointer; `ckpt verify` says what else is damaged"
             )
         raise error from None
@@ -85,20 +85,20 @@ def around(
 
 
 def _after(
-    used: Sequence[Encoding], tried: Tried, error: CkptError, held: Collection[CheckpointId], named: Sequence[str]
-) -> Tried:
-    """What is known once a way that was opened has failed."""
+    used: Sequence[Encoding], tried: FailedWays, error: CkptError, held: Collection[CheckpointId], named: Sequence[str]
+) -> FailedWays:
+    """What is known once an opened way has failed."""
     lacking = error.lacking if isinstance(error, CorruptSegmentError) else None
     computed = isinstance(error, CorruptSegmentError) and error.computed
     lowest = used[0]
     on_held = lowest.base in held and edge_of(lowest) in tried.based
-    # Prevents: an intact checkpoint called damaged, because the encoding of its base that was read first lacks a tensor
-    # that the state of the base does not name, and that what builds on it needs.
+    # Prevents: an intact checkpoint reported as damaged because the encoding of its base that was read first lacks
+    # a tensor that is not part of the base's state but that the checkpoint needs.
     suspects = named if lacking is None else lacking
     at = [number for number, encoding in enumerate(used) if not set(suspects).isdisjoint(encoding.segments)]
     if computed or (lacking is not None and not at):
-        # Prevents: an intact checkpoint called damaged, because its base was decoded to wrong bytes. Which encoding was
-        # at fault nobody can say: the hashes of what is decoded may be wrong in all of them but the last.
+        # Prevents: an intact checkpoint reported as damaged because its base was decoded to wrong bytes. It is unknown
+        # which encoding was at fault: the hashes of decoded bytes may be wrong in all of them but the last.
         fault = 0
     elif at:
         fault = at[0]
@@ -110,7 +110,7 @@ def _after(
 
 
 def _nearest(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> str | None:
-    """REF of the newest checkpoint before `target` on its line that needs none of some segments; None: none is."""
+    """REF of the newest checkpoint before `target` on its line that needs none of the segments `avoid`, or None."""
     term, below = target.node
     while (opened := catalog.terms.get(term)) is not None:
         steps = sorted((node for node in catalog.checkpoints if node[0] == term and node[1] < below), reverse=True)

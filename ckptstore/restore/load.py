@@ -1,4 +1,4 @@
-"""Restoring a state, or one tensor of it: plan, pin, read and verify in parallel, rebuild."""
+"""Restores a state, or one tensor of it: plans, pins, reads and verifies in parallel, and rebuilds it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,25 @@ from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
-from ckptstore.restore.alternatives import UNTRIED, Tried
-from ckptstore.restore.box_reads import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
+from ckptstore.restore.box_reads import (
+    BoxRead,
+    MemorySink,
+    Part,
+    PartRead,
+    Sink,
+    bytes_to_read,
+    fill,
+    jobs_of,
+    memory_for,
+)
 from ckptstore.restore.chain import Chain, restore_tensors
 from ckptstore.restore.fallback import FAULTS
 from ckptstore.restore.load_targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
-from ckptstore.restore.open_checkpoint import Opened, opened
-from ckptstore.restore.resident_checkpoint import HeldState
-from ckptstore.restore.restore_source import Restorable
-from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
+from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
+from ckptstore.restore.restore_source import RestoreSource
+from ckptstore.restore.selection import TensorSelection, chosen_box, one_of, select_from
 from ckptstore.restore.tensor_streams import stream
 from ckptstore.segments.segment_reader import SegmentReader, copy_tensors, load_tensors, map_tensors
 
@@ -52,15 +62,15 @@ __all__ = [
 _R = TypeVar("_R")
 
 _SHARED: Final = 1 << 20
-"""Tensors below this many bytes do not get memory of their own when they are put together: mappings are few."""
+"""Assembled tensors below this many bytes share memory, so that there are few mappings."""
 _LINE: Final = 128
-"""The address of a restored tensor is a multiple of this. torch's own memory begins at multiples of 64; elsewhere BLAS
-sums in another order, and an optimizer with products of its state (LBFGS) takes other steps."""
+"""The address of a restored tensor is a multiple of this. torch's own memory begins at multiples of 64; at other
+addresses BLAS sums in another order, and an optimizer with products of its state (LBFGS) takes other steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """See `Store.load`. `progress` is told of the logical bytes of the tensors that are restored, each once."""
+    """See `Store.load`. `progress` is called with the logical bytes of the tensors that are restored, each once."""
 
     framework: Literal["torch", "numpy"] | None = None
     into: Any = None
@@ -90,18 +100,18 @@ class LoadOptions:
 
     @property
     def to_torch(self) -> bool:
-        """Whether tensors that were torch tensors come back as such."""
+        """Whether tensors that were torch tensors are returned as torch tensors."""
         return bridge.torch_in_use() if self.framework is None else self.framework == "torch"
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is restored, by name.
+    """What to restore, by name.
 
     Attributes:
         entries: every tensor.
-        whole: those that are restored as they are stored, each by its chain.
-        parts: those that are put together, or of which a part is wanted: all that is stored of them.
+        whole: the chains of tensors that are restored as they are stored.
+        parts: all stored parts of tensors that are assembled, or of which only a part is wanted.
     """
 
     entries: dict[str, TensorEntry]
@@ -109,7 +119,7 @@ class _Wanted:
     parts: dict[str, list[Part]]
 
     @classmethod
-    def of(cls, found: Restorable, names: Iterable[str], targets: Targets | None) -> _Wanted:
+    def of(cls, found: RestoreSource, names: Iterable[str], targets: Targets | None) -> _Wanted:
         entries = {name: found.tensors[name] for name in names}
 
         def is_whole(name: str) -> bool:
@@ -118,12 +128,12 @@ class _Wanted:
         whole = {name: found.chains[name] for name in entries if is_whole(name)}
         return cls(entries, whole, {name: found.stored(name) for name in entries if name not in whole})
 
-    def jobs(self, sink: Callable[[str], Sink]) -> list[Job]:
-        """What fills a sink for each of `parts`."""
-        return jobs_of([Filling(parts, sink(name)) for name, parts in self.parts.items()])
+    def jobs(self, sink: Callable[[str], Sink]) -> list[PartRead]:
+        """The jobs that fill a sink for each of `parts`."""
+        return jobs_of([BoxRead(parts, sink(name)) for name, parts in self.parts.items()])
 
-    def nbytes(self, jobs: Sequence[Job]) -> int:
-        """Logical bytes that are read."""
+    def nbytes(self, jobs: Sequence[PartRead]) -> int:
+        """Number of logical bytes that are read."""
         return sum(chain.tensor.nbytes for chain in self.whole.values()) + bytes_to_read(jobs)
 
 
@@ -132,11 +142,11 @@ def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     return restoring(journal, ref, lambda found: rebuilt(found, options))
 
 
-def rebuilt(found: Restorable, options: LoadOptions) -> Any:
-    """The state of a checkpoint, as `options` want it. Raises as `Store.load`."""
+def rebuilt(found: RestoreSource, options: LoadOptions) -> Any:
+    """The state of a checkpoint, in the form that `options` request. Raises as `Store.load`."""
     picked = select_from(found.tree_of(options.rank), options.select, found.ref)
     if found.lossy:
-        warn(f"{found.ref} is lossy: not the bits that training had", LossyWarning)
+        warn(f"{found.ref} is lossy: these are not the bits that training had", LossyWarning)
     targets = None if options.into is None else _targets(found, picked, options)
     placed = [] if targets is None else [name for name in picked.tensors if name in targets]
     rest = [name for name in picked.tensors if targets is None or name not in targets]
@@ -153,8 +163,8 @@ def rebuilt(found: Restorable, options: LoadOptions) -> Any:
     return unflatten(picked.tree(), resolve, bridge.tensors().revive if options.to_torch else None)
 
 
-def _targets(found: Restorable, picked: Selection, options: LoadOptions) -> Targets:
-    """The tensors that are overwritten. Raises `UsageError` if one does not fit."""
+def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions) -> Targets:
+    """The tensors to overwrite. Raises `UsageError` if one does not fit."""
     entries = {name: found.tensors[name] for name in picked.tensors}
     if not isinstance(options.into, MadeTargets):
         return find_targets(entries, picked, options.into, options.select)
@@ -164,21 +174,21 @@ def _targets(found: Restorable, picked: Selection, options: LoadOptions) -> Targ
 def restoring(
     journal: Journal,
     ref: str | int,
-    work: Callable[[Opened], _R],
-    bases: Sequence[HeldState] = (),
+    work: Callable[[OpenCheckpoint], _R],
+    bases: Sequence[ResidentCheckpoint] = (),
     since: View | None = None,
-    tried: Tried = UNTRIED,
+    tried: FailedWays = NO_FAILED_WAYS,
     catalog: Catalog | None = None,
 ) -> _R:
-    """What `work` makes of an open checkpoint; once more by another encoding if one turns out to be damaged.
+    """The result of `work` on an open checkpoint; if an encoding is damaged, `work` is called again with another.
 
     Args:
-        work: reads with checksums, and gives nothing away before it returns.
+        work: reads with checksums, and has no effect outside before it returns.
         bases, since, tried, catalog: see `open_checkpoint`.
 
     Raises:
-        CorruptSegmentError, StorageError: what is damaged; there is no other way, or it is of no use here.
-        anything `work` raises.
+        CorruptSegmentError, StorageError: the damage, if there is no other way or the other way is of no use here.
+        anything that `work` raises.
     """
     damage: CkptError | None = None
     while True:
@@ -201,7 +211,7 @@ def _by_segment(chains: Iterable[Chain]) -> list[tuple[SegmentReader, list[Tenso
 
 
 def _in_place(chain: Chain) -> bool:
-    """Whether the stored bytes are the tensor's, where its numbers may lie."""
+    """Whether the stored bytes are the tensor's, at an offset that is valid for its dtype."""
     if not chain.raw:
         return False
     chunks = chain.tensor.chunks
@@ -211,12 +221,12 @@ def _in_place(chain: Chain) -> bool:
 
 
 def _large_odd(chain: Chain) -> bool:
-    """Whether a raw tensor lies where its numbers may, but on no line, and is too large to be copied once more."""
+    """Whether a raw tensor, at an offset valid for its dtype, is not aligned to `_LINE` and is too large to copy."""
     return chain.tensor.nbytes >= _SHARED and chain.tensor.chunks[0].offset % _LINE != 0
 
 
 def _on_lines(images: dict[str, Bytes]) -> dict[str, Bytes]:
-    """Small images, copied to where lines begin."""
+    """Small images, copied to aligned addresses."""
     if not images:
         return {}
     block, at = aligned(sum(-(-len(image) // _LINE) * _LINE for image in images.values())), 0
@@ -229,8 +239,8 @@ def _on_lines(images: dict[str, Bytes]) -> dict[str, Bytes]:
 
 
 def _fresh(wanted: _Wanted, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
-    """Restore into new memory: raw tensors are read straight into it (or mapped), chains are applied in it, shards are
-    read to their places in it."""
+    """Restore into new memory: raw tensors are read straight into it (or mapped), chains are applied in it, and shards
+    are read to their places in it."""
     memories = _memories(wanted)
     jobs = wanted.jobs(memories.__getitem__)
     tally = Tally(options.progress, wanted.nbytes(jobs))
@@ -244,7 +254,7 @@ def _fresh(wanted: _Wanted, readers: Workers, options: LoadOptions) -> Callable[
 
 
 def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
-    """name -> image, of tensors that are stored whole."""
+    """name -> image, for tensors that are stored whole."""
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(
         chain for chain in wanted.values() if _in_place(chain) and not _large_odd(chain)
@@ -260,7 +270,7 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
 
 
 def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, advance: Advance) -> dict[str, Bytes]:
-    """Likewise, mapped."""
+    """The same as `_read`, but mapped."""
     if coded := [name for name, chain in wanted.items() if not _in_place(chain)]:
         raise UsageError(f"mmap=True needs an uncompressed full checkpoint; {coded[0]!r} is stored as something else")
     data: dict[str, Bytes] = {}
@@ -270,7 +280,7 @@ def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, ad
 
 
 def _memories(wanted: _Wanted) -> dict[str, MemorySink]:
-    """New memory for what is put together: small tensors share some."""
+    """New memory for assembled tensors; small ones share a block."""
     small = {name: -(-entry.nbytes // _LINE) * _LINE for name, entry in wanted.entries.items() if name in wanted.parts}
     small = {name: nbytes for name, nbytes in small.items() if nbytes < _SHARED}
     block, at = aligned(sum(small.values())), 0
@@ -288,14 +298,14 @@ def _memories(wanted: _Wanted) -> dict[str, MemorySink]:
 
 
 def _staging(threads: int) -> Staging:
-    """Two blocks for each thread: a payload, and what it becomes."""
+    """Two blocks for each thread: a payload, and its decoded bytes."""
     return Staging.for_chunks(2 * threads)
 
 
 def _builder(
     entries: dict[str, TensorEntry], data: dict[str, Bytes], options: LoadOptions
 ) -> Callable[[str, Origin], Any]:
-    """Makes tensors of bytes: views, no copies."""
+    """A function that makes tensors as views of the bytes, without copies."""
 
     def resolve(name: str, origin: Origin) -> Any:
         tensor = entries[name]
@@ -324,7 +334,7 @@ def _into(wanted: _Wanted, targets: Targets, readers: Workers, options: LoadOpti
     chained = {name: (chain, deliver_to(name)) for name, chain in wanted.whole.items() if not chain.raw}
     restore_tensors(chained, readers.pool, staging, verify=verify, advance=advance)
     fill(jobs, readers, staging, verify=verify, advance=advance)
-    return lambda name, _origin: targets.tensor(name)  # the target says what it is
+    return lambda name, _origin: targets.tensor(name)  # the caller's own tensor
 
 
 def describe(journal: Journal, ref: str | int) -> list[tuple[SegmentEntry, SegmentDoc]]:
@@ -347,12 +357,12 @@ def tree(journal: Journal, ref: str | int) -> Any:
 
 def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """See `Store.chunks`."""
-    done, tried = 0, UNTRIED
+    done, tried = 0, NO_FAILED_WAYS
     while True:
         with opened(journal, ref, tried) as found:
             try:
                 for start, data in stream(found, _named(found, name), verify=verify):
-                    if start >= done:  # what was given already was verified: another encoding gives the same
+                    if start >= done:  # earlier chunks were verified: another encoding gives the same bytes
                         yield start, data
                         done = start + len(data)
                 return
@@ -372,7 +382,7 @@ def read_tensors(
     journal: Journal, ref: str | int, names: Iterable[str] | None, verify: bool
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     """See `Store.read_tensors`."""
-    left, tried = None if names is None else list(names), UNTRIED
+    left, tried = None if names is None else list(names), NO_FAILED_WAYS
     while True:
         with opened(journal, ref, tried) as found, workers(default_threads(), "read") as readers:
             try:
@@ -386,7 +396,7 @@ def read_tensors(
 
 
 def _read_tensor(
-    found: Opened, readers: Workers, name: str, verify: bool, box: Sequence[slice] | slice | None = None
+    found: OpenCheckpoint, readers: Workers, name: str, verify: bool, box: Sequence[slice] | slice | None = None
 ) -> npt.NDArray[Any]:
     name = _named(found, name)
     entry, staging = found.tensors[name], _staging(readers.threads)
@@ -401,12 +411,12 @@ def _read_tensor(
     parts = found.stored(name)
     image = memory_for(parts, chosen)
     sink = MemorySink(image, chosen, dtypes.get(entry.dtype).itemsize)
-    fill(jobs_of([Filling(parts, sink)]), readers, staging, verify=verify)
+    fill(jobs_of([BoxRead(parts, sink)]), readers, staging, verify=verify)
     return image
 
 
-def _named(found: Opened, name: str) -> str:
-    """A tensor, or the tensor at a place (`formats.state.places`)."""
+def _named(found: OpenCheckpoint, name: str) -> str:
+    """The name of a tensor, or of the tensor at a place (`formats.state.places`)."""
     if name in found.parts:
         return name
     named = {place.name: place.tensor for place in places(found.tree)}

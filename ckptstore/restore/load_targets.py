@@ -1,4 +1,4 @@
-"""``into=``: the tensors that a restore overwrites, whether they fit, and whether some of them share memory."""
+"""Finds the tensors of ``into=`` that a restore overwrites, and checks that they fit and share no memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from ckptstore.formats.sources import NumpySource, write_into
 from ckptstore.formats.state import FlatState, paths, places
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
-from ckptstore.restore.selection import Selection
+from ckptstore.restore.selection import TensorSelection
 
 __all__ = ["MadeTargets", "TargetSink", "Targets", "distinct_elements", "find_targets", "made_targets", "sharing"]
 
 _MOST_WORK: Final = 1_000_000
-"""Of `numpy.shares_memory`; views of one buffer take a few steps."""
+"""Work limit of `numpy.shares_memory`; views of one buffer take a few steps."""
 
 
 class Targets:
-    """The tensors that are overwritten, by the names that the checkpoint has for them."""
+    """The tensors to overwrite, by their names in the checkpoint."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
-        """Use `find_targets`, which refuses what does not fit."""
+        """Use `find_targets`, which rejects tensors that do not fit."""
         self._found = found
-        # What cannot be written by byte range is rewritten whole for each: one thread at a time, or one undoes another.
+        # A tensor that cannot be written by byte range is rewritten whole for each range: by one thread at a time, or
+        # one write would undo another.
         self._whole = threading.Lock()
 
     def __contains__(self, name: object) -> bool:
@@ -51,14 +52,14 @@ class Targets:
                 bridge.tensors().copy_into(target.tensor, data, offset)
 
     def box(self, name: str) -> Box:
-        """What the caller has of a tensor: all of it, but of a DTensor what this rank has."""
+        """The elements that the caller has of a tensor: all of it, or this rank's part of a DTensor."""
         target = self._found[name]
         if (offset := _place(target)[1]) is None:
             return Box.whole(target.shape)
         return Box(offset, tuple(target.shape))
 
     def put(self, name: str, index: tuple[slice, ...], elements: npt.NDArray[Any]) -> None:
-        """Overwrite a box of what the caller has of a tensor, with elements as `boxes.elements_of` gives them.
+        """Overwrite a box of the caller's part of a tensor, with elements in the form of `boxes.elements_of`.
 
         Called from several threads, for boxes that do not overlap.
         """
@@ -71,7 +72,7 @@ class Targets:
                 bridge.shards().copy_box_into(target.tensor, index, elements)
 
     def tensor(self, name: str) -> Any:
-        """The caller's own tensor or array."""
+        """The caller's tensor or array."""
         target = self._found[name]
         if isinstance(target, NumpySource):
             return target.array
@@ -79,13 +80,13 @@ class Targets:
 
 
 def _place(target: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Shape of the whole tensor, and where a target that is a part of it begins; None: it is all of it."""
+    """Shape of the whole tensor, and the offset of a target that is a part of it; None: it is the whole tensor."""
     offset = getattr(target, "offset", None)
     return tuple(target.shape if offset is None else target.global_shape), offset
 
 
 class TargetSink:
-    """One of the targets as a `filling.Sink`. It has no memory of its own: it takes only what was verified."""
+    """One of the targets as a `box_reads.Sink`. It offers no memory, so that only verified bytes are written to it."""
 
     memory: Bytes | None = None
 
@@ -102,35 +103,36 @@ class TargetSink:
 
 @dataclass(frozen=True, slots=True)
 class MadeTargets:
-    """As ``into=``: torch tensors for some of a checkpoint's, which are found when it is known what it holds.
+    """As ``into=``: torch tensors for some of a checkpoint's tensors, found once the contents of the checkpoint are
+    known.
 
-    The others come in memory of their own.
+    The other tensors are returned in new memory.
 
     Attributes:
-        find: called with the checkpoint's state, a `TensorEntry` for each tensor -> by the names of those, torch
-            tensors of that dtype and shape, of which DTensors have this rank's part.
+        find: called with the checkpoint's state, with a `TensorEntry` for each tensor -> name in the checkpoint ->
+            torch tensor of that dtype and shape (a DTensor has this rank's part).
     """
 
     find: Callable[[Any], Mapping[str, Any]]
 
 
 def find_targets(
-    wanted: Mapping[str, TensorEntry], picked: Selection, into: Any, select: str | Sequence[str] | None
+    wanted: Mapping[str, TensorEntry], picked: TensorSelection, into: Any, select: str | Sequence[str] | None
 ) -> Targets:
     """Find the tensors of `into` that a restore overwrites.
 
     Args:
         wanted: name in the checkpoint -> the tensor that is restored.
-        picked: what `select` takes of the checkpoint.
-        into: a state; `select`: the part of it that is meant.
+        picked: the selected part of the checkpoint.
+        into: a state; `select`: the part of it to overwrite.
 
     Raises:
-        UsageError: one is missing, superfluous or does not fit, or two share memory; an optimizer's parameters have
-            names (``param_names``), and those are in another order. Nothing has been overwritten.
+        UsageError: a tensor is missing, superfluous or does not fit, or two share memory; or an optimizer's parameters
+            have names (``param_names``) that are in another order. Nothing has been overwritten.
     """
     flat = bridge.flattened(into, sharded=True, overwritten=True)
     _check_parameter_names(picked, flat.tree)
-    names = picked.tensors  # those that the caller knows
+    names = picked.tensors  # those that the caller uses
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
         names = {**names, **_of_ranks(picked.whole, names, flat)}
@@ -140,25 +142,25 @@ def find_targets(
     return Targets({name: targets[names[name]] for name in wanted})
 
 
-def _check_parameter_names(picked: Selection, mine: Any) -> None:
-    """An optimizer's state counts its parameters. Where both states name them, each number has to have one name."""
+def _check_parameter_names(picked: TensorSelection, mine: Any) -> None:
+    """Raise if the parameter numbers of an optimizer stand for other parameters, where both states have their names."""
     for path, stored, own in _both(picked.whole, mine, ()):
         name = ".".join(path)
         selected = picked.all or any(place.name.startswith(f"{name}.") for place in picked.kept.values())
         theirs, ours = _parameter_names(stored), _parameter_names(own)
         if not selected or theirs is None or ours is None:
             continue
-        # Prevents: moments that are read into those of another layer of the same shape, without a word.
+        # Prevents: moments that are silently read into those of another layer of the same shape.
         if other := [(one, its) for one, its in zip(ours, theirs, strict=False) if one != its]:
             raise UsageError(
                 f"into= has {other[0][0]!r} in {name}.param_groups where the checkpoint has {other[0][1]!r} "
-                f"({len(other)} of {len(ours)} differ): what is kept for one would be read into the other; give the "
+                f"({len(other)} of {len(ours)} differ): the state of one would be read into the other; give the "
                 "optimizer its parameters in the checkpoint's order, or let a Checkpointer map them by name"
             )
 
 
 def _both(stored: Any, mine: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The optimizers' states that two trees have at one place, with that place."""
+    """The optimizer states that two trees have at the same place, with that place."""
     if isinstance(stored, dict) and isinstance(mine, dict):
         if "param_groups" in stored and "param_groups" in mine:
             yield path, stored["param_groups"], mine["param_groups"]
@@ -171,14 +173,14 @@ def _both(stored: Any, mine: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple
 
 
 def _parameter_names(groups: Any) -> list[str] | None:
-    """The names of an optimizer's parameters, in their order; None: not all of its groups have them."""
+    """The names of an optimizer's parameters, in their order; None: some of its groups have none."""
     if not isinstance(groups, list) or not all(isinstance(one, dict) and "param_names" in one for one in groups):
         return None
     return [name for group in groups for name in group["param_names"]]
 
 
 def _of_ranks(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
-    """What ranks call otherwise, by what `flat` calls what it has at that place: ``NAME@RANK`` and tied tensors."""
+    """Names that ranks use for other tensors (``NAME@RANK``, tied tensors) -> what `flat` calls the tensor there."""
     strange = {name for name in names if name not in flat.tensors}
     if not strange:
         return {}
@@ -188,21 +190,21 @@ def _of_ranks(stored: Any, names: Collection[str], flat: FlatState) -> dict[str,
         if tensor in strange and path in there:
             found.setdefault(tensor, set()).add(there[path])
     alone = {tensor: next(iter(mine)) for tensor, mine in found.items() if len(mine) == 1}
-    counts = Counter(alone.values())  # what is tied only here would be filled twice
+    counts = Counter(alone.values())  # tensors that are tied only here would be filled twice
     return {tensor: mine for tensor, mine in alone.items() if mine not in names and counts[mine] == 1}
 
 
 def made_targets(entries: Mapping[str, TensorEntry], made: Mapping[str, Any]) -> Targets:
-    """What `MadeTargets.find` gave, of the tensors `entries`. Raises `UsageError` as `find_targets`."""
+    """The targets that `MadeTargets.find` returned for `entries`. Raises `UsageError` as `find_targets`."""
     sources = {name: bridge.shards().recognise(tensor) for name, tensor in made.items()}
     _check_targets({name: entries[name] for name in sources}, sources)
     return Targets(sources)
 
 
 def _selected(
-    flat: FlatState, picked: Selection, names: Mapping[str, str], select: str | Sequence[str]
+    flat: FlatState, picked: TensorSelection, names: Mapping[str, str], select: str | Sequence[str]
 ) -> dict[str, Any]:
-    """Name of a selected tensor -> what is at its place in `into`; and what else `select` names there."""
+    """Name of a selected tensor -> the tensor at its place in `into`; and other tensors that `select` names there."""
     there = {place.name: place.tensor for place in places(flat.tree)}
     targets: dict[str, Any] = {}
     used: set[str] = set()
@@ -210,8 +212,8 @@ def _selected(
         if place.name in there and names[place.tensor] not in targets:
             targets[names[place.tensor]] = flat.tensors[there[place.name]]
             used.add(there[place.name])
-    # What it asks for and the checkpoint has not would otherwise stay as it is, unsaid; so would one of two tensors
-    # that are one in the checkpoint.
+    # A tensor that `select` names but the checkpoint lacks would otherwise silently stay unchanged. So would one of two
+    # tensors that are one in the checkpoint.
     globs = [select] if isinstance(select, str) else select
     asked = {name for glob in globs for name in (glob, *fnmatch.filter(there, glob)) if name in there}
     return targets | {
@@ -220,12 +222,12 @@ def _selected(
 
 
 def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> None:
-    """Everything that cannot fit is refused before the first byte is overwritten."""
+    """Raise for everything that does not fit, before the first byte is overwritten."""
     if missing := [name for name in wanted if name not in targets]:
         first = f"into= has no tensor {missing[0]!r} ({len(missing)} of {len(wanted)} are missing)"
         if targets and len(missing) == len(wanted):  # `model.state_dict()` itself, say
             there = sorted({name.partition(".")[0] for name in wanted})
-            nested = f"nothing in it is called as in the checkpoint, which has {', '.join(there[:5])}"
+            nested = f"none of its names is in the checkpoint, which has {', '.join(there[:5])}"
             raise UsageError(
                 f"{first}: {nested}: give the same nesting, into={{'model': model.state_dict()}} for instance"
             )
@@ -240,16 +242,16 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
                 f"the checkpoint's is {tensor.dtype} {list(tensor.shape)}"
             )
         if not _writable(targets[name]):
-            raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements are one in memory")
+            raise UsageError(f"into= tensor {name!r} is read-only, or several of its elements share memory")
     if (shared := sharing([(name, targets[name]) for name in wanted])) is not None:
         raise UsageError(
             f"into= tensors {shared[0]!r} and {shared[1]!r} share memory, and are two tensors in the checkpoint: "
-            "what is read last would overwrite the other; load one of them without into= (select=[...])"
+            "the one that is read last would overwrite the other; load one of them without into= (select=[...])"
         )
 
 
 def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
-    """Advice for `into` without some of the checkpoint's tensors."""
+    """Advice if `into` lacks some of the checkpoint's tensors."""
     if (optimizer := _fresh_optimizer(missing, targets)) is None:
         return "load what it has with select=[...], the rest without into="
     others = (name.partition(".")[0] for name in targets)
@@ -262,20 +264,20 @@ def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
 
 
 def _fresh_optimizer(missing: Sequence[str], targets: Collection[str]) -> str | None:
-    """The key of an optimizer of which every state that the checkpoint has is missing: its names go on ``.state.``"""
+    """The key of an optimizer whose whole state is missing (its tensors have ``.state.`` in their names), or None."""
     found = {name.partition(".state.")[0] for name in missing if ".state." in name}
     fresh = [key for key in found if not any(name.startswith(f"{key}.state.") for name in targets)]
     return fresh[0] if len(fresh) == 1 else None
 
 
 def _by_range(tensor: Any) -> bool:
-    """Whether `copy_into` touches only the range of a torch tensor that it is given."""
+    """Whether `copy_into` writes only the given range of a torch tensor."""
     lazy = bool(tensor.is_conj() or tensor.is_neg())
     return not lazy and bool(tensor.is_contiguous() or tensor.device.type == "cpu")
 
 
 def _writable(target: Any) -> bool:
-    """Whether every element can be given a value of its own (`expand` makes tensors of which that is not so)."""
+    """Whether every element has memory of its own (`expand` makes tensors whose elements do not)."""
     array = target.array if isinstance(target, NumpySource) else None
     if array is not None and not array.flags.writeable:
         return False
@@ -285,10 +287,10 @@ def _writable(target: Any) -> bool:
 
 
 def distinct_elements(strides: Sequence[int], shape: Sequence[int], itemsize: int = 1) -> bool:
-    """Whether no two elements share memory. False, too, for rare ones that do not but are interleaved.
+    """Whether no two elements share memory. Also False for rare tensors whose elements are interleaved but distinct.
 
     Args:
-        strides: in units of which an element takes `itemsize`.
+        strides: in units of which an element has `itemsize`.
     """
     reach = itemsize - 1
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, shape, strict=True)):
@@ -300,7 +302,7 @@ def distinct_elements(strides: Sequence[int], shape: Sequence[int], itemsize: in
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The memory that a tensor's elements lie in; their byte strides may be negative."""
+    """The memory range of a tensor's elements; their byte strides may be negative."""
 
     name: str
     space: str
@@ -332,7 +334,7 @@ class _Span:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """For questions about addresses only: what lies there may be on a device."""
+        """For questions about addresses only: the memory may be on a device."""
         return {
             "version": 3,
             "data": (self.address, True),
@@ -343,7 +345,7 @@ class _Span:
 
 
 def sharing(targets: Sequence[tuple[str, Any]]) -> tuple[str, str] | None:
-    """The first two targets that have a byte in common. Views of one buffer that lie in each other's gaps have none."""
+    """The first two targets that have a byte in common. Interleaved views of one buffer have none."""
     spans = [_Span.of(name, target) for name, target in targets if target.nbytes]
     ranges = sorted(((span.space, span.start, span.end, index) for index, span in enumerate(spans)))
     reaching: list[tuple[str, int, int]] = []
@@ -362,4 +364,4 @@ def _overlap(a: _Span, b: _Span) -> bool:
         one, other = np.asarray(a), np.asarray(b)
         return bool(np.shares_memory(one, other, max_work=_MOST_WORK))  # type: ignore[arg-type,unused-ignore]  # any int
     except np.exceptions.TooHardError:
-        return True  # many dimensions of strides that have nothing to do with each other: rather refused than wrong
+        return True  # unrelated strides in many dimensions: better rejected than wrong

@@ -1,6 +1,6 @@
-"""A checkpoint that is open: its plan, every segment of it, what they hold, and what restores each tensor.
+"""Opens a checkpoint: its plan, every segment of it, their descriptions, and the chain that restores each tensor.
 
-While it is open its segments are pinned (`ckptstore.log.pins.claim`), so that no collector takes them away.
+While it is open its segments are pinned (`ckptstore.log.pins.claim`), so that no collector deletes them.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.log.pins import claim
-from ckptstore.restore.alternatives import UNTRIED, Tried, next_way
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.fallback import FAULTS, around
-from ckptstore.restore.resident_checkpoint import HeldState
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.restore_plan import Edge, Plan, edge_of, plan, stored_bytes
-from ckptstore.restore.restore_source import Restorable
+from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.stored_parts import Parts, stored_parts
-from ckptstore.segments.open_files import Handles
+from ckptstore.segments.open_files import OpenFiles
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["Opened", "opened", "opened_readers"]
+__all__ = ["OpenCheckpoint", "opened", "opened_readers"]
 
 _OPEN: Final = 128
-"""Segments that stay open; more of them (many ranks, long chains) are opened again when they are read."""
+"""Number of segments that stay open; further ones (many ranks, long chains) are opened again when they are read."""
 
 
-@dataclass(frozen=True)  # no slots: what costs a walk over all tensors is computed once
-class Opened(Restorable):
+@dataclass(frozen=True)  # no slots: values that need a walk over all tensors are computed once
+class OpenCheckpoint(RestoreSource):
     """A checkpoint with every segment of its plan open and described.
 
     Attributes:
         catalog: the log as it was read to open this.
-        entry: the checkpoint in it.
-        plan: how it is restored, from the first encoding that is read.
+        entry: the checkpoint's entry in it.
+        plan: the plan of the restore, from the first encoding that is read.
         readers: the plan's segments, by id.
-        tried: what is known of ways that failed.
-        base: what is held in memory, on which the plan's first encoding builds; None: it builds on nothing.
-        cheap_reads: reading many small pieces costs little more than one large one.
-        quiet: nobody is warned.
+        tried: what is known of failed ways.
+        base: the state in memory on which the plan's first encoding builds; None: it builds on nothing.
+        cheap_reads: reading many small pieces costs little more than reading one large one.
+        quiet: no warnings.
     """
 
     catalog: Catalog
     entry: CheckpointEntry
     plan: Plan
     readers: dict[str, SegmentReader]
-    tried: Tried = UNTRIED
-    base: HeldState | None = None
+    tried: FailedWays = NO_FAILED_WAYS
+    base: ResidentCheckpoint | None = None
     cheap_reads: bool = True
     quiet: bool = False
 
@@ -71,30 +71,31 @@ class Opened(Restorable):
         """The REF ``STEP@TERM``, which names this checkpoint for ever."""
         return self.entry.ref
 
-    def around(self, error: CkptError, held: Collection[CheckpointId] = ()) -> Tried:
-        """What to open this with once more, now that it has failed. See `fallback.around`."""
+    def around(self, error: CkptError, held: Collection[CheckpointId] = ()) -> FailedWays:
+        """What is known of the ways now that this one has failed, to open the checkpoint again: `fallback.around`."""
         target, used = self.plan.target, self.plan.encodings
         return around(self.catalog, target, used, self.tried, error, held, quiet=self.quiet)
 
     @property
     def info(self) -> CheckpointInfo:
-        """What the store tells about it."""
+        """The public description of the checkpoint."""
         return describe_checkpoint(self.catalog, self.entry)
 
     @property
     def lossy(self) -> bool:
-        """Whether it is not what training had, because something on the way was stored so."""
+        """Whether the state differs from the one that training had, because an encoding on the way is lossy."""
         return any(encoding.lossy for encoding in self.plan.encodings)
 
     @cached_property
     def merged(self) -> Any:
-        """The typed JSON tree as it is stored: of all ranks that saved it (`formats.rank_trees`)."""
+        """The typed JSON tree as it is stored: that of all ranks that saved it (`formats.rank_trees`)."""
         last = self.plan.encodings[-1]
         return tree_of([self.readers[segment] for segment in last.segments], last)
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
-        """name -> what restores it, for every tensor of the state, in the tree's order; key -> of its shards.
+        """name -> its chain, for every tensor of the state in the tree's order; for a sharded tensor key of shard ->
+        chain.
 
         Raises:
             CorruptSegmentError: a link is missing, or does not fit the one below it.
@@ -103,15 +104,15 @@ class Opened(Restorable):
 
     @property
     def keys(self) -> list[str]:
-        """Of everything that `chains` has."""
+        """The keys of everything in `chains`."""
         return [key for keys in self.parts.values() for key in keys]
 
     @cached_property
     def parts(self) -> Parts:
-        """name -> keys of `chains`: its own name, or those of its shards; in the order of the tree.
+        """name -> keys of `chains`: the name itself, or the keys of its shards; in the order of the tree.
 
         Raises:
-            CorruptSegmentError: a tensor is missing, or its shards do not make it up.
+            CorruptSegmentError: a tensor is missing, or its shards do not cover it.
         """
         return stored_parts(self.encodings[-1], tensor_names(self.merged), f"checkpoint {self.ref}")
 
@@ -122,13 +123,13 @@ class Opened(Restorable):
         return [*below, *(self._held(encoding) for encoding in self.plan.encodings)]
 
     def _held(self, encoding: Encoding) -> Held:
-        """The tensors of one encoding, which builds on what the plan says."""
+        """The tensors of one encoding, which builds on the base that the plan says."""
         return held_by([self.readers[segment] for segment in encoding.segments], encoding)
 
     def check_identity(self) -> None:
-        """Compare the descriptions with the state hash of the log. Raises `CorruptSegmentError`."""
+        """Compare the descriptions with the state hash in the log. Raises `CorruptSegmentError`."""
         if self.base is None:
-            self.chains  # noqa: B018  # raises where one has no beginning
+            self.chains  # noqa: B018  # raises if a chain has no beginning
         try:
             parts = state_parts(self.encodings[-1][key].tensor for key in self.keys)
         except IncompatibleFormatError:
@@ -143,20 +144,20 @@ class Opened(Restorable):
 def opened(
     journal: Journal,
     ref: str | int,
-    tried: Tried = UNTRIED,
-    bases: Sequence[HeldState] = (),
+    tried: FailedWays = NO_FAILED_WAYS,
+    bases: Sequence[ResidentCheckpoint] = (),
     since: View | None = None,
     catalog: Catalog | None = None,
-) -> Iterator[Opened]:
+) -> Iterator[OpenCheckpoint]:
     """Plan, pin and open everything that restoring `ref` reads.
 
-    If a segment of the plan is missing, or its description is damaged, and there is another way, that one is
-    opened, and a `FallbackWarning` says so.
+    If a segment of the plan is missing, or its description is damaged, and there is another way, that way is opened,
+    and a `FallbackWarning` says so.
 
     Args:
-        tried: what is known of ways that failed.
-        bases: other checkpoints, held in memory: what builds on one is preferred where that is less to read.
-        since: what was read of the log just now.
+        tried: what is known of failed ways.
+        bases: other checkpoints in memory: encodings that build on one are preferred if that means less to read.
+        since: a view of the log that was read just now.
         catalog: the log, for a command that examines a store. It is not read again, nothing is pinned, and no warning
             is given.
     """
@@ -164,21 +165,21 @@ def opened(
     while not entered:
         attempt = _Attempt(bases, since, catalog, quiet=catalog is not None)
         try:
-            # No ExitStack: Ctrl-C while it leaves would keep the pin until Python looks for cycles.
+            # No ExitStack: Ctrl-C while it exits would keep the pin until Python collects cycles.
             with _opened(journal, ref, tried, attempt) as found:
                 entered = True
                 yield found
         except FAULTS as error:
             if entered:
-                raise  # of the caller's work
+                raise  # an error of the caller's work
             tried, ref = attempt.around(error, tried), attempt.ref
 
 
 @dataclass
 class _Attempt:
-    """What is known of a checkpoint when it turns out that it cannot be opened."""
+    """What is known of a checkpoint when opening it fails."""
 
-    bases: Sequence[HeldState] = ()
+    bases: Sequence[ResidentCheckpoint] = ()
     since: View | None = None
     catalog: Catalog | None = None
     quiet: bool = False
@@ -187,11 +188,11 @@ class _Attempt:
 
     @property
     def ref(self) -> str:
-        """What names the checkpoint for ever: ``latest`` may be another one the next time."""
+        """The permanent REF of the checkpoint: ``latest`` may be another one the next time."""
         assert self.chosen is not None
         return self.chosen.target.ref
 
-    def around(self, error: CkptError, tried: Tried) -> Tried:
+    def around(self, error: CkptError, tried: FailedWays) -> FailedWays:
         """See `fallback.around`."""
         needed = self.needed
         if self.catalog is None or self.chosen is None or needed is None or not needed.encodings:
@@ -213,12 +214,12 @@ class _Attempt:
         """See `plan`."""
         return [base.id for base in self.bases]
 
-    def choose(self, catalog: Catalog, ref: str | int, tried: Tried) -> tuple[CheckpointEntry, Plan]:
-        """The checkpoint and the cheapest way to it; beside what is held, the one that reads the least."""
+    def choose(self, catalog: Catalog, ref: str | int, tried: FailedWays) -> tuple[CheckpointEntry, Plan]:
+        """The checkpoint and the cheapest way to it; if states are in memory, the way that reads the fewest bytes."""
         self.needed = None
         entry = refs.resolve(catalog, ref)
         cost = stored_bytes if self.bases else None
-        if tried != UNTRIED:
+        if tried != NO_FAILED_WAYS:
             chosen = next_way(catalog, entry.id, tried, cost, self.held)
         else:
             chosen = plan(catalog, entry.id, cost, held=self.held)
@@ -227,7 +228,7 @@ class _Attempt:
 
 
 @contextmanager
-def _opened(journal: Journal, ref: str | int, tried: Tried, attempt: _Attempt) -> Iterator[Opened]:
+def _opened(journal: Journal, ref: str | int, tried: FailedWays, attempt: _Attempt) -> Iterator[OpenCheckpoint]:
     def choose_plan(catalog: Catalog) -> tuple[CheckpointEntry, Plan]:
         return attempt.choose(catalog, ref, tried)
 
@@ -243,7 +244,9 @@ def _opened(journal: Journal, ref: str | int, tried: Tried, attempt: _Attempt) -
         readers = {segment: readers[segment] for segment in used.segments}  # in the plan's order
         base = next((one for one in attempt.bases if one.id == used.encodings[0].base), None)
         known = tried.knowing(needed.based)
-        found = Opened(catalog, entry, used, readers, known, base, journal.backend.cheap_looks, quiet=attempt.quiet)
+        found = OpenCheckpoint(
+            catalog, entry, used, readers, known, base, journal.backend.cheap_looks, quiet=attempt.quiet
+        )
         found.check_identity()
         yield found
 
@@ -257,9 +260,9 @@ def _claimed(
 
 
 class _Needed:
-    """What of a plan is read: its encodings from the last one down, to one in which no entry has a base tensor.
+    """The encodings of a plan that are read: from the last one down to one in which no entry has a base tensor.
 
-    Prevents: an intact checkpoint called damaged, because a segment is that nothing in it builds on.
+    Prevents: an intact checkpoint reported as damaged because of a segment that nothing in it builds on.
 
     Attributes:
         encodings: those that are read, in the order of application.
@@ -283,7 +286,7 @@ class _Needed:
         return reader
 
     def entries(self) -> Iterator[SegmentEntry]:
-        """The segments to open, each once. Whether more follow, those that were opened tell."""
+        """The segments to open, each once. The segments that were opened decide whether more follow."""
         for encoding in reversed(self._chosen.encodings):
             self.encodings.insert(0, encoding)
             for segment in encoding.segments:
@@ -299,13 +302,13 @@ class _Needed:
 def opened_readers(
     backend: Backend, entries: Iterable[SegmentEntry], open_: Callable[[SegmentEntry], SegmentReader], stack: ExitStack
 ) -> dict[str, SegmentReader]:
-    """Segments by their ids, open until `stack` is left; those of many only when they are read.
+    """Readers of segments by their ids, open until `stack` exits; of many segments, some open only while they are read.
 
     Args:
-        open_: opens one.
+        open_: opens one segment.
     """
     readers: dict[str, SegmentReader] = {}
-    handles = Handles(backend)
+    handles = OpenFiles(backend)
     stack.callback(handles.close)
     for number, entry in enumerate(entries):
         readers[entry.id] = reader = open_(entry)

@@ -1,7 +1,7 @@
-"""Long chains of few chunks: parts of a chain are summed up by several threads, and the sums are added.
+"""Applies long chains of few chunks in parallel: threads sum parts of a chain, and the sums are added.
 
-Threads usually take whole chunks, and a chain is applied from its first link to its last. Where there are fewer chunks
-than threads, that leaves threads idle; but XOR and integer differences may be summed up in any grouping.
+Usually a thread takes a whole chunk, and applies its chain from the first link to the last. If there are fewer chunks
+than threads, that leaves threads idle; but XOR and integer differences may be summed in any grouping.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final
 from ckptstore.formats import codecs, kernel_choice
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded
 
 __all__ = ["apply_in_parts", "parts_of"]
 
 _LINKS: Final = 4
-"""Deltas that are worth a thread of their own."""
+"""Number of deltas that are worth a thread."""
 
 
-def parts_of(links: Sequence[Link], threads: int) -> list[Sequence[Link]]:
-    """Cut a chain into parts for so many threads: the first begins with the full, the others are additive deltas."""
+def parts_of(links: Sequence[TensorLink], threads: int) -> list[Sequence[TensorLink]]:
+    """Cut a chain into parts for this many threads: the first begins with the full, the others are additive deltas."""
     first = len(links)
     while first > 1 and links[first - 1].group is None and links[first - 1].codec.additive:
         if links[first - 1].codec != links[-1].codec:
@@ -36,7 +36,7 @@ def parts_of(links: Sequence[Link], threads: int) -> list[Sequence[Link]]:
 
 
 def apply_in_parts(
-    parts: Sequence[Sequence[Link]],
+    parts: Sequence[Sequence[TensorLink]],
     index: int,
     out: Bytes,
     pool: ThreadPoolExecutor,
@@ -47,7 +47,7 @@ def apply_in_parts(
     """Restore chunk `index` of a tensor into `out`.
 
     Args:
-        parts: as `parts_of` gave them, at least two.
+        parts: from `parts_of`, at least two.
 
     Raises:
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and step.
@@ -57,11 +57,16 @@ def apply_in_parts(
 
 
 def _summed_up(
-    parts: Sequence[Sequence[Link]], index: int, out: Bytes, pool: ThreadPoolExecutor, staging: Staging, verify: bool
+    parts: Sequence[Sequence[TensorLink]],
+    index: int,
+    out: Bytes,
+    pool: ThreadPoolExecutor,
+    staging: Staging,
+    verify: bool,
 ) -> None:
     sums = [out, *(aligned(len(out)) for _ in parts[1:])]
 
-    def job(links: Sequence[Link], total: Bytes) -> Callable[[], None]:
+    def job(links: Sequence[TensorLink], total: Bytes) -> Callable[[], None]:
         def work() -> None:
             with staging.block() as scratch:
                 for link in links:

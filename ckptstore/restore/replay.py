@@ -1,9 +1,9 @@
-"""Replaying optimizer steps: programs that restore, together, all tensors that steps have moved together.
+"""Replays optimizer steps: programs that restore all tensors that steps have updated together.
 
-A *program* is what leads to the present of a set of tensors: apply this link, apply that one, take this step, and the
-next ... Chunk k of every tensor needs chunk k of the others only, so threads take whole chunks. Consecutive steps of
-the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
-next ones are read.
+A *program* is the sequence of operations that restores a set of tensors: apply a link, apply another one, take a step,
+take the next ... Chunk k of a tensor needs only chunk k of the others, so threads take whole chunks. Consecutive steps
+of the same tensors are taken in one pass over the state, block by block in the core's cache, while the payloads of the
+next steps are read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.cancellable_calls import scope_here, within
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded, read_payload, wrong
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
 
 __all__ = ["Cell", "KeptBytes", "Program", "Stage", "take_step"]
 
 _WINDOW = 4 << 20
-"""Payload bytes of steps taken in one pass: enough of them to keep the state in cache, few enough to read ahead."""
+"""Payload bytes of the steps that one pass takes: enough to keep the state in cache, few enough to read ahead."""
 _KEPT = 512 << 20
-"""Logical bytes that are kept for those who ask for tensors one by one, and got others with them."""
+"""Logical bytes of results that are kept for callers that restore tensors one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A tensor while a program runs. One that changes its shape on the way is two cells."""
+    """A tensor while a program runs. A tensor that changes its shape on the way is two cells."""
 
     name: str
     dtype: str
@@ -49,33 +49,33 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a program does next: apply one link to its cell, or take some steps of one group.
+    """One operation of a program: apply one link to its cell, or take some steps of one group.
 
     Attributes:
         cells: what it changes, and all that it needs: the link's cell, or the group's in the order of its names.
         links: the link; or the leaders of the steps, in the order of the steps.
-        followers: for each step the links of all tensors of the group, to be compared when something is wrong.
+        followers: for each step the links of all tensors of the group, to be compared after an error.
     """
 
     cells: tuple[Cell, ...]
-    links: tuple[Link, ...]
-    followers: tuple[tuple[Link, ...], ...] = ()
+    links: tuple[TensorLink, ...]
+    followers: tuple[tuple[TensorLink, ...], ...] = ()
 
     @property
     def steps(self) -> bool:
-        """Whether it takes steps, rather than applying a link."""
+        """Whether it takes steps, instead of applying a link."""
         return self.links[0].group is not None
 
 
 class KeptBytes:
-    """Memory that the programs of one restore may keep results in."""
+    """The memory budget for results that the programs of one restore keep."""
 
     def __init__(self, nbytes: int = _KEPT) -> None:
         self._left = nbytes
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Whether so much is left; then it is taken."""
+        """Reserve this many bytes if they are available -> whether they were."""
         with self._lock:
             if nbytes > self._left:
                 return False
@@ -83,31 +83,35 @@ class KeptBytes:
             return True
 
     def give(self, nbytes: int) -> None:
-        """Give memory back."""
+        """Return bytes to the budget."""
         with self._lock:
             self._left += nbytes
 
 
 class Program:
-    """How a set of tensors is restored together; several threads may run it.
+    """Restores a set of tensors together; several threads may run it.
 
-    It changes as it is used: what `decode_one` restored without having been asked for is kept until it is.
+    It changes while it is used: results that `decode_one` computed for other tensors are kept for their calls.
 
     Attributes:
         stages: in the order of execution.
-        results: name -> cell and last link of the tensors that it restores.
+        results: name -> cell and last link of each tensor that it restores.
         cells: every tensor that has memory while it runs.
-        chunks: of each of its tensors: those of a parameter have one shape, several together fit into one chunk.
+        chunks: number of chunks of each of its tensors: the tensors of a parameter have one shape, and several
+            parameters together fit into one chunk.
     """
 
     def __init__(
-        self, stages: tuple[Stage, ...], results: Mapping[str, tuple[Cell, Link]], allowance: KeptBytes | None = None
+        self,
+        stages: tuple[Stage, ...],
+        results: Mapping[str, tuple[Cell, TensorLink]],
+        allowance: KeptBytes | None = None,
     ) -> None:
-        """Make one that keeps things in `allowance`, which it shares with the other programs of a restore."""
+        """Create a program that keeps results within `allowance`, which all programs of a restore share."""
         self.stages = stages
         self.results = results
         self.cells = tuple(dict.fromkeys(cell for stage in stages for cell in stage.cells))
-        self.chunks = chunk_count(self.cells[0].nbytes)  # of all of them: `groups_of` has refused what is not so
+        self.chunks = chunk_count(self.cells[0].nbytes)  # the same for all: `groups_of` has rejected other groups
         self._allowance = KeptBytes() if allowance is None else allowance
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], Bytes] = {}
@@ -118,8 +122,8 @@ class Program:
         return tuple(self.results)
 
     @property
-    def links(self) -> tuple[Link, ...]:
-        """Every link that it goes through; of a step's, the leaders alone have bytes."""
+    def links(self) -> tuple[TensorLink, ...]:
+        """Every link that it applies; of a step's links only the leaders have bytes."""
         return tuple(
             link
             for stage in self.stages
@@ -139,10 +143,10 @@ class Program:
         *,
         verify: bool = True,
     ) -> None:
-        """Restore chunk `index` of the tensors that `outs` names into the memory it gives.
+        """Restore chunk `index` of the tensors in `outs` into the memory given there.
 
         Args:
-            scratch: memory for payloads, two of `CHUNK` + `SLACK`.
+            scratch: memory for payloads, two blocks of `CHUNK` + `SLACK`.
             prefetch: reads payloads ahead of their use.
 
         Raises:
@@ -166,10 +170,10 @@ class Program:
             raise (self._first_wrong_step(index, scratch) if error.computed else None) or error from None
 
     def decode_one(self, name: str, index: int, out: Bytes, *, verify: bool = True) -> None:
-        """Restore chunk `index` of one tensor. What comes with it is kept until it is asked for, as far as that fits.
+        """Restore chunk `index` of one tensor. The other results are kept until they are asked for, as far as they fit.
 
         Raises:
-            as `decode`.
+            the errors of `decode`.
         """
         with self._lock:
             kept = self._kept.pop((name, index), None)
@@ -186,7 +190,7 @@ class Program:
             self._kept.update({(other, index): data for other, data in outs.items() if other != name})
 
     def _first_wrong_step(self, index: int, scratch: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
-        """Go through it again, comparing after every step: which of them gives other bytes than training had?"""
+        """Run again and compare after every step -> the error of the first step whose result is wrong."""
         memory = {cell: aligned(_length(cell, index)) for cell in self.cells}
         for stage in self.stages:
             for number, link in enumerate(stage.links):
@@ -200,13 +204,15 @@ class Program:
         return None
 
 
-def take_step(link: Link, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes) -> None:
+def take_step(
+    link: TensorLink, cells: tuple[Cell, ...], index: int, memory: Mapping[Cell, Bytes], scratch: Bytes
+) -> None:
     """Take one step of a group, in place.
 
     Args:
         link: the leader.
         cells: the tensors of the group, in the order of its names.
-        memory: chunk `index` of each; worthless after an error.
+            memory: chunk `index` of each; invalid after an error.
         scratch: memory for the payload.
 
     Raises:
@@ -261,13 +267,13 @@ def _take_steps(
                 _decode(window, index, payloads, state)
             except BaseException:
                 if ahead is not None:
-                    ahead.exception()  # waits: it still writes into memory that will be given back
+                    ahead.exception()  # waits: it still writes into memory that will be returned
                 raise
 
 
-def _windows(links: Sequence[Link], index: int) -> Iterator[list[Link]]:
-    """Steps whose payloads are read, and taken, at once."""
-    window: list[Link] = []
+def _windows(links: Sequence[TensorLink], index: int) -> Iterator[list[TensorLink]]:
+    """Groups of steps whose payloads are read and applied together."""
+    window: list[TensorLink] = []
     filled = 0
     for link in links:
         # Every payload keeps its offset modulo the page in memory.
@@ -281,7 +287,7 @@ def _windows(links: Sequence[Link], index: int) -> Iterator[list[Link]]:
         yield window
 
 
-def _read(window: Sequence[Link], index: int, out: Bytes, verify: bool) -> list[Bytes]:
+def _read(window: Sequence[TensorLink], index: int, out: Bytes, verify: bool) -> list[Bytes]:
     payloads = []
     at = 0
     for link in window:
@@ -292,7 +298,7 @@ def _read(window: Sequence[Link], index: int, out: Bytes, verify: bool) -> list[
 
 
 def _decode(
-    window: Sequence[Link], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
+    window: Sequence[TensorLink], index: int, payloads: Sequence[Bytes], state: Sequence[np.ndarray[Any, Any]]
 ) -> None:
     steps = []
     for link, payload in zip(window, payloads, strict=True):
@@ -306,7 +312,7 @@ def _decode(
 
 
 class _EndToEnd:
-    """The slots of a group as contiguous arrays: the cells themselves, or for several parameters a copy and back."""
+    """The slots of a group as contiguous arrays: the cells, or for several parameters a copy that is written back."""
 
     def __init__(self, stage: Stage, memory: Mapping[Cell, Bytes]) -> None:
         group = stage.links[0].group

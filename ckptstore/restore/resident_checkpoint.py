@@ -1,7 +1,7 @@
-"""A checkpoint that is held in memory, bit for bit: a base of deltas and steps that costs no request.
+"""Holds a checkpoint in memory, bit for bit, as a base of deltas and steps that costs no request.
 
-Its tensors stand in one region of memory, which looks like a segment that holds them uncompressed, each chunk with its
-hash. So whatever restores from segments restores from it, and notices when somebody has written to that memory.
+Its tensors are in one region of memory, which looks like a segment that holds them uncompressed, each chunk with its
+hash. So all code that restores from segments restores from it, and detects that the memory was overwritten.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import RAW, Chunk, SegmentDoc, TensorEntry
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.chain_link import Link
-from ckptstore.restore.restore_source import Restorable
+from ckptstore.restore.chain_link import TensorLink
+from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.stored_parts import Parts
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["HELD", "HeldState", "layout", "made"]
+__all__ = ["RESIDENT", "ResidentCheckpoint", "layout", "made"]
 
-HELD: Final = "held-in-memory"
-"""Stands in the errors of a held checkpoint where others name the segment."""
+RESIDENT: Final = "held-in-memory"
+"""Used in the errors of a checkpoint in memory instead of a segment's name."""
 _LINE: Final = 128
 
 
 @dataclass(frozen=True)  # no slots: see `Opened`
-class HeldState(Restorable):
-    """A checkpoint in memory, or those of its tensors that somebody follows.
+class ResidentCheckpoint(RestoreSource):
+    """A checkpoint in memory, or those of its tensors that are followed.
 
     Attributes:
-        id: which one.
-        links: key -> where its bytes are, for every tensor that is held.
-        region: the memory that they lie in.
+        id: its identity.
+        links: key -> position of its bytes, for every tensor that is held.
+        region: the memory that holds them.
     """
 
     id: CheckpointId
-    links: Mapping[str, Link]
+    links: Mapping[str, TensorLink]
     region: Bytes
     held_parts: Parts
     held_tree: Any
@@ -49,37 +49,37 @@ class HeldState(Restorable):
 
     @property
     def complete(self) -> bool:
-        """Whether it is a state that can be handed over, and not only a base."""
+        """Whether it is a state that can be returned, and not only a base."""
         return self.held_tree is not None
 
     @property
     def ref(self) -> str:
-        """See `Restorable.ref`."""
+        """See `RestoreSource.ref`."""
         return self.id.ref
 
     @property
     def lossy(self) -> bool:
-        """See `Restorable.lossy`."""
+        """See `RestoreSource.lossy`."""
         return self.is_lossy
 
     @property
     def merged(self) -> Any:
-        """See `Restorable.merged`."""
+        """See `RestoreSource.merged`."""
         return self.held_tree
 
     @property
     def parts(self) -> Parts:
-        """See `Restorable.parts`: of the tensors that are held."""
+        """See `RestoreSource.parts`: only the tensors that are held."""
         return self.held_parts
 
     @cached_property
     def chains(self) -> dict[str, Chain]:
-        """See `Restorable.chains`."""
+        """See `RestoreSource.chains`."""
         return {key: Chain((link,)) for key, link in self.links.items()}
 
 
 def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, int], int]:
-    """key -> where its image begins in a region, and how long the region is."""
+    """key -> start of its image in a region, and the length of the region."""
     places, at = {}, 0
     for key, tensor in tensors.items():
         places[key] = at
@@ -95,50 +95,50 @@ def made(
     tree: Any,
     *,
     lossy: bool = False,
-) -> HeldState:
-    """A checkpoint whose tensors lie in `region` as `layout` says.
+) -> ResidentCheckpoint:
+    """A checkpoint whose tensors are in `region`, at the positions of `layout`.
 
     Args:
-        tensors: key -> as the last encoding describes it, with the hash of every decoded chunk.
-        parts: of the tensors that are held.
-        tree: of the whole state, as it is stored.
+        tensors: key -> its entry in the last encoding, with the hash of every decoded chunk.
+        parts: the parts of the tensors that are held.
+        tree: the stored tree of the whole state.
     """
     places, _ = layout(tensors)
-    reader = _Reader(identity, region)
-    links = {key: Link(_raw(tensor, places[key]), reader, identity.step) for key, tensor in tensors.items()}
-    return HeldState(identity, links, region, parts, tree, lossy)
+    reader = _RegionReader(identity, region)
+    links = {key: TensorLink(_raw(tensor, places[key]), reader, identity.step) for key, tensor in tensors.items()}
+    return ResidentCheckpoint(identity, links, region, parts, tree, lossy)
 
 
 def _raw(tensor: TensorEntry, at: int) -> TensorEntry:
     """The same tensor, uncompressed from `at` on."""
     chunks = []
     for chunk in tensor.chunks:
-        assert chunk.decoded_hash is not None, tensor.name  # or its state would have had no hash
+        assert chunk.decoded_hash is not None, tensor.name  # otherwise its state would have had no hash
         chunks.append(Chunk(at, chunk.logical, chunk.logical, chunk.decoded_hash, chunk.decoded_hash))
         at += chunk.logical
     return replace(tensor, chunks=tuple(chunks), codec=RAW, params={})
 
 
-class _Reader(SegmentReader):
-    """The region as an open segment."""
+class _RegionReader(SegmentReader):
+    """The region in the form of an open segment."""
 
     def __init__(self, identity: CheckpointId, region: Bytes) -> None:  # nothing is opened, and no header read
-        self.entry = SegmentEntry(HELD, identity.term, len(region), 0, "")
-        self.source: SegmentSource = _Region(region)
-        self.doc = SegmentDoc("", identity.term, HELD, {})
+        self.entry = SegmentEntry(RESIDENT, identity.term, len(region), 0, "")
+        self.source: SegmentSource = _RegionSource(region)
+        self.doc = SegmentDoc("", identity.term, RESIDENT, {})
 
 
-class _Region(SegmentSource):
+class _RegionSource(SegmentSource):
     def __init__(self, region: Bytes) -> None:
         self._region = region
         self.size = len(region)
 
     def read_into(self, offset: int, out: memoryview) -> None:
         view = out.cast("B")
-        view[:] = self._region.data[offset : offset + len(view)]  # `_raw` asks for nothing outside
+        view[:] = self._region.data[offset : offset + len(view)]  # `_raw` never reads outside of it
 
     def map(self) -> memoryview | None:
-        raise StorageError(errno.EOPNOTSUPP, "what is held in memory is not mapped", HELD)
+        raise StorageError(errno.EOPNOTSUPP, "a checkpoint in memory cannot be mapped", RESIDENT)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""

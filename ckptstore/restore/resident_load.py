@@ -1,6 +1,6 @@
-"""From an open checkpoint to one that is held in memory: all that is read goes into memory that nobody else sees.
+"""Reads an open checkpoint into new memory, as the base of the next one.
 
-So damage, a lost connection or Ctrl-C in the middle costs nothing but that memory: what was held before stays whole.
+No other code sees that memory. So damage, a lost connection or Ctrl-C costs nothing else: the previous state stays.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import Workers, workers
 from ckptstore.restore.assembly import Held, assemble
 from ckptstore.restore.chain import Chain, master_of, restore_tensors
-from ckptstore.restore.open_checkpoint import Opened
-from ckptstore.restore.resident_checkpoint import HeldState, layout, made
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint, layout, made
 from ckptstore.restore.selection import select_from
 from ckptstore.segments.segment_reader import copy_tensors
 
 __all__ = ["BytesRead", "adopt", "companions", "hold", "lacking"]
 
 _AT_ONCE: Final = 256 << 20
-"""Bytes of segments that are fetched as wholes, so that their many small payloads are no requests of their own."""
+"""Bytes of segments that are fetched as a whole, so that their many small payloads are not separate requests."""
 
 
 class BytesRead:
-    """Counts what is read of segments. Thread-safe."""
+    """Counts the bytes that are read from segments. Thread-safe."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        """So many more."""
+        """Add to the count."""
         with self._lock:
             self.nbytes += nbytes
 
 
 def companions(encodings: Sequence[Held], keys: Iterable[str]) -> list[str]:
-    """`keys`, and what else has to be restored with them: an optimizer step's other tensors, a rounded copy's master.
+    """`keys`, and the keys that must be restored with them: other tensors of an optimizer step, a rounded copy's
+    master.
 
     Args:
-        encodings: the tensors of each encoding of a plan, as `assemble` takes them.
+        encodings: the tensors of each encoding of a plan, in the form for `assemble`.
     """
     needed = dict.fromkeys(keys)
     for held in reversed(encodings):
@@ -63,8 +64,8 @@ def companions(encodings: Sequence[Held], keys: Iterable[str]) -> list[str]:
     return [key for key in encodings[-1] if key in needed]
 
 
-def lacking(found: Opened, select: str | Sequence[str] | None, rank: int | None = None) -> bool:
-    """Whether something of the selection builds on a tensor that the base, which is in memory, does not have."""
+def lacking(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int | None = None) -> bool:
+    """Whether a selected tensor builds on one that the base in memory does not have."""
     if found.base is None:
         return False
     return any(
@@ -73,35 +74,35 @@ def lacking(found: Opened, select: str | Sequence[str] | None, rank: int | None 
     )
 
 
-def _wanted(found: Opened, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
+def _wanted(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
     names = select_from(found.tree_of(rank), select, found.ref).tensors
     return companions(found.encodings, [key for name in names for key in found.parts[name]])
 
 
 def hold(
-    found: Opened,
+    found: OpenCheckpoint,
     select: str | Sequence[str] | None,
     spare: Sequence[Bytes] = (),
     threads: int = 1,
     progress: Progress | None = None,
     read: BytesRead | None = None,
     rank: int | None = None,
-) -> list[HeldState]:
-    """Restore an open checkpoint, or what is selected of it and what that needs, into memory of its own.
+) -> list[ResidentCheckpoint]:
+    """Restore an open checkpoint, or the selected tensors and those that they need, into new memory.
 
     Args:
-        found: not `lacking`.
+        found: must not be `lacking`.
         select: globs of names; None: everything.
-        spare: memory to use if it is as long as is needed; worthless afterwards, whether this succeeds or not.
-        progress: told (bytes done, bytes in all) of the tensors.
-        read: counts what is read of segments, but for their headers.
-        rank: whose tensors, of a checkpoint of many ranks; None: as one process reads it that is no rank.
+        spare: memory to reuse if it has the right length; its contents are lost, also if this fails.
+        progress: called with (bytes done, total bytes) of the tensors.
+        read: counts the bytes that are read from segments, except their headers.
+        rank: in a checkpoint of many ranks, the rank whose tensors are read; None: as a single process reads it.
 
     Returns:
         the checkpoint, and after it the one that its last encoding builds on: the next one may build on either.
 
     Raises:
-        CorruptSegmentError: something is not what was saved.
+        CorruptSegmentError: stored data is not what was saved.
         StorageError: the medium failed.
         TensorNotFoundError: nothing matches.
     """
@@ -113,7 +114,7 @@ def hold(
     first = last.base is not None and base is None and not found.lossy
     tally = Tally(progress, (1 + first) * sum(above[key].tensor.nbytes for key in keys))
     with workers(threads, "read") as readers:
-        if first:  # the base by itself: it is read once, and whatever comes next may build on it
+        if first:  # the base separately: it is read once, and the next checkpoint may build on it
             common = [key for key in companions(below, keys) if key in below[-1]]
             region = _restored(below, common, left, readers, tally)
             assert last.base is not None
@@ -130,7 +131,7 @@ def hold(
 def _restored(
     encodings: Sequence[Held], keys: Sequence[str], spare: list[Bytes], readers: Workers, tally: Tally
 ) -> Bytes:
-    """The tensors `keys` of the last of some encodings, in a region of memory as `layout` says."""
+    """The tensors `keys` of the last of some encodings, in a region of memory with the positions of `layout`."""
     tensors = {key: encodings[-1][key].tensor for key in keys}
     places, length = layout(tensors)
     fitting = [number for number, region in enumerate(spare) if len(region) == length]
@@ -158,17 +159,17 @@ def _restore(chains: Mapping[str, Chain], memory: Mapping[str, Bytes], readers: 
 
 
 def adopt(
-    found: Opened,
+    found: OpenCheckpoint,
     select: str | Sequence[str] | None,
     read: Callable[[str, int, Bytes], None],
     rank: int | None = None,
-) -> HeldState | None:
-    """Hold what somebody has already, if it is the checkpoint bit for bit; None: it is not.
+) -> ResidentCheckpoint | None:
+    """Hold the state that the caller already has, if it is the checkpoint bit for bit; None: it is not.
 
     Args:
         found: the checkpoint that it should be. No tensor of it is read.
-        read: copies bytes of the tensor that is called so in the state, from an offset on, to memory; raises
-            `KeyError` for one that is not there, `ValueError` for one that ends before.
+        read: copies bytes of the caller's tensor of this name, from an offset on, to memory; raises `KeyError` if the
+            tensor is missing, `ValueError` if it is too short.
         rank: as for `hold`.
     """
     chosen = select_from(found.tree_of(rank), select, found.ref).tensors
@@ -190,8 +191,8 @@ def adopt(
     return made(found.entry.id, tensors, region, {name: (name,) for name in names}, found.merged)
 
 
-def _prepare_sources(found: Opened, keys: Sequence[str], read: BytesRead | None) -> None:
-    """Count what is read; and of media where every read is a request, fetch segments of which most is needed whole."""
+def _prepare_sources(found: OpenCheckpoint, keys: Sequence[str], read: BytesRead | None) -> None:
+    """Count what is read; if every read is a request, fetch segments of which most is needed as a whole."""
     needed: dict[int, int] = {}
     for held in found.encodings:
         for key in keys:
@@ -202,15 +203,15 @@ def _prepare_sources(found: Opened, keys: Sequence[str], read: BytesRead | None)
     for reader in found.readers.values():
         size = reader.entry.size
         if read is not None:
-            reader.source = _Counted(reader.source, read)
+            reader.source = _CountedSource(reader.source, read)
         far = not found.cheap_reads
         if far and size <= left and 2 * needed.get(id(reader), 0) >= size - reader.entry.header:
             left -= size
-            reader.source = _Whole(reader.source, reader.entry.header)
+            reader.source = _WholeSource(reader.source, reader.entry.header)
 
 
-class _Passing(SegmentSource):
-    """A source that asks another one."""
+class _SourceWrapper(SegmentSource):
+    """A source that reads from another one."""
 
     def __init__(self, source: SegmentSource) -> None:
         self._source = source
@@ -227,7 +228,7 @@ class _Passing(SegmentSource):
         self._source.close()
 
 
-class _Counted(_Passing):
+class _CountedSource(_SourceWrapper):
     def __init__(self, source: SegmentSource, read: BytesRead) -> None:
         super().__init__(source)
         self._read = read
@@ -237,8 +238,8 @@ class _Counted(_Passing):
         self._read.add(out.nbytes)
 
 
-class _Whole(_Passing):
-    """All of a segment behind its header, fetched when the first byte of it is asked for."""
+class _WholeSource(_SourceWrapper):
+    """A segment without its header, fetched as a whole when the first byte of it is read."""
 
     def __init__(self, source: SegmentSource, header: int) -> None:
         super().__init__(source)
@@ -249,7 +250,7 @@ class _Whole(_Passing):
     def read_into(self, offset: int, out: memoryview) -> None:
         view = out.cast("B")
         if offset < self._header or offset + len(view) > self.size:
-            super().read_into(offset, out)  # which says what is wrong
+            super().read_into(offset, out)  # raises the right error
             return
         with self._lock:
             if self._data is None:

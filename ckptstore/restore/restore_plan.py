@@ -1,7 +1,7 @@
-"""The cheapest path to a checkpoint: checkpoints are nodes, encodings are edges.
+"""Plans a restore as the cheapest path to a checkpoint: checkpoints are nodes, encodings are edges.
 
-A full is an edge from nothing; a delta or step diff is an edge from its base. The cost of an edge is what it takes
-to read and decode it (design: "Restore is a cheapest path").
+A full is an edge from nothing; a delta or step diff is an edge from its base. The cost of an edge is the cost of
+reading and decoding it. All ways give the same state (formats/SPEC.md 7.4).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 Cost = Callable[[Encoding], float]
 Edge = tuple[Node, tuple[str, ...], CheckpointId | None]
-"""What tells the encodings of a catalog apart: checkpoint, segments and base."""
+"""The identity of an encoding in a catalog: checkpoint, segments and base."""
 _Settled = tuple[float, Encoding]
 
 
@@ -49,25 +49,25 @@ class Plan:
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """Ids of every segment the plan reads, once each, in order."""
+        """Ids of all segments that the plan reads, once each, in order."""
         return tuple(dict.fromkeys(segment for encoding in self.encodings for segment in encoding.segments))
 
 
 def edge_of(encoding: Encoding) -> Edge:
-    """Names an encoding."""
+    """The identity of an encoding."""
     return encoding.checkpoint, encoding.segments, encoding.base
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine and a medium do in a second, in bytes, all threads together.
+    """The rates of a machine and a medium, in bytes a second, all threads together.
 
     Attributes:
         read: stored bytes, checksums included.
         decode: logical bytes of a delta, or of a compressed full.
-        replay: logical bytes of the state through one optimizer step.
-        startup: seconds that loading the kernels takes, once in a process.
-        spread: how many times slower a middling measurement was than the quickest, which the rates are of.
+        replay: logical bytes of the state for one optimizer step.
+        startup: seconds to load the kernels, once in a process.
+        spread: ratio of the median time to the shortest time of the measurements; the rates are from the shortest.
     """
 
     read: float
@@ -78,11 +78,11 @@ class Rates:
 
 
 TYPICAL: Final = Rates(read=1.5e9, decode=1.5e9, replay=1.0e9)
-"""Measured on two cores and a local disk (docs/benchmarks.md). Only their proportions decide between plans."""
+"""Measured on two cores and a local disk (docs/benchmarks.md). Only their ratios decide between plans."""
 
 
 def restore_seconds(catalog: Catalog, rates: Rates = TYPICAL) -> Cost:
-    """The cost that decides by default: the time to read an encoding and to decode or replay it."""
+    """The default cost: the time to read an encoding and to decode or replay it."""
 
     def cost(encoding: Encoding) -> float:
         entry = catalog.find(encoding.checkpoint)
@@ -98,7 +98,7 @@ def restore_seconds(catalog: Catalog, rates: Rates = TYPICAL) -> Cost:
 
 
 def stored_bytes(encoding: Encoding) -> float:
-    """The plainest cost: bytes to read. What compaction asks for."""
+    """The simplest cost: bytes to read. Compaction uses it."""
     return float(encoding.bytes)
 
 
@@ -114,9 +114,9 @@ def plan(
     Args:
         catalog: the folded log.
         target: a checkpoint of the catalog.
-        cost: price of one encoding, not negative; None: `restore_seconds`.
-        avoid: segments not to use, for instance because they turned out damaged.
-        held: checkpoints whose states are at hand for nothing: a plan may begin with what builds on one of the others.
+        cost: cost of one encoding, not negative; None: `restore_seconds`.
+        avoid: segments not to use, for instance because they are damaged.
+        held: checkpoints that are in memory at no cost: a plan may begin with an encoding that builds on one of them.
 
     Raises:
         CorruptLogError, CorruptSegmentError: no chain of intact encodings leads to it; names what is missing.
@@ -129,7 +129,8 @@ def plan(
 def plan_all(
     catalog: Catalog, cost: Cost | None = None, avoid: frozenset[str] = frozenset()
 ) -> dict[Node, Plan | CorruptionError]:
-    """The plan of every promised checkpoint, or what `plan` would raise: in one pass, whatever the chains."""
+    """The plan of every promised checkpoint, or the error that `plan` would raise; one pass for chains of any
+    length."""
     settled = _cheapest(catalog, catalog.encodings, cost or restore_seconds(catalog), avoid)
     found: dict[Node, Plan | CorruptionError] = {}
     for node, entry in catalog.checkpoints.items():
@@ -156,14 +157,14 @@ def _reachable(catalog: Catalog, goal: Node) -> set[Node]:
 def _cheapest(
     catalog: Catalog, nodes: Iterable[Node], cost: Cost, avoid: frozenset[str], held: Collection[CheckpointId] = ()
 ) -> dict[Node, _Settled]:
-    """The last edge of the cheapest path to each of `nodes` that has a path (Dijkstra; chains may form circles)."""
+    """The last edge of the cheapest path to each of `nodes` that has one (Dijkstra; chains may form cycles)."""
     onwards: dict[Node | None, list[Encoding]] = {}
     for node in nodes:
         for encoding in catalog.encodings.get(node, ()):
             if usable(catalog, encoding, avoid, held):
                 onwards.setdefault(base_node(encoding), []).append(encoding)
     settled: dict[Node, _Settled] = {}
-    order = itertools.count()  # among equals the first one
+    order = itertools.count()  # breaks ties: the first one wins
     at_hand = {one.node for one in held}
     free = [edge for node in (None, *at_hand) for edge in onwards.get(node, ())]
     waiting = [(cost(encoding), next(order), encoding) for encoding in free]
@@ -198,7 +199,7 @@ def _follow(
 
 
 def usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Collection[CheckpointId]) -> bool:
-    """Whether a plan may have an encoding: its base and its segments are in the catalog, and none is to be avoided."""
+    """Whether a plan may use an encoding: base and segments are in the catalog, and no segment is to be avoided."""
     return (
         not avoid.intersection(encoding.segments)
         and all(segment in catalog.segments for segment in encoding.segments)
@@ -208,19 +209,19 @@ def usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Co
 
 
 def _twice(encoding: Encoding) -> str | None:
-    """A segment that the encoding names twice, whose tensors and tree it would have twice; None: there is none."""
+    """A segment that the encoding names twice, so that its tensors and tree would occur twice; None: there is none."""
     if len(encoding.segments) == len(set(encoding.segments)):
         return None
     return next(one for one in encoding.segments if encoding.segments.count(one) > 1)
 
 
 def base_node(encoding: Encoding) -> Node | None:
-    """What an encoding builds on; None: nothing."""
+    """The node that an encoding builds on; None: nothing."""
     return None if encoding.base is None else encoding.base.node
 
 
 def _base_matches(catalog: Catalog, encoding: Encoding, held: Collection[CheckpointId]) -> bool:
-    """A base is named by identity: the state hash must be the one the encoding was made against."""
+    """Whether the base is there with the right identity: the state hash must be the one that the encoding names."""
     base = encoding.base
     if base is None:
         return True
@@ -231,13 +232,13 @@ def _base_matches(catalog: Catalog, encoding: Encoding, held: Collection[Checkpo
 
 
 def no_way(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> CorruptionError:
-    """The error of a checkpoint to which no way leads; `avoid`: see `plan`."""
+    """The error for a checkpoint to which no way leads; `avoid`: see `plan`."""
     kind, reason = _reason(catalog, target.node, avoid)
     return kind(f"checkpoint {target.ref} cannot be restored: {reason}")
 
 
 def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[CorruptionError], str]:
-    """Follow the chain down to the first thing that is missing -> what is damaged, and how."""
+    """Follow the chain down to the first missing thing -> the class of the error, and a text."""
     slots = ", ".join(str(seq) for seq in sorted(catalog.damage)[:3])
     hidden = f" (log slot {slots} is damaged)" if slots else ""
     seen: set[Node] = set()

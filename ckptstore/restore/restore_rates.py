@@ -1,4 +1,4 @@
-"""How fast this machine and medium restore: measured in a moment, on what is to be restored."""
+"""Measures quickly how fast this machine and medium restore, with the data to be restored."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import numpy as np
 from ckptstore.formats import codecs, optim
 from ckptstore.host.buffers import aligned
 from ckptstore.host.threads import default_threads, started_pool
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import TYPICAL, Rates
 
-__all__ = ["Measured", "measure_rates"]
+__all__ = ["KernelSpeed", "measure_rates"]
 
 _PROBE = 16 << 20
 _NUMBERS = 1 << 18
 _ROUNDS = 5
 
 
-class Measured(NamedTuple):
-    """What a kernel did, on all threads at once.
+class KernelSpeed(NamedTuple):
+    """The speed of a kernel, on all threads at once.
 
     Attributes:
-        startup: seconds that its first call took beyond the others: the kernel was loaded.
-        quick, slow: bytes in a second, all threads together: of the quickest and of the middle one of further rounds.
+        startup: additional seconds of its first call, which loads the kernel.
+        quick, slow: bytes a second, all threads together, in the fastest and in the median of the other rounds.
     """
 
     startup: float
@@ -37,15 +37,15 @@ class Measured(NamedTuple):
     slow: float
 
 
-def measure_rates(found: Opened, *, decode: bool = True, replay: bool = True) -> Rates:
-    """Read up to 16 MiB of the plan's largest segment, and decode a made-up delta and step, against the clock.
+def measure_rates(found: OpenCheckpoint, *, decode: bool = True, replay: bool = True) -> Rates:
+    """Time the reading of up to 16 MiB of the plan's largest segment, and the decoding of a synthetic delta and step.
 
-    A first call, which loads the kernel, is timed by itself: what takes a second once is no rate. The rates are those
-    of the quickest of a few further rounds; how much slower the middle one was is `Rates.spread`.
+    The first call, which loads the kernel, is timed separately: a one-time cost is not part of a rate. The rates are
+    those of the fastest of a few further rounds; `Rates.spread` says how much slower the median was.
 
     Args:
-        decode, replay: False: nobody asks for that rate, which is the typical one then. Its kernels alone take a second
-            of the processor to load.
+        decode, replay: False: do not measure this rate, and return the typical one. Loading its kernels alone takes a
+            second of processor time.
     """
     largest = max(found.readers.values(), key=lambda reader: reader.entry.size)
     memory = aligned(min(_PROBE, largest.entry.size))
@@ -64,7 +64,7 @@ def measure_rates(found: Opened, *, decode: bool = True, replay: bool = True) ->
     )
 
 
-def _delta_rate(threads: int) -> Measured:
+def _delta_rate(threads: int) -> KernelSpeed:
     old = np.linspace(-0.1, 0.1, _NUMBERS, dtype=np.float32)
     new = old + np.sin(np.arange(_NUMBERS, dtype=np.float32)) * np.float32(1e-5)
     codec = codecs.codec("sub", {"word": 4})
@@ -77,7 +77,7 @@ def _delta_rate(threads: int) -> Measured:
     return _against_the_clock(prepared, threads, old.nbytes)
 
 
-def _replay_rate(threads: int) -> Measured:
+def _replay_rate(threads: int) -> KernelSpeed:
     rule = optim.AdamW().rule(optim.Step(count=1000, lr=1e-3))
     wave = np.sin(np.arange(_NUMBERS, dtype=np.float32))
     old = [wave * np.float32(scale) for scale in (1e-1, 1e-4)] + [np.square(wave * np.float32(1e-4))]
@@ -92,11 +92,11 @@ def _replay_rate(threads: int) -> Measured:
     return _against_the_clock(prepared, threads, 12 * _NUMBERS)
 
 
-def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: int, nbytes: int) -> Measured:
+def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: int, nbytes: int) -> KernelSpeed:
     """Time a kernel.
 
     Args:
-        prepared: gives one call, with memory of its own, for each thread and round.
+        prepared: returns a call with memory of its own, for each thread and round.
         nbytes: logical bytes that one call decodes.
     """
     first = _seconds(prepared())
@@ -106,7 +106,7 @@ def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: in
         for _ in range(_ROUNDS):
             calls = [prepared() for _ in range(threads)]
             rounds.append(_seconds(partial(_together, pool, calls)))
-    return Measured(max(0.0, first - again), threads * nbytes / min(rounds), threads * nbytes / median(rounds))
+    return KernelSpeed(max(0.0, first - again), threads * nbytes / min(rounds), threads * nbytes / median(rounds))
 
 
 def _together(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], object]]) -> None:

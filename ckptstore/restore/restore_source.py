@@ -1,4 +1,4 @@
-"""What tensors are rebuilt from: a checkpoint that is open in the store, or one that is held in memory."""
+"""The common interface of what tensors are rebuilt from: a checkpoint open in the store, or one in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ckptstore.restore.box_reads import Part
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.stored_parts import Parts
 
-__all__ = ["Restorable"]
+__all__ = ["RestoreSource"]
 
 _NAMED: Final = 5
-"""Tensors that a warning names."""
+"""Number of tensors that a warning names."""
 
 
-class Restorable(ABC):
-    """A checkpoint of which every tensor has something that restores it."""
+class RestoreSource(ABC):
+    """A checkpoint that has a chain for every tensor."""
 
     @property
     @abstractmethod
@@ -33,38 +33,38 @@ class Restorable(ABC):
     @property
     @abstractmethod
     def lossy(self) -> bool:
-        """Whether it is not what training had, because something on the way was stored so."""
+        """Whether the state differs from the one that training had, because an encoding on the way is lossy."""
 
     @property
     @abstractmethod
     def merged(self) -> Any:
-        """The typed JSON tree as it is stored: of all ranks that saved it (`formats.rank_trees`)."""
+        """The typed JSON tree as it is stored: that of all ranks that saved it (`formats.rank_trees`)."""
 
     @property
     @abstractmethod
     def chains(self) -> dict[str, Chain]:
-        """name -> what restores it, in the tree's order; key -> of its shards."""
+        """name -> its chain, in the tree's order; for a sharded tensor key of shard -> chain."""
 
     @property
     @abstractmethod
     def parts(self) -> Parts:
-        """name -> keys of `chains`: its own name, or those of its shards; in the order of the tree."""
+        """name -> keys of `chains`: the name itself, or the keys of its shards; in the order of the tree."""
 
     @cached_property
     def tree(self) -> Any:
-        """The typed JSON tree of the state, as one process reads it that is none of several ranks.
+        """The typed JSON tree of the state, as a single process reads it that is not one of several ranks.
 
         Warns (`HiddenTensorsWarning`) of tensors that only `tree_of` a rank has.
         """
-        # Prevents: tensors of a rank that are missing in what was loaded, without a word. No writer stores such states
-        # today; earlier ones did.
+        # Prevents: tensors of a rank that are silently missing from the result. No current writer stores such states;
+        # earlier ones did.
         whole = of_rank(self.merged, None)
         if hidden := left_out(self.merged, whole):
             warn(self._hidden(hidden), HiddenTensorsWarning)
         return whole
 
     def _hidden(self, names: list[str]) -> str:
-        """Says that what is read without a rank lacks tensors, and which ranks have them."""
+        """A text that names the tensors that are left out when no rank is given, and the ranks that have them."""
         ranks: dict[str, list[int]] = {name: [] for name in names}
         for rank in range(rank_count(self.merged) or 0):
             for name in ranks.keys() & set(tensor_names(of_rank(self.merged, rank))):
@@ -78,16 +78,16 @@ class Restorable(ABC):
         )
 
     def tree_of(self, rank: int | None) -> Any:
-        """Likewise, as rank `rank` reads it; None: `tree`."""
+        """The same, as rank `rank` reads it; None: `tree`."""
         return self.tree if rank is None else of_rank(self.merged, rank)
 
     @cached_property
     def tensors(self) -> dict[str, TensorEntry]:
-        """name -> its entry in the last encoding (of a tensor in shards a `ShardedEntry`), in the order of the tree."""
+        """name -> its entry in the last encoding (`ShardedEntry` if it is sharded), in the order of the tree."""
         return {name: self._entry(keys) for name, keys in self.parts.items()}
 
     def stored(self, name: str) -> list[Part]:
-        """What restores a tensor: its chain, or those of its shards, each with what it has of the tensor."""
+        """The chains that restore a tensor: its own, or those of its shards, each with its box of the tensor."""
         keys = self.parts[name]
         if isinstance(keys[0], ShardKey):
             return [(self.chains[key], key.box) for key in keys if isinstance(key, ShardKey)]

@@ -1,4 +1,4 @@
-"""What a caller asks for: globs of tensor names, the places of a state that they match, and names that are no globs."""
+"""Selects what a caller asks for: globs of tensor names, the places of a state that they match, and plain names."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ckptstore.formats.boxes import Box
 from ckptstore.formats.state import TensorPlace, places, select_places, tensor_names
 from ckptstore.host.option_checks import texts
 
-__all__ = ["Selection", "choose", "chosen_box", "one_of", "select_from"]
+__all__ = ["TensorSelection", "choose", "chosen_box", "one_of", "select_from"]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What a selection takes of a state.
+class TensorSelection:
+    """The selected part of a state.
 
     Attributes:
         whole: the tree of the state.
-        kept: position in `formats.state.places` -> the place; those that match, in tree order.
-        all: nothing was selected: everything is in it.
+        kept: position in `formats.state.places` -> the place; the selected ones, in tree order.
+        all: there was no selection: everything is included.
     """
 
     whole: Any
@@ -32,17 +32,17 @@ class Selection:
 
     @property
     def tensors(self) -> dict[str, str]:
-        """tensor -> the name of the first of its places that match, in tree order."""
+        """tensor -> the name of the first of its selected places, in tree order."""
         found: dict[str, str] = {}
         for place in self.kept.values():
             found.setdefault(place.tensor, place.name)
         return found
 
     def tree(self, names: Mapping[str, str] | None = None) -> Any:
-        """The tree with no other tensors.
+        """The tree with the selected tensors only.
 
         Args:
-            names: tensor -> the name that it has there; by default its own.
+            names: tensor -> its name in the result; by default its own.
         """
         if self.all:
             return self.whole
@@ -52,23 +52,23 @@ class Selection:
         )
 
 
-def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> Selection:
-    """The places at which a state has tensors and that a selection (one glob or several) matches.
+def select_from(tree: Any, chosen: str | Sequence[str] | None, where: str) -> TensorSelection:
+    """The places of a state's tensors that a selection (one glob or several) matches.
 
-    A tied tensor is at each of its places under another name: one that does not match is left out.
+    A tied tensor has several places with different names: places that do not match are left out.
 
     Raises:
         TensorNotFoundError: a glob matches nothing; suggests names that are close.
         FormatError: the tree is not what `flatten` writes.
     """
     if chosen is None:
-        return Selection(
+        return TensorSelection(
             tree, {index: TensorPlace(name, name) for index, name in enumerate(tensor_names(tree))}, all=True
         )
     found = places(tree)
     names = set(choose(list(dict.fromkeys(place.name for place in found)), chosen, where))
     kept = {position: place for position, place in enumerate(found) if place.name in names}
-    return Selection(tree, kept, all=False)
+    return TensorSelection(tree, kept, all=False)
 
 
 def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str] | None, where: str) -> list[str]:
@@ -76,7 +76,7 @@ def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str
 
     Raises:
         TensorNotFoundError: a glob matches nothing; suggests names that are close.
-        UsageError: `chosen` is neither a text nor several.
+        UsageError: `chosen` is neither a text nor a sequence of texts.
     """
     names = list(available)
     if chosen is None:
@@ -91,7 +91,7 @@ def choose(available: Sequence[str] | dict[str, Any], chosen: str | Sequence[str
 
 
 def one_of(available: Collection[str], name: str, where: str) -> str:
-    """`name`, which is no glob, if it is there. Raises `TensorNotFoundError` with names that are close."""
+    """`name`, which is not a glob, if it exists. Raises `TensorNotFoundError` with similar names."""
     if name in available:
         return name
     names = list(available)
@@ -103,10 +103,10 @@ def one_of(available: Collection[str], name: str, where: str) -> str:
 
 
 def chosen_box(shape: Sequence[int], index: Sequence[slice] | slice, where: str) -> Box:
-    """The box that slices take of an array of `shape`, as in numpy; dimensions without one are taken whole.
+    """The box that slices select of an array of `shape`, as in numpy; dimensions without a slice are taken whole.
 
     Raises:
-        UsageError: something other than slices of neighbouring elements, or more of them than dimensions.
+        UsageError: not slices of neighboring elements, or more slices than dimensions.
     """
     slices = [index] if isinstance(index, slice) else list(index)
     if not all(isinstance(part, slice) and part.step in (None, 1) for part in slices):

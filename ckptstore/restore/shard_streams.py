@@ -1,4 +1,4 @@
-"""A tensor in shards as a stream: its image from the first byte to the last, without the tensor in memory."""
+"""Streams the image of a sharded tensor from the first byte to the last, without the whole tensor in memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["iterate_parts"]
 
 
 def iterate_parts(tensor: TensorEntry, parts: Sequence[Part], *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
-    """The chunks of a whole tensor in order, one at a time: (offset within the tensor, bytes valid until the next).
+    """The chunks of a whole tensor in order, one at a time: (offset within the tensor, bytes valid until the next one).
 
-    Elements of a shard have the order that they have in the tensor. So each shard is read once, from its beginning, and
-    a chunk of it is in memory as long as the present place of the tensor lies within it.
+    Elements of a shard have the same order as in the tensor. So each shard is read once, from its beginning, and a
+    chunk of it is in memory as long as the current position in the tensor is within it.
 
     Args:
-        tensor: all of it, as `formats.shards.combine_shards` describes it.
-        parts: its shards, which make it up.
+        tensor: the whole tensor, as `formats.shards.combine_shards` describes it.
+        parts: its shards, which cover it.
 
     Raises:
         CorruptSegmentError, StorageError: as `decode_chunk`.
@@ -42,7 +42,7 @@ def iterate_parts(tensor: TensorEntry, parts: Sequence[Part], *, verify: bool = 
 
 
 class _Stream:
-    """One shard, as far as it is read. Places are elements, counted in the whole tensor's image."""
+    """One shard, as far as it has been read. Places count elements in the whole tensor's image."""
 
     def __init__(self, chain: Chain, box: Box, shape: tuple[int, ...], itemsize: int) -> None:
         self._chain = chain
@@ -51,13 +51,13 @@ class _Stream:
         self._itemsize = itemsize
         self._next = 0  # chunk
         self._loaded: Bytes = aligned(0)
-        self._start = 0  # elements of the shard before those that are loaded
-        self._last = -1  # place of the last element that is loaded
+        self._start = 0  # elements of the shard before the loaded ones
+        self._last = -1  # place of the last loaded element
         self._first = self._place(0)
         self.done = False
 
     def take(self, first: int, stop: int, out: Bytes, scratch: Bytes, verify: bool) -> None:
-        """Copy what it has of [first, stop) of the tensor to `out`, those elements."""
+        """Copy its elements of [first, stop) of the tensor to `out`, which holds that range."""
         while self._first < stop:
             if self._last >= first:
                 self._copy(first, stop, out)
@@ -89,7 +89,7 @@ class _Stream:
             at += target.size
 
     def _place(self, element: int) -> int:
-        """Where an element of the shard's image stands in the tensor's."""
+        """The position in the tensor's image of an element of the shard's image."""
         found, scale = 0, 1
         for offset, length, limit in zip(
             reversed(self._box.offset), reversed(self._box.shape), reversed(self._whole.shape), strict=True

@@ -1,4 +1,4 @@
-"""A committed checkpoint as the base of deltas, read back from the store chunk by chunk."""
+"""Reads a committed checkpoint back from the store, chunk by chunk, as the base of deltas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["StoredBase", "open_base"]
 
 
 class StoredBase:
-    """A base that is read back from the store, for want of memory. Every thread keeps the chunk it read last."""
+    """A base that is read back from the store to save memory. Every thread keeps the chunk that it read last."""
 
     def __init__(self, identity: CheckpointId, chains: dict[str, Chain], close: Callable[[], None]) -> None:
         self.id = identity
@@ -32,7 +32,7 @@ class StoredBase:
         return None if chain is None else (chain.tensor.dtype, chain.tensor.shape)
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """See `Base.read`. The range lies within one chunk. Raises `CorruptSegmentError`, `StorageError`."""
+        """See `Base.read`. The range is within one chunk. Raises `CorruptSegmentError`, `StorageError`."""
         chain = self._chains[name]
         index, within = divmod(start, CHUNK)
         out = self._chunk(name, chain, index)

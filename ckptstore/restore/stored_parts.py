@@ -1,4 +1,4 @@
-"""What is stored of each tensor of a state: the tensor itself, or the shards that make it up."""
+"""Finds what is stored of each tensor of a state: the tensor itself, or the shards that make it up."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.shards import ShardKey, check_cover, state_parts
 from ckptstore.formats.state import tensor_names
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 
 __all__ = ["Parts", "described_state", "stored_parts"]
 
 Parts = dict[str, tuple[str, ...]]
-"""Name of a tensor -> keys of what is stored of it: its name, or `ShardKey` for each of its shards, by offset."""
+"""Name of a tensor -> keys of its stored parts: its name, or a `ShardKey` for each of its shards, by offset."""
 
 
-def stored_parts(held: Mapping[str, Link], names: Sequence[str], where: str) -> Parts:
-    """What is stored of the tensors `names`, in their order.
+def stored_parts(held: Mapping[str, TensorLink], names: Sequence[str], where: str) -> Parts:
+    """The stored parts of the tensors `names`, in their order.
 
     Args:
         held: the tensors of an encoding (`assembly.held_by`).
         where: names the checkpoint in errors.
 
     Raises:
-        CorruptSegmentError: a tensor is missing, is there whole and in shards, or its shards do not make it up; names
-            tensor and segment.
+        CorruptSegmentError: a tensor is missing, or is stored both whole and in shards, or its shards do not cover it;
+            names tensor and segment.
     """
     shards: dict[str, list[ShardKey]] = {}
     for key in held:
@@ -47,12 +47,12 @@ def stored_parts(held: Mapping[str, Link], names: Sequence[str], where: str) -> 
     return parts
 
 
-def described_state(held: Mapping[str, Link], tree: Any, where: str) -> str:
-    """The hash of the state that segments describe: nothing is decoded.
+def described_state(held: Mapping[str, TensorLink], tree: Any, where: str) -> str:
+    """The hash of the state that segments describe, without decoding anything.
 
     Args:
         held: the tensors of an encoding (`assembly.held_by`).
-        tree: of the state (`assembly.tree_of`).
+        tree: the tree of the state (`assembly.tree_of`).
         where: names the checkpoint in errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The tensors of an open checkpoint as streams of bytes, for whoever looks at all of them and keeps none."""
+"""Streams the bytes of an open checkpoint's tensors, for callers that look at all of them and keep none."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.restore_source import Restorable
+from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.shard_streams import iterate_parts
 
 __all__ = ["stream", "streams"]
 
 
-def streams(found: Restorable) -> Callable[[str], Iterator[Bytes]]:
+def streams(found: RestoreSource) -> Callable[[str], Iterator[Bytes]]:
     """A function that yields a tensor's logical bytes chunk by chunk, verified, each valid until the next one.
 
-    It may be called from several threads, while `found` is open. What is stored in shards is put together: then a chunk
-    of each shard at the present place is in memory.
+    Several threads may call it while `found` is open. Sharded tensors are assembled: then one chunk of each shard at
+    the current position is in memory.
     """
-    assert found.tensors is not None  # made here, not by several threads at once
+    assert found.tensors is not None  # computed here, not by several threads at once
 
     def chunks(name: str) -> Iterator[Bytes]:
         for _, data in stream(found, name):
@@ -27,8 +27,8 @@ def streams(found: Restorable) -> Callable[[str], Iterator[Bytes]]:
     return chunks
 
 
-def stream(found: Restorable, name: str, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
-    """One tensor: (offset within it, bytes valid until the next)."""
+def stream(found: RestoreSource, name: str, *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
+    """Stream one tensor: (offset within it, bytes valid until the next one)."""
     if found.sharded(name):
         return iterate_parts(found.tensors[name], found.stored(name), verify=verify)
     return iterate_chain(found.chains[name], verify=verify)

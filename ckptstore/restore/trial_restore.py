@@ -1,6 +1,6 @@
-"""Restoring a checkpoint to see whether it can be: by the ways that a load takes, and nothing of it is kept.
+"""Restores a checkpoint as a test, by the ways that a load takes, and keeps nothing of it.
 
-Verify and repair ask here before they call a checkpoint lost. So they say what a load says.
+Verify and repair call this before they report a checkpoint as lost. So they agree with a load.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ckptstore.formats.state import unflatten
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal
-from ckptstore.restore.alternatives import UNTRIED, Tried
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
 from ckptstore.restore.chain import restore_tensors
 from ckptstore.restore.load import restoring
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import Plan
 
 __all__ = ["try_restoring"]
@@ -26,26 +26,26 @@ def try_restoring(
     catalog: Catalog,
     node: Node,
     threads: int,
-    tried: Tried = UNTRIED,
+    tried: FailedWays = NO_FAILED_WAYS,
 ) -> Plan:
-    """The way by which a checkpoint was restored: every tensor decoded, and compared with its hashes.
+    """Restore a checkpoint: decode every tensor and compare it with its hashes -> the way that succeeded.
 
-    Nothing is pinned, and nobody is warned. Memory: two blocks for each thread.
+    Nothing is pinned, and no warning is given. Memory: two blocks for each thread.
 
     Args:
         catalog: the log.
-        threads: threads that read and decode.
-        tried: what is known of ways that fail.
+        threads: number of threads that read and decode.
+        tried: what is known of failed ways.
 
     Raises:
         CorruptionError, FormatError: no way leads to it.
-        StorageError: the medium failed; nothing is known of it.
+        StorageError: the medium failed; the result is unknown.
     """
 
     def nothing(_start: int, _data: Bytes) -> None:
         pass
 
-    def work(found: Opened) -> Plan:
+    def work(found: OpenCheckpoint) -> Plan:
         unflatten(of_rank(found.merged, None), lambda _name, _origin: None)
         targets = {key: (chain, nothing) for key, chain in found.chains.items()}
         with workers(threads, "try") as readers:

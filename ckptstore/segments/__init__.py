@@ -1,4 +1,4 @@
-"""Segments on a medium: blocks streamed into one, plain and packed ones written, chunks read and verified.
+"""Segments on a medium: writes plain and packed ones from streamed blocks, reads and verifies their chunks.
 
-Knows files and bytes, neither checkpoints nor chains. Imports `log` and what is below it.
+Handles files and bytes, but neither checkpoints nor chains. Imports `log` and the rooms below it.
 """

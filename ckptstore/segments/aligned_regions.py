@@ -1,4 +1,4 @@
-"""Memory that is laid out as the plain segments of a state will be, so that it is written without another copy."""
+"""Plans memory with the layout of a state's plain segments, so that it is written without another copy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, or
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["LaidOutState", "Region", "RegionPlan", "plan_regions"]
+__all__ = ["LaidOutState", "RegionPlan", "SegmentRegion", "plan_regions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SegmentRegion:
     """The data of one plain segment in memory.
 
     Attributes:
         specs: its tensors, in access order.
-        memory: at a multiple of 4096, as the data region in the file is, with the tensors where they are there; the
-            last page is filled up with zeros.
+        memory: begins at a multiple of 4096 and has the layout of the data region in the file; the last page is padded
+            with zeros.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -33,22 +33,22 @@ class LaidOutState(FlatState):
 
     Attributes:
         regions: one for each segment, in order.
-        digests: state digests that are known already, by name of the tensor.
+        digests: state digests that are already known, by tensor name.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[SegmentRegion, ...]
     digests: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """Where the tensors of a state lie in memory that is laid out as its segments will be.
+    """The positions of a state's tensors in memory that has the layout of its segments.
 
     Attributes:
         segments: the tensors of each segment, in access order.
-        bounds: for each segment where its region begins in the memory, where its data ends, and where the region does.
-        offsets: where each tensor begins in the memory, by name.
-        size: bytes of memory: those of the state, and for each segment less than a page.
+        bounds: for each segment its start in the memory, the end of its data, and the end of its region.
+        offsets: start of each tensor in the memory, by name.
+        size: bytes of memory: those of the state, plus less than a page for each segment.
     """
 
     segments: tuple[tuple[TensorSpec, ...], ...]
@@ -56,25 +56,26 @@ class RegionPlan:
     offsets: Mapping[str, int]
     size: int
 
-    def regions(self, memory: Bytes) -> tuple[Region, ...]:
-        """The regions of page-aligned `memory`, of `size` bytes or more. What pads them is set to zero."""
+    def regions(self, memory: Bytes) -> tuple[SegmentRegion, ...]:
+        """The regions of page-aligned `memory` of at least `size` bytes. Sets their padding to zero."""
         for _, data_end, end in self.bounds:
             memory[data_end:end] = 0
         return tuple(
-            Region(specs, memory[start:end]) for specs, (start, _, end) in zip(self.segments, self.bounds, strict=True)
+            SegmentRegion(specs, memory[start:end])
+            for specs, (start, _, end) in zip(self.segments, self.bounds, strict=True)
         )
 
 
-@lru_cache(maxsize=4)  # a run saves the same tensors again and again, and whoever asks here keeps training waiting
+@lru_cache(maxsize=4)  # a run saves the same tensors again and again, and training waits for this call
 def plan_regions(
     tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None], ...],
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> RegionPlan:
-    """Lay tensors out as `plain.write_full` will with the same `limit`.
+    """Lay tensors out as `plain_segments.write_full` does with the same `limit`.
 
     Args:
         tensors: name, dtype and shape of each, in access order; then global shape and offset of a shard, or None twice.
-        limit: bytes of tensors per segment.
+        limit: maximum bytes of tensors per segment.
 
     Raises:
         FormatError: a tensor that no segment can hold.

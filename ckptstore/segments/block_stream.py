@@ -1,7 +1,7 @@
-"""Aligned blocks on their way into a segment, and a sequential stream of bytes that is cut into such blocks.
+"""Writes aligned blocks into a segment by several threads, and cuts a stream of bytes into such blocks.
 
-The producer fills a block while the disk takes the one before: with two blocks in flight the copy, the hash and the
-write overlap, and the memory in use is the staging budget, whatever the state's size.
+The producer fills a block while the disk writes the one before: with two blocks in flight the copy, the hash and the
+write overlap, and the memory in use is the staging budget, whatever the size of the state.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 class BlockWrites:
     """Blocks that the threads of a pool write into a sink. Any thread may send them, in any order.
 
-    Call `wait`, which leaving a ``with`` does, before the sink is sealed or aborted: no thread may still write into it.
+    Call `wait`, or leave the ``with``, before the sink is sealed or aborted: no thread may write into it any more.
     """
 
     def __init__(self, sink: SegmentSink, pool: ThreadPoolExecutor, most: int) -> None:
         """
         Args:
-            most: blocks that may be under way: other jobs of the pool shall not wait behind a whole state.
+            most: maximum number of blocks in flight: other jobs of the pool must not wait behind a whole state.
         """
         self._sink = sink
         self._pool = pool
@@ -53,12 +53,12 @@ class BlockWrites:
         self.wait()
 
     def block(self, length: int) -> Bytes | None:
-        """Memory of the sink's own, which is sent without a copy; None: it has none (`SegmentSink.block`)."""
+        """Memory of the sink, which is sent without a copy; None: it has none (`SegmentSink.block`)."""
         return self._sink.block(length)
 
     @property
     def refers(self) -> bool:
-        """Whether the sink takes memory where it lies (`SegmentSink.refer`)."""
+        """Whether the sink sends memory without copying it first (`SegmentSink.refer`)."""
         return self._sink.refers
 
     def refer(self, offset: int, data: Bytes) -> None:
@@ -66,14 +66,14 @@ class BlockWrites:
         self._sink.refer(offset, data.data)
 
     def send(self, offset: int, data: Bytes, written: Callable[[], None] = lambda: None) -> None:
-        """Have `data` written at `offset`; waits while there are as many blocks under way as may be.
+        """Write `data` at `offset` by a thread of the pool; waits while the maximum number of blocks is in flight.
 
         Args:
-            offset: in the file, a multiple of 4096, as are the length and the address of `data`.
+            offset: position in the file, a multiple of 4096, as are the length and the address of `data`.
             written: called when `data` may change, also if this raises.
 
         Raises:
-            whatever an earlier write raised.
+            the error of an earlier write.
         """
         self._free.acquire()
         self._busy_by(1)
@@ -89,10 +89,10 @@ class BlockWrites:
             self._under_way.append(future)
 
     def paced(self, jobs: Iterable[Callable[[], _T]]) -> Iterator[Callable[[], _T]]:
-        """The jobs, which `send`, one by one: the next when none before it runs, or when nothing is being written.
+        """Yield the jobs, which call `send`, one by one: the next one when no job runs, or when no block is in flight.
 
-        Threads that hash beside each other are in each other's way on the way to memory, and training's. So a second
-        one begins only where the medium would wait for the first.
+        Threads that hash in parallel compete for memory bandwidth, also with training. So a second job starts only if
+        the medium would otherwise wait for the first.
         """
         for job in jobs:
             with self._changed:
@@ -110,14 +110,14 @@ class BlockWrites:
                 self._changed.notify()
 
     def check(self) -> None:
-        """Raise what a finished write raised, and forget the others: a segment may have many thousands."""
+        """Raise the error of a finished write, and forget finished ones: a segment may have many thousands."""
         with self._lock:
             while self._under_way and self._under_way[0].done():
                 self._under_way[0].result()
                 self._under_way.popleft()
 
     def wait(self) -> None:
-        """Wait until none is under way. Raises nothing: `check` does."""
+        """Wait until no write is in flight. Raises nothing: `check` does."""
         with self._lock:
             under_way = list(self._under_way)
         for write in under_way:
@@ -142,8 +142,8 @@ class BlockWrites:
 class BlockStream:
     """Bytes appended one after the other from file offset `start` (a multiple of 4096).
 
-    Use: fill `space(n)`, then `advance(k)`; at the end `finish()`. After an error call `drain()`, which leaving a
-    ``with`` does, before the sink is aborted, so that no thread still writes into it.
+    Use: fill `space(n)`, then `advance(k)`; at the end `finish()`. After an error call `drain()`, or leave the
+    ``with``, before the sink is aborted, so that no thread writes into it any more.
     """
 
     def __init__(self, sink: SegmentSink, staging: Staging, pool: ThreadPoolExecutor, start: int) -> None:
@@ -175,7 +175,7 @@ class BlockStream:
         return self._block[self._used : min(self._used + wanted, self._staging.block_bytes)]
 
     def advance(self, count: int) -> None:
-        """`count` bytes of the last `space` are filled."""
+        """Mark `count` bytes of the last `space` as filled."""
         self._used += count
         assert self._used <= self._staging.block_bytes
         if self._used == self._staging.block_bytes:
@@ -191,7 +191,7 @@ class BlockStream:
             done += len(part)
 
     def finish(self) -> int:
-        """Send the last, padded block, wait for every write; the end offset. Raises what a write raised."""
+        """Send the last, padded block and wait for every write -> the end offset. Raises the error of a write."""
         end = self.position
         if self._block is not None and self._used:
             padded = -(-self._used // BLOCK) * BLOCK
@@ -202,7 +202,7 @@ class BlockStream:
         return end
 
     def drain(self) -> None:
-        """Wait until no write is under way and give all memory back. Raises nothing."""
+        """Wait until no write is in flight, and return all memory. Raises nothing."""
         if self._block is not None:
             self._staging.give(self._block)
             self._block = None

@@ -1,7 +1,7 @@
-"""Fulls whose tensors are copied straight into mapped segments of the medium (LightCheck-D), and written nowhere else.
+"""Copies the tensors of a full straight into mapped segments of the medium (LightCheck-D), without another buffer.
 
-The segments are opened, and their data regions mapped, before anything is copied. Once all tensors are there they are
-hashed where they lie, made durable, and the header is written last, as in any segment.
+The segments are opened, and their data regions mapped, before anything is copied. Once all tensors are copied, they
+are hashed in place and made durable, and the header is written last, as in any segment.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
-from ckptstore.segments.aligned_regions import LaidOutState, Region
+from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion
 from ckptstore.segments.packed_segments import drafts
 from ckptstore.segments.plain_segments import WrittenState
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["DirectState", "Mapped", "map_segments", "regions_of", "write_direct"]
+__all__ = ["MappedSegment", "MappedState", "map_segments", "regions_of", "write_direct"]
 
 _PIECE: Final = 1 << 20
 _SLACK: Final = 64 << 10
-"""Bytes by which a header may turn out longer than it was when its segment was opened: the state's values change."""
+"""Bytes by which a header may grow after its segment was opened: the state's values change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
-    """A segment that is open, with its data region in memory.
+class MappedSegment:
+    """An open segment whose data region is mapped into memory.
 
     Attributes:
         id: its uuid.
-        layout: where its tensors lie, behind a header that has space to grow.
-        memory: the data region, page-aligned, padded to whole pages; gone once the sink is sealed or aborted.
+        layout: the positions of its tensors, after a header that has space to grow.
+        memory: the data region, page-aligned, padded to whole pages; invalid once the sink is sealed or aborted.
     """
 
     id: str
@@ -57,21 +57,21 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class DirectState(LaidOutState):
-    """A state whose tensors lie in mapped segments.
+class MappedState(LaidOutState):
+    """A state whose tensors are in mapped segments.
 
     Attributes:
         mapped: one for each segment, in order.
-        begun: the ids of those that were, or are being, completed: whoever completes them answers for them.
+        begun: ids of the segments that are, or were, being completed: the code that completes them drops them.
     """
 
-    mapped: tuple[Mapped, ...] = ()
+    mapped: tuple[MappedSegment, ...] = ()
     begun: list[str] = field(default_factory=list)
 
     def abort(self) -> list[str]:
-        """Give up the segments that are not sealed -> the ids of those that nobody has begun to complete.
+        """Abort the segments that are not sealed -> ids of those whose completion was never started.
 
-        Nobody may touch the tensors any more.
+        The tensors must not be used any more.
         """
         _abort(self.mapped)
         return [segment.id for segment in self.mapped if segment.id not in self.begun]
@@ -79,19 +79,19 @@ class DirectState(LaidOutState):
 
 def map_segments(
     backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int | None = None
-) -> tuple[Mapped, ...] | None:
-    """Open the segments of a full of a state like `flat`, and map them; None: the medium has no memory for that.
+) -> tuple[MappedSegment, ...] | None:
+    """Open the segments of a full of a state like `flat`, and map them; None: the medium cannot map segments.
 
     Args:
-        draft: what they will say of themselves, about; see `packed.drafts`.
-        limit: bytes of tensors per segment; None: what the medium wants.
+        draft: their document, approximately; see `packed_segments.drafts`.
+        limit: maximum bytes of tensors per segment; None: what the medium prefers.
 
     Raises:
-        StorageError: the medium failed, or is full; nothing is left of them, as far as possible.
+        StorageError: the medium failed, or is full; the segments are removed as far as possible.
     """
     specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
     divided = split(specs, backend.segment_bytes if limit is None else limit)
-    found: list[Mapped] = []
+    found: list[MappedSegment] = []
     try:
         for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
             planned = plan_plain(members, doc)
@@ -99,7 +99,7 @@ def map_segments(
             layout = place(planned.specs, planned.header_size + slack)
             length = padded(layout.size - layout.header_size)
             sink = backend.open_sink(SegmentEntry(doc.segment, doc.term, 0, 0, "").key, layout.header_size + length)
-            found.append(Mapped(doc.segment, layout, sink, np.empty(0, np.uint8)))
+            found.append(MappedSegment(doc.segment, layout, sink, np.empty(0, np.uint8)))
             memory = sink.map(layout.header_size, length) if length else None
             if memory is None:
                 _abort(found)
@@ -111,13 +111,13 @@ def map_segments(
     return tuple(found)
 
 
-def _abort(segments: Sequence[Mapped]) -> None:
+def _abort(segments: Sequence[MappedSegment]) -> None:
     for segment in segments:
         segment.sink.abort()
 
 
-def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region, ...], dict[str, Bytes]]:
-    """The regions of mapped segments, padded with zeros, and where each tensor of `flat` lies."""
+def regions_of(mapped: Sequence[MappedSegment], flat: FlatState) -> tuple[tuple[SegmentRegion, ...], dict[str, Bytes]]:
+    """The regions of mapped segments, padded with zeros, and the position of each tensor of `flat`."""
     places: dict[str, Bytes] = {}
     regions = []
     for segment in mapped:
@@ -128,7 +128,7 @@ def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region,
             places[spec.name] = segment.memory[begin : begin + spec.nbytes]
         names = {spec.name for spec in layout.specs}
         regions.append(
-            Region(
+            SegmentRegion(
                 tuple(TensorSpec(n, s.dtype, tuple(s.shape)) for n, s in flat.tensors.items() if n in names),
                 segment.memory,
             )
@@ -136,12 +136,12 @@ def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region,
     return tuple(regions), places
 
 
-def write_direct(session: SegmentSession, flat: DirectState, draft: SegmentDoc) -> WrittenState | None:
-    """Complete the segments that the tensors of `flat` lie in, and make them durable (COMMIT step 1).
+def write_direct(session: SegmentSession, flat: MappedState, draft: SegmentDoc) -> WrittenState | None:
+    """Complete the segments that the tensors of `flat` are in, and make them durable (COMMIT step 1).
 
     Returns:
-        None if a header does not fit any more, because the state's values have grown beyond expectation. Then the
-        state has to be written as another one is.
+        None if a header no longer fits because the state's values have grown more than expected. Then the state must be
+        written in the ordinary way.
 
     Raises:
         StorageError: the medium failed; what was written is removed as far as possible.
@@ -163,8 +163,8 @@ def write_direct(session: SegmentSession, flat: DirectState, draft: SegmentDoc) 
     return WrittenState(tuple(written), state, sum(one.nbytes for one in flat.tensors.values()), len(entries))
 
 
-def _docs(flat: DirectState, draft: SegmentDoc) -> list[SegmentDoc]:
-    """The documents of the segments, with the ids that they were opened under."""
+def _docs(flat: MappedState, draft: SegmentDoc) -> list[SegmentDoc]:
+    """The documents of the segments, with the ids under which they were opened."""
     docs = drafts(draft, flat.tree, len(flat.mapped))
     (step,) = draft.steps
     first = flat.mapped[0].id
@@ -176,15 +176,15 @@ def _docs(flat: DirectState, draft: SegmentDoc) -> list[SegmentDoc]:
     return found
 
 
-def _order(flat: DirectState) -> list[str]:
-    """The tensors segment by segment, as `plain.write_full` hashes them."""
+def _order(flat: MappedState) -> list[str]:
+    """The tensors segment by segment, in the order in which `plain_segments.write_full` hashes them."""
     return [spec.name for segment in flat.mapped for spec in segment.layout.specs]
 
 
 def _complete(
-    session: SegmentSession, segment: Mapped, doc: SegmentDoc, tensors: dict[str, TensorEntry], sink: SegmentSink
+    session: SegmentSession, segment: MappedSegment, doc: SegmentDoc, tensors: dict[str, TensorEntry], sink: SegmentSink
 ) -> tuple[bytes, int]:
-    """Hash the tensors, and have them on the medium before the header is."""
+    """Hash the tensors, and make them durable before the header is written."""
     layout = segment.layout
     jobs: list[Callable[[], tuple[str, int]]] = []
     for spec in layout.specs:

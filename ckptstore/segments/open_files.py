@@ -1,4 +1,4 @@
-"""Segments that stay described while few of their files are open: a process has descriptors for a thousand at most."""
+"""Reads any number of segments with few open files: a process often has only a thousand descriptors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Final
 from ckptstore.backends.base import Backend, SegmentSource
 from ckptstore.errors import CorruptSegmentError, KeyNotFoundError
 
-__all__ = ["Handles"]
+__all__ = ["OpenFiles"]
 
 _OPEN: Final = 32
 
 
-class Handles:
-    """Files that were read last stay open, the others are opened again when they are needed. Thread-safe."""
+class OpenFiles:
+    """Keeps the files that were read last open, and opens the others again when needed. Thread-safe."""
 
     def __init__(self, backend: Backend, most: int = _OPEN) -> None:
         """Open none yet.
 
         Args:
-            most: files that stay open when nobody reads them.
+            most: number of files that stay open while they are not being read.
         """
         self._backend = backend
         self._most = most
@@ -29,7 +29,7 @@ class Handles:
         self._lock = threading.Lock()
 
     def source(self, key: str, size: int) -> SegmentSource:
-        """A source that opens its file when it is read."""
+        """A source that opens its file only while it is read."""
         return _Source(self, key, size)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
@@ -65,7 +65,7 @@ class Handles:
 
 
 class _Source(SegmentSource):
-    def __init__(self, handles: Handles, key: str, size: int) -> None:
+    def __init__(self, handles: OpenFiles, key: str, size: int) -> None:
         self._handles = handles
         self._key = key
         self.size = size
@@ -77,4 +77,4 @@ class _Source(SegmentSource):
         return None
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """Does nothing: the handles own the open files."""

@@ -1,4 +1,4 @@
-"""Writing one packed segment: payload first, then its index, and the header last. And what all segments say alike."""
+"""Writes one packed segment: payload, index, then the header. Also makes the documents and sizes of all segments."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["drafts", "shares", "write_stream"]
 
 
 def drafts(draft: SegmentDoc, tree: Any, count: int) -> list[SegmentDoc]:
-    """The documents of the `count` segments that together hold one checkpoint: each is told which part it is.
+    """The documents of the `count` segments that together hold one checkpoint: each says which part it is.
 
     Args:
         draft: what they have in common: everything but uuid, tree and tensors.
-        tree: the state's, which the first of them holds.
+        tree: the tree of the state, which the first segment holds.
     """
     (step,) = draft.steps
     ids = [uuid.uuid4().hex for _ in range(count)]
@@ -42,8 +42,8 @@ def drafts(draft: SegmentDoc, tree: Any, count: int) -> list[SegmentDoc]:
 
 
 def shares(size: int, stored: Sequence[int]) -> list[int]:
-    """What each step of a segment costs: the bytes of its chunks and an equal share of the rest, of which the last step
-    has what does not divide. SPEC.md 5.1 says so: who makes the log again counts alike.
+    """The size of each step of a segment: the bytes of its chunks and an equal share of the rest; the last step gets
+    the remainder. formats/SPEC.md 5.1 defines this, so that a rebuilt log has the same sizes.
 
     Args:
         size: length of the segment.
@@ -63,11 +63,11 @@ def write_stream(
 
     Args:
         draft: its document without tensors.
-        payload: about how many bytes `fill` will append.
-        fill: appends the payload, and tells which tensors it made of it.
+        payload: approximate number of bytes that `fill` will append.
+        fill: appends the payload -> the entries of its tensors.
 
     Raises:
-        as `SegmentSession.write_segment`.
+        the errors of `SegmentSession.write_segment`.
     """
     header_size = plan_packed(draft)
 

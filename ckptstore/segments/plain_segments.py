@@ -1,8 +1,8 @@
-"""Writing a state as plain segments: its bytes as they are, hashed and summed up by several threads.
+"""Writes a state as plain segments: uncompressed bytes, hashed and digested by several threads.
 
-Tensors anywhere pass through staging blocks, and nothing else is allocated; a medium that takes a segment as a whole
-sends them from where they lie. A state that is laid out as its segments will be is written from its own memory, and so
-is one that arrives in units (`staged_units`). Which of these it is `segment_writers` says, and does.
+Tensors in arbitrary memory pass through staging blocks, and nothing else is allocated; a medium that takes a segment as
+a whole sends them without a copy. A state that has the layout of its segments is written from its own memory, and so is
+a state that arrives in units (`staged_units`). `segment_writers` chooses the way and does the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.pages import BLOCK
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.packed_segments import drafts
-from ckptstore.segments.segment_writers import Passing, passages
+from ckptstore.segments.segment_writers import MakeDataWriter, data_writers
 from ckptstore.segments.staged_units import ArrivingState
 from ckptstore.segments.write_session import Sealing, SegmentSession
 
@@ -30,7 +30,7 @@ __all__ = ["WrittenState", "write_full", "write_plain"]
 
 @dataclass(frozen=True, slots=True)
 class WrittenState:
-    """Durable segments that no record names yet, and what they add up to."""
+    """Durable segments that no record names yet, with the hash and the totals of their state."""
 
     segments: tuple[SegmentEntry, ...]
     state: str
@@ -53,15 +53,16 @@ def write_full(
     """Write `flat` as one or more uncompressed full segments and make them durable (COMMIT step 1).
 
     Args:
-        session: every staging block has to hold a chunk.
+        session: every staging block must be able to hold a chunk.
         flat: the state; its tensors must not change until this returns. A `LaidOutState` is not copied, nor is an
             `ArrivingState`.
-        draft: what its segments say of themselves; see `packed.drafts`.
-        limit: bytes of tensors per segment; None: what the medium wants. Of an `ArrivingState`, its plan decides.
+        draft: the document of its segments; see `packed_segments.drafts`.
+        limit: maximum bytes of tensors per segment; None: what the medium prefers. For an `ArrivingState` its plan
+            decides.
 
     Raises:
-        StorageError: it cannot fit, which is found out before anything is written, or the medium failed; what was
-            written is removed as far as possible.
+        StorageError: the state does not fit, which is checked before anything is written, or the medium failed; what
+            was written is removed as far as possible.
     """
     segments, tensors = write_plain(session, flat, partial(drafts, draft, flat.tree), limit=limit)
     hashes = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
@@ -79,26 +80,26 @@ def write_plain(
     """Write the tensors of `flat`, whole ones and shards, as plain segments and make them durable.
 
     Args:
-        documents: makes the documents, without tensors, of so many segments.
-        session, flat, limit: as for `write_full`. The tree is not looked at.
+        documents: returns the documents, without tensors, of this number of segments.
+        session, flat, limit: as for `write_full`. The tree is not used.
 
     Returns:
         the segments, and the entries of all tensors.
 
     Raises:
-        as `write_full`.
+        the errors of `write_full`.
     """
     specs = [
         TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
     ]
     written: list[SegmentEntry] = []
     entries: list[TensorEntry] = []
-    # Units that are copied already lie in the segments that they were planned for.
+    # Units that were copied already belong to the segments that they were planned for.
     planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, ArrivingState) else None
     divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
     session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
     with session.sealing(len(divided)) as seal:
-        for doc, members, passing in zip(documents(len(divided)), divided, passages(flat, divided), strict=True):
+        for doc, members, passing in zip(documents(len(divided)), divided, data_writers(flat, divided), strict=True):
             entry, tensors = _write_plain(session, doc, members, passing, seal)
             written.append(entry)
             entries += tensors.values()
@@ -106,7 +107,7 @@ def write_plain(
 
 
 def _write_plain(
-    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: Passing, seal: Sealing
+    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: MakeDataWriter, seal: Sealing
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     layout = plan_plain(specs, doc, digests=True)
     tensors: dict[str, TensorEntry] = {}

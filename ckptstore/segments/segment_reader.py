@@ -1,7 +1,7 @@
-"""Reading tensors out of segments: parallel, verified, by extent, with no copy where none is needed.
+"""Reads tensors from segments: parallel, verified, extent by extent, without a copy where none is needed.
 
-An extent is a run of neighbouring chunks of about 16 MiB. Threads read extents into memory that agrees with the file
-modulo the page size (so that O_DIRECT applies), hash every chunk, and hand bytes over only when the hash is right.
+An extent is a run of neighboring chunks of about 16 MiB. Threads read extents into memory that agrees with the file
+modulo the page size (so that O_DIRECT works), hash every chunk, and return bytes only if the hash is right.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all
 
 __all__ = [
-    "Piece",
     "SegmentReader",
+    "TensorChunk",
     "copy_jobs",
     "copy_tensors",
     "extents",
@@ -37,12 +37,12 @@ __all__ = [
 ]
 
 _WORTH_IT = 1 << 20
-"""Bytes of a tensor from which reading it by itself, past the page cache, pays."""
+"""Minimum bytes of a tensor for which it pays to read the tensor separately, past the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One chunk of one tensor and where its logical bytes begin within the tensor."""
+class TensorChunk:
+    """One chunk of one tensor, and the offset of its logical bytes in the tensor."""
 
     tensor: TensorEntry
     chunk: Chunk
@@ -53,10 +53,10 @@ class SegmentReader:
     """An open segment whose header has been read and verified.
 
     Attributes:
-        entry: as the log describes it.
+        entry: its entry in the log.
         source: its bytes.
-        doc: what it says of itself.
-        described: how many bytes each of the reads had that this took: the header, and of a packed one the index.
+        doc: its document.
+        described: bytes of each read that the description took: the header, and of a packed segment the index.
 
     Raises:
         CorruptSegmentError: the file is missing, too short, or its header is not the one that was committed.
@@ -65,7 +65,7 @@ class SegmentReader:
 
     def __init__(self, backend: Backend, entry: SegmentEntry) -> None:
         self.entry = entry
-        self.described: list[int] = []  # bytes of each of the reads that its description took
+        self.described: list[int] = []  # see above
         try:
             self.source: SegmentSource = backend.open_source(entry.key)
         except KeyNotFoundError as error:
@@ -81,7 +81,7 @@ class SegmentReader:
         self.source.close()
 
     def check_identity(self, run: str) -> None:
-        """Compare whose segment it says that it is with whose the log says. Raises `CorruptSegmentError`."""
+        """Compare the run, id and term in its document with those of the log. Raises `CorruptSegmentError`."""
         if (self.doc.run, self.doc.segment, self.doc.term) != (run, self.entry.id, self.entry.term):
             raise CorruptSegmentError(
                 f"{self.entry.key}: holds segment {self.doc.segment} of term {self.doc.term} of run {self.doc.run}"
@@ -91,7 +91,7 @@ class SegmentReader:
         entry = self.entry
         if self.source.size != entry.size:
             raise CorruptSegmentError(f"{entry.key}: {self.source.size} bytes, {entry.size} were committed")
-        if entry.header > min(HEADER_LIMIT, entry.size):  # before memory is taken for it
+        if entry.header > min(HEADER_LIMIT, entry.size):  # before memory is allocated for it
             raise CorruptSegmentError(f"{entry.key}: a header of {entry.header} bytes was committed")
         header = self._read(0, entry.header)
         check_header(header, entry.hash, entry.key)
@@ -105,18 +105,18 @@ class SegmentReader:
 
 
 def extents(
-    tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES, needed: Callable[[Piece], bool] | None = None
-) -> list[list[Piece]]:
-    """Neighbouring chunks, in file order, in groups that span at most `limit` bytes (one chunk may be all of it).
+    tensors: Iterable[TensorEntry], limit: int = BLOCK_BYTES, needed: Callable[[TensorChunk], bool] | None = None
+) -> list[list[TensorChunk]]:
+    """Groups of neighboring chunks, in file order, that span at most `limit` bytes (a single chunk may fill that).
 
     Args:
-        needed: which chunks; None: all.
+        needed: selects chunks; None: all.
     """
     pieces = sorted(
         (piece for tensor in tensors for piece in _pieces(tensor) if needed is None or needed(piece)),
         key=lambda piece: (piece.chunk.offset, piece.start),
     )
-    groups: list[list[Piece]] = []
+    groups: list[list[TensorChunk]] = []
     for piece in pieces:
         if groups and _touches(groups[-1], piece) and _end(piece) - groups[-1][0].chunk.offset <= limit:
             groups[-1].append(piece)
@@ -135,7 +135,7 @@ def load_tensors(
 ) -> dict[str, Bytes]:
     """Read uncompressed tensors of one segment straight into new memory.
 
-    Tensors that are neighbours in the file share one region of memory, and are views of it: nothing is copied.
+    Tensors that are neighbors in the file share one region of memory, and are views of it: nothing is copied.
 
     Returns:
         name -> 1-D uint8, the tensor's logical bytes.
@@ -166,9 +166,9 @@ def map_tensors(
     verify: bool = True,
     advance: Advance | None = None,
 ) -> dict[str, Bytes]:
-    """Views of a private mapping of the segment: no copy at all, and pages are read when touched.
+    """Views of a private mapping of the segment: no copy at all; pages are read when they are accessed.
 
-    Verification touches them all; without it the first use of a tensor may raise SIGBUS if the medium fails.
+    Verification reads all of them; without it the first use of a tensor may raise SIGBUS if the medium fails.
 
     Raises:
         UsageError: the backend cannot map.
@@ -180,7 +180,7 @@ def map_tensors(
     verify = verify or not reader.source.held
     memory = np.frombuffer(mapping, np.uint8)
 
-    def job(extent: list[Piece]) -> Callable[[], None]:
+    def job(extent: list[TensorChunk]) -> Callable[[], None]:
         def work() -> None:
             for piece in extent:
                 check_chunk(reader.entry.key, piece.tensor, piece.chunk, memory[piece.chunk.offset : _end(piece)])
@@ -218,17 +218,17 @@ def copy_tensors(
 
 def copy_jobs(
     reader: SegmentReader,
-    found: Sequence[list[Piece]],
+    found: Sequence[list[TensorChunk]],
     staging: Staging,
     deliver: Callable[[TensorEntry, int, Bytes], None],
     *,
     verify: bool = True,
     advance: Advance | None = None,
 ) -> list[Callable[[], None]]:
-    """What `copy_tensors` does, as work for a pool: one job for each of the extents `found`."""
+    """The jobs of `copy_tensors` for a pool: one job for each of the extents `found`."""
     verify = verify or not reader.source.held
 
-    def job(extent: list[Piece]) -> Callable[[], None]:
+    def job(extent: list[TensorChunk]) -> Callable[[], None]:
         def work() -> None:
             with staging.block() as block:
                 first = extent[0].chunk.offset // BLOCK * BLOCK
@@ -245,9 +245,9 @@ def copy_jobs(
 def placing_jobs(
     reader: SegmentReader, tensor: TensorEntry, memory: Bytes, *, verify: bool = True, advance: Advance | None = None
 ) -> list[Callable[[], None]]:
-    """Work that reads an uncompressed tensor straight into memory of its size, wherever that lies.
+    """Jobs that read an uncompressed tensor straight into memory of its size, at any address.
 
-    Fast from a cold disk where memory and file agree modulo the page size (`straight`).
+    Fast from a cold disk if memory and file agree modulo the page size (`straight`).
     """
     return [
         _read_job(
@@ -258,7 +258,7 @@ def placing_jobs(
 
 
 def straight(tensor: TensorEntry, memory: Bytes) -> bool:
-    """Whether reading an uncompressed tensor into `memory`, of its size, needs no other memory from a cold disk."""
+    """Whether a cold read of an uncompressed tensor into `memory`, of its size, needs no other memory."""
     address = memory.__array_interface__["data"][0]
     return len(memory) >= _WORTH_IT and all(
         (address + piece.start - piece.chunk.offset) % BLOCK == 0 for piece in _pieces(tensor)
@@ -268,10 +268,10 @@ def straight(tensor: TensorEntry, memory: Bytes) -> bool:
 def read_chunk(
     reader: SegmentReader, tensor: TensorEntry, chunk: Chunk, scratch: Bytes, *, verify: bool = True
 ) -> Bytes:
-    """The stored bytes of one chunk of a tensor, however it is coded: a part of `scratch`.
+    """The stored bytes of one chunk of a tensor, in any encoding: a slice of `scratch`.
 
     Args:
-        scratch: at least as long as the chunk and `SLACK`.
+        scratch: at least as long as the chunk plus `SLACK`.
 
     Raises:
         CorruptSegmentError: its checksum differs, or it is longer than `scratch`; names segment and tensor.
@@ -292,7 +292,7 @@ def read_chunk(
 
 def check_chunk(where: str, tensor: TensorEntry, chunk: Chunk, data: Bytes) -> None:
     """Compare stored bytes with their hash. Raises `CorruptSegmentError` naming tensor and offset."""
-    # A chunk longer than any block is cut by whoever reads into one: that is no chunk, whatever its hash.
+    # A reader truncates a chunk that is longer than its block: then it is damaged, whatever its hash.
     if len(data) != chunk.length or checksums.chunk_hash(data.data) != chunk.stored_hash:
         raise CorruptSegmentError(
             f"{where}: tensor {tensor.name!r}: checksum mismatch in bytes "
@@ -301,12 +301,17 @@ def check_chunk(where: str, tensor: TensorEntry, chunk: Chunk, data: Bytes) -> N
 
 
 def _read_job(
-    reader: SegmentReader, extent: Sequence[Piece], memory: Bytes, first: int, verify: bool, advance: Advance | None
+    reader: SegmentReader,
+    extent: Sequence[TensorChunk],
+    memory: Bytes,
+    first: int,
+    verify: bool,
+    advance: Advance | None,
 ) -> Callable[[], None]:
-    """Read an extent to where it belongs in `memory`, which begins at file offset `first`, a multiple of 4096.
+    """Read an extent to its place in `memory`, which begins at file offset `first`, a multiple of 4096.
 
     Memory and file then agree modulo 4096, so the backend can read whole pages past the cache. Exactly the extent's
-    bytes are written: a page shared by two extents must not be overwritten by one after the other verified its part.
+    bytes are written: a page that two extents share must not be overwritten by one after the other verified its part.
     """
 
     def work() -> None:
@@ -323,7 +328,7 @@ def _read_job(
 
 
 def _runs(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
-    """Tensors that lie in the file one behind the other, in groups."""
+    """Groups of tensors that are adjacent in the file."""
     runs: list[list[TensorEntry]] = []
     for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: t.chunks[0].offset):
         if runs and tensor.chunks[0].offset - _stop(runs[-1][-1]) == 0:
@@ -333,18 +338,18 @@ def _runs(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     return runs
 
 
-def _pieces(tensor: TensorEntry) -> Iterator[Piece]:
+def _pieces(tensor: TensorEntry) -> Iterator[TensorChunk]:
     start = 0
     for chunk in tensor.chunks:
-        yield Piece(tensor, chunk, start)
+        yield TensorChunk(tensor, chunk, start)
         start += chunk.logical
 
 
-def _touches(extent: Sequence[Piece], piece: Piece) -> bool:
+def _touches(extent: Sequence[TensorChunk], piece: TensorChunk) -> bool:
     return _end(extent[-1]) == piece.chunk.offset
 
 
-def _end(piece: Piece) -> int:
+def _end(piece: TensorChunk) -> int:
     return piece.chunk.offset + piece.chunk.length
 
 

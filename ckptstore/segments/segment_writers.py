@@ -1,7 +1,6 @@
-"""How the bytes of a plain segment get into its file: from staging blocks, from where they lie, from units that arrive.
+"""Writes the bytes of a plain segment into its file: through staging blocks, in place, or from units that arrive.
 
-Where every byte goes is known beforehand, so that several threads work at once, each on a unit (`units`) with bytes of
-its own.
+The position of every byte is known beforehand, so that several threads work at once, each on its own unit (`units`).
 """
 
 from __future__ import annotations
@@ -26,45 +25,45 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.staged_units import Arrivals, ArrivingState
-from ckptstore.segments.units import Fill, Unit, Units, filler, units
+from ckptstore.segments.units import Fill, SegmentBytes, SegmentUnit, filler, units
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["Passage", "Passing", "passages"]
+__all__ = ["MakeDataWriter", "SegmentDataWriter", "data_writers"]
 
 _PIECE: Final = 1 << 20
-"""Bytes copied, hashed and summed up while they are still in the core's cache: memory is read once."""
+"""Bytes that are copied, hashed and digested while they are in the core's cache: memory is read once."""
 _SMALL: Final = 64 << 10
-"""Up to here a tensor's sums cost more to ask for than to compute: neighbours are summed up in one call."""
+"""Up to this size a call costs more than the sums of a tensor: neighbors are summed in one call."""
 
 _Sums: TypeAlias = tuple[str, int]
-"""Hash of a chunk, and its share of its tensor's state digest."""
+"""Hash of a chunk, and its share of the tensor's state digest."""
 _Chunk: TypeAlias = tuple[TensorSpec, int, int]
-"""A tensor, the byte of it with which a chunk begins, and the chunk's length."""
-Passing: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "Passage"]
-"""How the bytes of one segment get into the file."""
+"""A tensor, the offset of a chunk in it, and the chunk's length."""
+MakeDataWriter: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "SegmentDataWriter"]
+"""Makes the writer of one segment."""
 
 
-def passages(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[Passing]:
-    """How the bytes of each segment get into the file."""
+def data_writers(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[MakeDataWriter]:
+    """The writer of each segment, chosen by the kind of state."""
     cuts = [tuple(members) for members in divided]
     if isinstance(flat, ArrivingState):
-        return [partial(_Arriving, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
+        return [partial(_UnitWriter, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
     if isinstance(flat, LaidOutState) and [region.specs for region in flat.regions] == cuts:
-        return [partial(_InPlace, digests=flat.digests, memory=region.memory) for region in flat.regions]
-    # Also of memory that was laid out for other segments.
+        return [partial(_InPlaceWriter, digests=flat.digests, memory=region.memory) for region in flat.regions]
+    # Also for memory that has the layout of other segments.
     digests = bridge.device_digests(flat.tensors)
-    return [partial(_Copying, digests=digests, sources=flat.tensors)] * len(cuts)
+    return [partial(_CopyWriter, digests=digests, sources=flat.tensors)] * len(cuts)
 
 
-class Passage(ABC):
-    """The data of one segment on its way into the file."""
+class SegmentDataWriter(ABC):
+    """Writes the data of one segment into its file."""
 
     def __init__(
         self, session: SegmentSession, layout: Layout, writes: BlockWrites, digests: Mapping[str, int]
     ) -> None:
         """
         Args:
-            digests: state digests that are known already, by name.
+            digests: state digests that are already known, by name.
         """
         self.session = session
         self.layout = layout
@@ -72,7 +71,7 @@ class Passage(ABC):
         self.digests = digests
 
     def run(self) -> dict[str, TensorEntry]:
-        """Send everything -> the entries of the tensors. No job runs any more when this returns or raises."""
+        """Send everything -> the entries of the tensors. No job is running when this returns or raises."""
         specs = self.layout.specs
         hashes: dict[str, list[str]] = {spec.name: [] for spec in specs}
         shares: dict[str, list[int]] = {spec.name: [] for spec in specs}
@@ -85,24 +84,24 @@ class Passage(ABC):
         numbers.update((spec.name, self.digests[spec.name]) for spec in specs if spec.name in self.digests)
         return {spec.name: raw_entry(self.layout, spec, hashes[spec.name], numbers[spec.name]) for spec in specs}
 
-    def _all(self, own: Sequence[Unit]) -> list[list[_Sums]]:
-        if len(own) == 1:  # a small state: to wake a thread takes longer
+    def _all(self, own: Sequence[SegmentUnit]) -> list[list[_Sums]]:
+        if len(own) == 1:  # a small state: waking a thread takes longer
             return [job() for job in self.jobs(own)]
         with closing(self.session.workers.in_order(self.writes.paced(self.jobs(own)))) as done:
             return list(done)
 
-    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
-        """What sends each unit. They are asked for one after the other, as threads have time for them."""
+    def jobs(self, own: Sequence[SegmentUnit]) -> Iterable[Callable[[], list[_Sums]]]:
+        """The jobs that send each unit. Threads take them one after the other, when they are free."""
         return (partial(self.send, unit) for unit in own)
 
     @abstractmethod
-    def send(self, unit: Unit) -> list[_Sums]:
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
         """Send the pages of a unit -> the sums of its chunks."""
 
     def sums_of(
         self, chunks: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None
     ) -> list[_Sums]:
-        """The sums of chunks whose bytes `place` holds, one behind the other."""
+        """The sums of consecutive chunks, whose bytes are in `place`."""
         found: list[_Sums] = []
         at = 0
         for small, group in groupby(chunks, self._is_small):
@@ -137,7 +136,7 @@ class Passage(ABC):
         return list(zip(hashes, digest.partials(place, [length for _, _, length in run]), strict=True))
 
     def _sums(self, spec: TensorSpec, place: Bytes, start: int, fill: Fill | None) -> _Sums:
-        """The sums of the chunk at `place`, which begins at byte `start` of its tensor, filled piece by piece."""
+        """The sums of the chunk at `place`, which begins at byte `start` of its tensor and is filled piece by piece."""
         known = spec.name in self.digests
         hasher = xxhash.xxh3_64()
         share = 0
@@ -152,8 +151,8 @@ class Passage(ABC):
         return hasher.hexdigest(), share
 
 
-class _InPlace(Passage):
-    """From memory that is laid out as the file is: it is written while it is hashed."""
+class _InPlaceWriter(SegmentDataWriter):
+    """Writes from memory that has the layout of the file: it is written while it is hashed."""
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class _InPlace(Passage):
         super().__init__(session, layout, writes, digests)
         self._memory = memory
 
-    def send(self, unit: Unit) -> list[_Sums]:
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
         start, end = unit.pages
         if start < end and self.writes.refers:
             self.writes.refer(start, self._range(start, end))
@@ -175,12 +174,12 @@ class _InPlace(Passage):
         return self.sums_of(unit.chunks, self._range(unit.begin, unit.end))
 
     def _range(self, begin: int, end: int) -> Bytes:
-        """Bytes of the file."""
+        """Bytes of the file, by their offsets in it."""
         return self._memory[begin - self.layout.header_size : end - self.layout.header_size]
 
 
-class _Arriving(Passage):
-    """From units that arrive in memory of their own: each is written while it is hashed, and freed after both."""
+class _UnitWriter(SegmentDataWriter):
+    """Writes units that arrive in memory of their own: each is written while it is hashed, then freed."""
 
     def __init__(
         self,
@@ -194,18 +193,18 @@ class _Arriving(Passage):
         self._arrivals = arrivals
         self._arrived: dict[int, Lease] = {}
 
-    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
-        """Whoever asks waits for what has not arrived: no thread does that others need to make space for it."""
+    def jobs(self, own: Sequence[SegmentUnit]) -> Iterable[Callable[[], list[_Sums]]]:
+        """Waits here for the next unit, so that no thread does that others need to free memory for it."""
         for unit in own:
             self._arrived[unit.begin] = self._arrivals.take()
             yield partial(self.send, unit)
 
-    def send(self, unit: Unit) -> list[_Sums]:
-        self.writes.check()  # before there is more to do in vain
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
+        self.writes.check()  # before more work is done for nothing
         lease = self._arrived.pop(unit.begin)
         start, end = unit.pages
         memory = lease.memory
-        both = _Both(lease.free)
+        both = _AfterBoth(lease.free)
         try:
             if start < end:
                 self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
@@ -217,21 +216,21 @@ class _Arriving(Passage):
         return sums
 
 
-class _Both:
-    """Calls something when two have said that they are done."""
+class _AfterBoth:
+    """Calls a function when two parties have reported that they are done."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._first = threading.Lock()
 
     def done(self) -> None:
-        """One of the two is."""
+        """Report that one of the two is done."""
         if not self._first.acquire(blocking=False):
             self._call()
 
 
-class _Copying(Passage):
-    """From tensors anywhere, through staging blocks."""
+class _CopyWriter(SegmentDataWriter):
+    """Copies tensors from any memory through staging blocks."""
 
     def __init__(
         self,
@@ -243,10 +242,10 @@ class _Copying(Passage):
     ) -> None:
         super().__init__(session, layout, writes, digests)
         self._sources = sources
-        self._bytes = Units(layout, sources)
+        self._bytes = SegmentBytes(layout, sources)
 
-    def send(self, unit: Unit) -> list[_Sums]:
-        self.writes.check()  # before there is more to do in vain
+    def send(self, unit: SegmentUnit) -> list[_Sums]:
+        self.writes.check()  # before more work is done for nothing
         if self.writes.refers:
             return self._refer(unit)
         start, end = unit.pages
@@ -265,15 +264,15 @@ class _Copying(Passage):
             give()
         return sums
 
-    def _refer(self, unit: Unit) -> list[_Sums]:
-        """To a medium that sends memory from where it lies: only what is small, or lies in another form, is copied."""
+    def _refer(self, unit: SegmentUnit) -> list[_Sums]:
+        """For a medium that sends memory in place: copies only small chunks and those that cannot be viewed."""
         found: list[_Sums] = []
         at = unit.begin
         for lies, group in groupby(unit.chunks, self._lies):
             chunks = list(group)
             for run in [[one] for one in chunks] if lies else [chunks]:
                 place = self._view(run[0]) if lies else self.writes.block(sum(length for _, _, length in run))
-                assert place is not None  # whoever refers has memory
+                assert place is not None  # a sink that refers has memory
                 found += self.sums_of(run, place, None if lies else self._filler)
                 self.writes.refer(at, place)
                 at += len(place)
@@ -292,7 +291,7 @@ class _Copying(Passage):
 
 
 def _pieces(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Neighbours in groups of at most `_PIECE` bytes."""
+    """Groups of neighbors with at most `_PIECE` bytes."""
     group: list[_Chunk] = []
     size = 0
     for chunk in chunks:

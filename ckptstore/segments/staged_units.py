@@ -1,7 +1,7 @@
-"""A state on its way from the trainer to its segments: unit by unit, through memory that is needed again.
+"""Passes a state from the trainer to its segments unit by unit, through memory that is reused.
 
-The trainer's side puts units as it copies them, in the order of the segments; the persisting side takes each, hashes
-and writes it, and frees its memory. Neither needs the whole state.
+The trainer's side puts units as it copies them, in the order of the segments; the writing side takes each, hashes and
+writes it, and frees its memory. Neither needs the whole state at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import let_go
-from ckptstore.segments.units import Unit, UnitPlan, Units
+from ckptstore.segments.units import SegmentBytes, SegmentUnit, UnitPlan
 
 if TYPE_CHECKING:
     from ckptstore.frameworks.torch_offload import CopyQueue
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["Arrivals", "ArrivingState", "Copy", "Described", "copied_now", "copies_of"]
 
 Copy: TypeAlias = tuple[int, Callable[[Bytes], Future[None]]]
-"""Bytes of memory that a unit needs, and what begins to copy it there."""
+"""Bytes of memory that a unit needs, and a function that starts the copy into it."""
 Submit: TypeAlias = Callable[[Callable[[], None]], Future[None]]
-"""Has a thread do something."""
+"""Runs a function on a thread."""
 
 
 class Described:
-    """What is known of a tensor whose bytes arrive elsewhere (a `TensorSource` that nobody can read)."""
+    """The description of a tensor whose bytes arrive as units (a `TensorSource` that cannot be read)."""
 
     __slots__ = ("dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
 
@@ -47,27 +47,27 @@ class Described:
         self.global_shape, self.offset = place_of(source)
 
     def view(self) -> NoReturn:
-        """Its bytes were training's, which has changed them by now."""
+        """Not supported: the bytes belong to training, which has changed them by now."""
         raise AssertionError("a tensor that arrives is read as units")
 
     def read(self, offset: int, out: Bytes) -> NoReturn:
-        """As `view`."""
+        """Not supported, as `view`."""
         raise AssertionError(f"a tensor that arrives is read as units: {len(out)} bytes at {offset}")
 
 
 class Arrivals:
     """Units in order, with the memory that holds them.
 
-    What was put is freed by whoever took it, or by `discard`: that works once for each, in any order.
+    A unit that was put is freed by the thread that took it, or by `discard`: once each, in any order.
 
     Attributes:
-        spoiled: a unit could not be copied: whoever copies is told that, too, and says it.
+        spoiled: a unit could not be copied. The copying side gets the same error, and reports it.
     """
 
     def __init__(self, stop: Callable[[], None] = lambda: None) -> None:
         """
         Args:
-            stop: called before each unit that is taken; raises why nothing more is wanted.
+            stop: called before each unit that is taken; raises if no more units are wanted.
         """
         self.spoiled = False
         self._stop = stop
@@ -78,7 +78,7 @@ class Arrivals:
         self._changed = threading.Condition()
 
     def put(self, lease: Lease, copied: Future[None]) -> bool:
-        """The next unit is in `lease` once `copied` is done -> whether it is wanted; if not, it is not taken over."""
+        """Put the next unit, in `lease` once `copied` is done -> False: not wanted, the caller keeps it."""
         with self._changed:
             if self._discarded:
                 return False
@@ -97,19 +97,19 @@ class Arrivals:
         unwanted: Callable[[], None] = lambda: None,
         queue: CopyQueue | None = None,
     ) -> None:
-        """Copy units one after the other, as there is memory for them, and put each.
+        """Copy units one after the other, as memory becomes available, and put each.
 
-        When this returns or raises, nobody reads what they are copied from; a device may, whose streams see to the
-        order (`queue`).
+        When this returns or raises, no thread reads the sources any more; a device may, and its streams keep the order
+        (`queue`).
 
         Args:
-            waited: told, for each, how many seconds it took to get memory.
-            queue: of the copies that devices make.
+            waited: called for each unit with the seconds that it waited for memory.
+            queue: the copies that devices make.
             short: as for `Arenas.take`.
-            unwanted: called where a unit is not wanted any more; raises, or the rest is not copied.
+            unwanted: called if a unit is no longer wanted; it raises, or the rest is not copied.
 
         Raises:
-            MemoryError, whatever copying raised, and what `short` and `unwanted` raise.
+            MemoryError, the errors of the copies, and those of `short` and `unwanted`.
         """
         under_way: list[Future[None]] = []
         try:
@@ -136,7 +136,7 @@ class Arrivals:
             let_go(under_way)
 
     def fail(self, error: BaseException) -> None:
-        """No more units come. Whoever waits for one gets `error`; one that is there already is still given."""
+        """No more units come. A waiting `take` raises `error`; units that are already there are still returned."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -145,7 +145,7 @@ class Arrivals:
         """The next unit, copied. Waits for it.
 
         Raises:
-            whatever copying it raised, `fail` was given, or `stop` raises.
+            the error of the copy, the one that was passed to `fail`, or that of `stop`.
         """
         with self._changed:
             while not self._waiting:
@@ -163,17 +163,17 @@ class Arrivals:
         return lease
 
     def wake(self) -> None:
-        """Let who waits ask `stop` again."""
+        """Make waiting threads call `stop` again."""
         with self._changed:
             self._changed.notify_all()
 
     def discard(self) -> None:
-        """Free all that was not freed. Nobody takes any more, and nobody may read what he took."""
+        """Free every unit that was not freed. No thread may take units, or read one that it took, any more."""
         with self._changed:
             self._discarded = True
             taken_over, self._taken_over = self._taken_over, []
             self._waiting.clear()
-        # Prevents: memory that the next save has been given while a unit of this one is still copied to it.
+        # Prevents: memory that the next save gets while a unit of this one is still being copied into it.
         let_go(copied for _, copied in taken_over)
         for lease, _ in taken_over:
             lease.free()
@@ -189,14 +189,14 @@ def copies_of(
     """The units of a plan, in order, for `Arrivals.bring`.
 
     Args:
-        tensors: what they are copied from.
-        submit: has a copy made.
-        queue: of the copies that devices make to registered memory; None: none is on a device.
-        waiters: has a thread wait for the device; None: as `submit`.
+        tensors: the sources of the copies.
+        submit: runs a copy.
+        queue: the copies that devices make to registered memory; None: no tensor is on a device.
+        waiters: runs a wait for the device; None: as `submit`.
     """
     for _, layout, units in plan.segments:
-        source = Units(layout, tensors)
-        queued = None if queue is None else Units(layout, queue.sources)
+        source = SegmentBytes(layout, tensors)
+        queued = None if queue is None else SegmentBytes(layout, queue.sources)
         for unit in units:
             if queue is None or queued is None or not any(queue.queues(spec.name) for spec, _, _ in unit.chunks):
                 yield unit.space, partial(_copied, submit, source, unit)
@@ -204,12 +204,18 @@ def copies_of(
                 yield unit.space, partial(_queued, queue, waiters or submit, submit, source, queued, unit)
 
 
-def _copied(submit: Submit, source: Units, unit: Unit, memory: Bytes) -> Future[None]:
+def _copied(submit: Submit, source: SegmentBytes, unit: SegmentUnit, memory: Bytes) -> Future[None]:
     return submit(partial(source.fill, unit, memory))
 
 
 def _queued(
-    queue: CopyQueue, waiters: Submit, submit: Submit, source: Units, queued: Units, unit: Unit, memory: Bytes
+    queue: CopyQueue,
+    waiters: Submit,
+    submit: Submit,
+    source: SegmentBytes,
+    queued: SegmentBytes,
+    unit: SegmentUnit,
+    memory: Bytes,
 ) -> Future[None]:
     if not bridge.registered(memory):
         return submit(partial(source.fill, unit, memory))
@@ -217,13 +223,13 @@ def _queued(
         with queue.queueing():
             queued.fill(unit, memory)
     except BaseException:
-        queue.wait()  # Prevents: memory that is given back while a part of the unit is still copied to it.
+        queue.wait()  # Prevents: memory that is returned while a part of the unit is still being copied into it.
         raise
     return queue.copied(waiters)
 
 
 def copied_now(work: Callable[[], None]) -> Future[None]:
-    """A copy that is made here: of a small state, for which it takes longer to wake a thread."""
+    """A copy that is made at once, for a small state: waking a thread takes longer."""
     done: Future[None] = Future()
     work()
     done.set_result(None)
@@ -232,12 +238,12 @@ def copied_now(work: Callable[[], None]) -> Future[None]:
 
 @dataclass(frozen=True, slots=True)
 class ArrivingState(FlatState):
-    """A state whose bytes come unit by unit; its tensors are only described.
+    """A state whose bytes arrive unit by unit; its tensors are only described.
 
     Attributes:
         plan: its segments and their units.
-        arrivals: gives the units of all of them, in order.
-        digests: state digests of those tensors that a device has computed, by name.
+        arrivals: returns the units of all segments, in order.
+        digests: state digests of the tensors that a device has computed, by name.
     """
 
     plan: UnitPlan

@@ -1,10 +1,11 @@
-"""The units of a plain segment: runs of neighbouring chunks, copied, hashed and sent as one, with pages of their own.
+"""Divides a plain segment into units: runs of neighboring chunks that are copied, hashed and sent together.
 
-Chunks begin and end anywhere in a page of the file, and pages are what is written. A page belongs to the unit that
-begins it: that one copies to the page's end, and the next one hashes what is its own there and sends it no more.
+Chunks begin and end anywhere in a page of the file, but whole pages are written. A page belongs to the unit in which it
+begins: that unit copies the page to its end. The next unit hashes its own bytes there, but does not send the page
+again.
 
-Where units begin does not depend on the header's length, which is a multiple of a page: what is planned with no header
-at all (`plan_units`) holds for the file.
+The start of a unit does not depend on the header's length, which is a multiple of a page: a plan without a header
+(`plan_units`) is valid for the file.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["Fill", "Unit", "UnitPlan", "Units", "filler", "plan_units", "units"]
+__all__ = ["Fill", "SegmentBytes", "SegmentUnit", "UnitPlan", "filler", "plan_units", "units"]
 
 Fill: TypeAlias = Callable[[int, Bytes], None]
 """Copies bytes of a tensor from an offset on."""
 Copy: TypeAlias = Callable[[Bytes, Bytes], None]
-"""Copies the second to the first."""
+"""Copies the second argument to the first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """Neighbouring chunks: tensor, start in it, length; and the range of the file that they are."""
+class SegmentUnit:
+    """Neighboring chunks (tensor, start in it, length), and their range of the file."""
 
     chunks: tuple[tuple[TensorSpec, int, int], ...]
     begin: int
@@ -52,52 +53,52 @@ class Unit:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """The range of the file that it sends: from the first page that begins in it to the end of its last."""
+        """The range of the file that it sends: from the first page that begins in it to the end of its last page."""
         return padded(self.begin), padded(self.end)
 
     @property
     def first(self) -> int:
-        """Where the memory that holds it begins in the file: with the page in which it begins."""
+        """The file offset of the memory that holds it: that of the page in which it begins."""
         return self.begin // BLOCK * BLOCK
 
     @property
     def space(self) -> int:
-        """Bytes of memory that hold it: whole pages, at most a chunk and two of them."""
+        """Bytes of memory that hold it: whole pages, at most a chunk plus two pages."""
         return padded(self.end) - self.first
 
 
-def units(layout: Layout) -> Iterator[Unit]:
+def units(layout: Layout) -> Iterator[SegmentUnit]:
     """The units of a segment, in the order of the file."""
     chunks: list[tuple[TensorSpec, int, int]] = []
     begin = end = layout.header_size
     for spec in layout.specs:
         for start, length in chunk_extents(spec.nbytes):
             if chunks and end + length - begin > CHUNK:
-                yield Unit(tuple(chunks), begin, end)
+                yield SegmentUnit(tuple(chunks), begin, end)
                 chunks, begin = [], end
             chunks.append((spec, start, length))
             end += length
     if chunks:
-        yield Unit(tuple(chunks), begin, end)
+        yield SegmentUnit(tuple(chunks), begin, end)
 
 
-class Units:
-    """A segment whose bytes are copied from its tensors, any range of the file at a time, by any thread."""
+class SegmentBytes:
+    """A segment whose bytes are copied from its tensors, any range of the file at a time, in any thread."""
 
     def __init__(self, layout: Layout, sources: Mapping[str, TensorSource]) -> None:
         """
         Args:
-            sources: every tensor of `layout`, by name, and perhaps others.
+            sources: every tensor of `layout`, by name; others are ignored.
         """
         self._layout = layout
         self._sources = sources
         self._ends = [layout.offsets[spec.name] + spec.nbytes for spec in layout.specs]
 
     def copy(self, offset: int, out: Bytes, how: Copy = np.copyto) -> None:
-        """What the file has from `offset` on, behind its header: tensors, and after the last of them zeros.
+        """Copy the bytes that the file has from `offset` on, after its header: tensors, then zeros.
 
         Args:
-            how: copies what lies in memory as the file will have it.
+            how: copies bytes that are in memory in the form of the file.
         """
         done = 0
         specs = self._layout.specs
@@ -111,8 +112,8 @@ class Units:
             done += len(part)
         out[done:] = 0
 
-    def fill(self, unit: Unit, out: Bytes) -> None:
-        """Copy a unit, to the end of its last page, to memory that begins with its first page, past the caches."""
+    def fill(self, unit: SegmentUnit, out: Bytes) -> None:
+        """Copy a unit, to the end of its last page, past the caches, to memory that begins with its first page."""
         self.copy(unit.begin, out[unit.begin - unit.first : unit.space], _streamed)
 
 
@@ -121,7 +122,7 @@ def _streamed(out: Bytes, source: Bytes) -> None:
 
 
 def filler(source: TensorSource, how: Copy = np.copyto) -> Fill:
-    """Copies bytes of a tensor, from an offset on."""
+    """A function that copies bytes of a tensor from an offset on."""
     view = source.view()
     if view is None:
         return source.read
@@ -134,27 +135,27 @@ def filler(source: TensorSource, how: Copy = np.copyto) -> Fill:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """The units of a state, known before anything else of its segments is.
+    """The units of a state, known before the rest of its segments.
 
     Attributes:
-        segments: for each segment its tensors in access order, where they lie in it behind no header, and its units.
-        space: bytes of memory that hold all of them at once.
+        segments: for each segment its tensors in access order, their layout without a header, and its units.
+        space: bytes of memory that hold all units at once.
     """
 
-    segments: tuple[tuple[tuple[TensorSpec, ...], Layout, tuple[Unit, ...]], ...]
+    segments: tuple[tuple[tuple[TensorSpec, ...], Layout, tuple[SegmentUnit, ...]], ...]
     space: int
 
 
-@lru_cache(maxsize=4)  # a run saves the same tensors again and again, and whoever asks here keeps training waiting
+@lru_cache(maxsize=4)  # a run saves the same tensors again and again, and training waits for this call
 def plan_units(
     tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None], ...],
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> UnitPlan:
-    """Divide a state as `plain.write_full` will with the same `limit`.
+    """Divide a state as `plain_segments.write_full` does with the same `limit`.
 
     Args:
         tensors: name, dtype and shape of each, in access order; then global shape and offset of a shard, or None twice.
-        limit: bytes of tensors per segment.
+        limit: maximum bytes of tensors per segment.
 
     Raises:
         FormatError: a tensor that no segment can hold.

@@ -1,4 +1,4 @@
-"""What everyone who writes segments carries along, and the order in which a segment comes to be."""
+"""Writes one segment in the prescribed order, with the medium, memory and threads that all segment writers share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptstore.host.threads import Workers
 __all__ = ["Sealing", "SegmentSession"]
 
 Sealing: TypeAlias = Callable[[Callable[[], None]], None]
-"""Does what makes a segment durable, now or soon."""
+"""Makes a segment durable, now or soon."""
 
 
 def _now(seal: Callable[[], None]) -> None:
@@ -33,15 +33,15 @@ def _now(seal: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSession:
-    """Segments written for one purpose: where to, through which memory, by which threads, and who is told.
+    """What is needed to write segments for one purpose: medium, memory, threads and callbacks.
 
     Attributes:
         backend: the medium.
-        staging: memory between what is written and the medium.
+        staging: memory between the data and the medium.
         blocks: threads that write blocks.
-        workers: threads that copy, hash and code.
+        workers: threads that copy, hash and encode.
         begun: called with the id of every segment before it exists, so that a failed one can be named in a drop.
-        advance: called with the logical bytes of every piece that is done, from any thread.
+        advance: called with the logical bytes of every finished piece, from any thread.
     """
 
     backend: Backend
@@ -62,8 +62,8 @@ class SegmentSession:
         """Write one segment and make it durable (COMMIT step 1): its data, then its header, then the seal.
 
         Args:
-            draft: says which segment it is.
-            size: about how many bytes it will have.
+            draft: its document, with its uuid and term.
+            size: its approximate number of bytes.
             data: writes everything but the header -> the header, and the length of the file. When it returns or
                 raises, no thread writes any more.
             sink: the segment, if it is open already (`mapped_fulls`).
@@ -79,7 +79,7 @@ class SegmentSession:
         try:
             header, size = data(sink)
             crash_point("save.before-header")
-            # The header goes out last: a file without one is recognisably unfinished.
+            # The header is written last: a file without one is recognizably unfinished.
             memory = aligned(len(header))
             memory[:] = np.frombuffer(header, np.uint8)
             sink.write(0, memory.data)
@@ -91,10 +91,10 @@ class SegmentSession:
 
     @contextmanager
     def sealing(self, segments: int) -> Iterator[Sealing]:
-        """How several segments are made durable, which all of them are when the ``with`` ends.
+        """How to make several segments durable; all of them are when the ``with`` ends.
 
-        Where sealing is what takes time (`Backend.sends_late`), one is sealed by a writing thread while the next is
-        filled. Raises what that raised; when anything is raised, none is being sealed any more.
+        If sealing takes most of the time (`Backend.sends_late`), a writing thread seals one segment while the next is
+        filled. Raises the error of a seal; when this raises, no seal is running any more.
         """
         if segments < 2 or not self.backend.sends_late:
             yield _now

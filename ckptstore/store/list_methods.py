@@ -1,4 +1,4 @@
-"""What the log of a store says."""
+"""The methods of `Store` that list what the log says: checkpoints, terms, tags, rules, lineage."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, TermInfo, describe_all, describe_terms, look_up
 from ckptstore.log.log_reader import View, read
 from ckptstore.restore.restore_plan import Plan, plan
-from ckptstore.store.store_handle import Handle
+from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.reports.lineage import Lineage
 
-__all__ = ["Listing"]
+__all__ = ["ListMethods"]
 
 
-class Listing(Handle):
-    """The part of `Store` that tells what there is: checkpoints, terms, tags, who continues from whom."""
+class ListMethods(StoreHandle):
+    """The methods of `Store` that list checkpoints, terms, tags, rules and parents."""
 
     def view(self, *, look_above: bool | None = None) -> View:
-        """The log as it is now (READ). `look_above`: see `ckptstore.log.log_reader.read`."""
+        """The current log (READ). `look_above`: see `ckptstore.log.log_reader.read`."""
         return read(self.journal, look_above=look_above)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Every promised checkpoint, by term and step."""
+        """Every promised checkpoint, ordered by term and step."""
         columns = ("ref", "kind", "stored", "time", "tags", "metadata")
         return Rows(describe_all(self.view().catalog), "checkpoint", columns)
 
@@ -34,22 +34,22 @@ class Listing(Handle):
         """The checkpoint that `ref` names.
 
         Raises:
-            CheckpointNotFoundError: nothing answers to it.
-            CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
+            CheckpointNotFoundError: no checkpoint matches it.
+            CorruptLogError: the damage of the log leaves ``latest`` undecided; names the last intact checkpoint.
         """
         return look_up(self.journal, ref)
 
     def latest_step(self) -> int | None:
-        """The step of ``latest``; None in a store without checkpoints, or where there is no store yet.
+        """The step of ``latest``; None if the store has no checkpoints, or if there is no store yet.
 
         Raises:
-            StoreNotFoundError: there was one: it was deleted while it was open, or has lost its FORMAT file.
-            CorruptLogError: the log is damaged where ``latest`` would be decided; names the last intact checkpoint.
+            StoreNotFoundError: the store was deleted while it was open, or has lost its FORMAT file.
+            CorruptLogError: the damage of the log leaves ``latest`` undecided; names the last intact checkpoint.
         """
         try:
             latest = self.view().catalog.latest()
         except StoreNotFoundError:
-            # Prevents: a run that begins from nothing, because somebody removed what it would have continued from.
+            # Prevents: a run that starts from scratch because the store that it would have continued from was removed.
             if self.backend.deleted() or self.journal.rooms():
                 raise
             return None
@@ -60,13 +60,13 @@ class Listing(Handle):
         return Rows(describe_terms(self.view().catalog), "term", ("term", "parent", "time", "checkpoints"))
 
     def tags(self) -> dict[str, CheckpointInfo]:
-        """Every tag, by name, and the checkpoint that it names."""
+        """Every tag with the checkpoint that it names."""
         from ckptstore.maintenance.tags import tags
 
         return tags(self.journal)
 
     def rules(self) -> tuple[str, ...]:
-        """The store's rules of retention, as `keep` takes them; none: every checkpoint is kept."""
+        """The store's retention rules, in the form that `keep` takes; empty: every checkpoint is kept."""
         from ckptstore.maintenance.pruning import rules
 
         return rules(self.journal)
@@ -77,16 +77,16 @@ class Listing(Handle):
         return plan(catalog, refs.resolve(catalog, ref).id)
 
     def fate(self, step: int, term: int | None = None) -> str | None:
-        """What became of a checkpoint that is promised no longer: ``75@2 was dropped by a merge into 90@2``.
+        """What happened to a checkpoint that is no longer promised: ``75@2 was dropped by a merge into 90@2``.
 
         Args:
-            term: None: of whichever term.
+            term: term of the checkpoint; None: any term.
 
         Returns:
-            None: the log does not say, or not any more (a fold took the place of the record).
+            None: the log does not say, or a fold has replaced the record that did.
 
         Raises:
-            CorruptLogError: nothing of the log can be read.
+            CorruptLogError: no part of the log can be read.
             StorageError: the medium failed.
         """
         from ckptstore.reports.retirement_history import fate
@@ -94,17 +94,17 @@ class Listing(Handle):
         return fate(self.journal, step, term)
 
     def lineage(self, limit: int | None = None, term: int | None = None, by: str | None = None) -> Lineage:
-        """The checkpoints as a forest, newest first: who continues from whom, and what is wrong with the log.
+        """The checkpoints as a forest, newest first: the parent of each, and the damage of the log.
 
         Args:
-            limit: at most so many checkpoints, the newest; None: all.
+            limit: at most this many checkpoints, the newest ones; None: all.
             term: only the checkpoints of this term.
             by: order by the number of this name in the metadata, lowest first, instead of newest first; ``NAME:max``:
-                highest first. Those without one come last.
+                highest first. Checkpoints without such a number come last.
 
         Raises:
             NotFoundError: no checkpoint has a number of that name.
-            CorruptLogError: nothing of the log can be read.
+            CorruptLogError: no part of the log can be read.
             StorageError: the medium failed.
         """
         from ckptstore.reports.lineage import lineage

@@ -1,4 +1,4 @@
-"""A store by its path or URL."""
+"""Opens, verifies or repairs a store by its path or URL."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def open(
         url: a directory, ``file:///…``, ``memory://name``, ``s3://bucket/prefix`` (``gs://``, ``az://``), or a URL of
             another scheme that fsspec knows.
         create: True: create it now if there is none. False: it must exist. None (default): the first `Store.writer`
-            creates it, and reading what does not exist raises.
-        storage_options: how an object store is reached, in fsspec's words (docs/object-stores.md): ``key``, ``secret``,
-            ``token``, ``profile``, ``anon``, ``endpoint_url``, ``client_kwargs={"region_name": …}``. What is left out
-            the environment says (``AWS_ACCESS_KEY_ID``, …). Credentials are kept nowhere but in memory.
-        filesystem: an fsspec file system; `url` is then a path in it. Writing needs one that creates exclusively.
-        remote: URL or path of a second tier (docs/tiers.md): the same run's store on another machine's medium, to which
-            the writer brings what it commits, and from which is read what is missing here. Into an empty place the
-            remote's newest checkpoint is restored at once. The store remembers the URL. None: what it remembers; False:
-            leave it aside, and let a writer open a term here alone.
-        remote_options: `storage_options` of the remote; kept nowhere but in memory.
-        bandwidth: bytes a second that go to the remote at most.
-        lag_bytes: a writer's save waits while the remote lacks more bytes than that: what is on this machine alone is
-            bounded by it, and what is on its way. `StorageError` where the remote has failed for a minute by then.
+            creates it, and reading a store that does not exist raises.
+        storage_options: how to reach an object store, with fsspec's names (docs/object-stores.md): ``key``,
+            ``secret``, ``token``, ``profile``, ``anon``, ``endpoint_url``, ``client_kwargs={"region_name": …}``. The
+            environment gives the rest (``AWS_ACCESS_KEY_ID``, …). Credentials are kept only in memory.
+        filesystem: an fsspec file system; `url` is then a path in it. To write, it must support exclusive creation.
+        remote: URL or path of a second tier (docs/tiers.md): a store of the same run on another machine's medium.
+            The writer copies its commits there, and what is missing here is read from there. If this store is empty,
+            the remote's newest checkpoint is restored at once. The store remembers the URL. None: the remembered
+            one; False: ignore the remote, and let a writer open a term in this store alone.
+        remote_options: `storage_options` of the remote; kept only in memory.
+        bandwidth: at most this many bytes a second are sent to the remote.
+        lag_bytes: a writer's save waits while the remote lacks more bytes than this. It bounds what is stored on
+            this machine alone or is still in flight. `StorageError` if the remote has failed for a minute by then.
 
     Raises:
         StoreNotFoundError: `create` is False and there is no store.
@@ -96,28 +96,29 @@ def repair(
     progress: Progress | bool | None = None,
     threads: int | None = None,
 ) -> Repaired:
-    """Make a store of what is intact of a damaged one. The damaged one is only read.
+    """Build a new store from the intact parts of a damaged one. The damaged store is only read.
 
-    Keeps every checkpoint that can still be restored: what the log promises, and where the log is damaged or gone what
-    segments, which describe themselves, make up. Every byte is compared with its hash and every state decoded before it
-    is kept. Segments do not tell of tags, metadata, and which checkpoints were retired: where the log is lost, so are
-    the first two, and of the last those come back that gc had not deleted. No writer and no gc should be at work there.
+    Keeps every checkpoint that can still be restored: those that the log promises, and where the log is damaged or
+    lost those that the segments describe. Every byte is compared with its hash and every state is decoded before it
+    is kept. Segments do not record tags, metadata or retirements. So where the log is lost, tags and metadata are
+    lost, and retired checkpoints that gc had not deleted come back. No writer and no gc should run there.
 
     Args:
-        source: path or URL of what is left.
-        target: where to: nothing, or what an interrupted call for the same source has left, which is gone on with.
-        run: the run's uuid, or its beginning: needed where objects of several are there.
-        progress: told (bytes done, bytes in all) of what is read, decoded and copied.
-        threads: None: up to four.
+        source: path or URL of the damaged store.
+        target: where to build the new store: an empty place, or the unfinished result of an interrupted call for the
+            same source, which this call continues.
+        run: the run's uuid, or the beginning of it: needed if there are objects of several runs.
+        progress: called with (bytes done, total bytes) of the bytes that are read, decoded and copied.
+        threads: number of threads; None: up to four.
 
     Returns:
-        what is kept, and what is lost and why, checkpoint by checkpoint.
+        for each checkpoint, whether it is kept, and if it is lost, why.
 
     Raises:
-        StoreNotFoundError: nothing of a store is there.
-        UsageError: objects of several runs are there; or the target is not empty.
+        StoreNotFoundError: there is no part of a store.
+        UsageError: there are objects of several runs, or the target is not empty.
         IncompatibleFormatError: a newer version wrote it.
-        StorageError: a medium failed, otherwise than by a place that cannot be read any more.
+        StorageError: a medium failed, other than by places of the source that can no longer be read.
     """
     from ckptstore.maintenance.repair import repair
 

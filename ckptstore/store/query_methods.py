@@ -1,4 +1,4 @@
-"""What can be asked about a store."""
+"""The methods of `Store` that answer questions: inspect, compare, watch, explain, bisect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from ckptstore.formats.html_tables import Rows
 from ckptstore.host.progress import told
-from ckptstore.store.restore_methods import Reading
+from ckptstore.store.restore_methods import RestoreMethods
 
 if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from ckptstore.reports.run_status import RunStatus
     from ckptstore.reports.store_stats import StoreStats
 
-__all__ = ["Looking"]
+__all__ = ["QueryMethods"]
 
 
-class Looking(Reading):
-    """The part of `Store` that answers questions: how a checkpoint is stored, how two differ, where something began."""
+class QueryMethods(RestoreMethods):
+    """The methods of `Store` that say how a checkpoint is stored, how two differ, and where a change began."""
 
     def inspect(
         self, ref: str | int = "latest", select: str | Sequence[str] | None = None, *, explain: bool = False
     ) -> CheckpointDescription:
-        """Take a checkpoint apart: its tensors and how each is stored, its chain, the rest of its state.
+        """Describe a checkpoint: its tensors and how each is stored, its chain, the rest of its state.
 
-        Reads and verifies the headers of its chain, no tensor.
+        Reads and verifies the headers of its chain, but no tensor.
 
         Args:
             select: describe only tensors that match one of these globs.
-            explain: also say how it would be restored (`plan`), as `explain` does; of the rates of this machine only
-                those are measured that it takes.
+            explain: also give the restore plan (`plan`), as `explain` does; measures only those rates of this machine
+                that the plan needs.
 
         Raises:
-            CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
+            CheckpointNotFoundError, TensorNotFoundError: no checkpoint matches `ref`, or no tensor matches `select`.
             CorruptionError: a segment of the chain is missing or its header is damaged.
         """
         from ckptstore.reports.inspection import inspect
@@ -50,11 +50,11 @@ class Looking(Reading):
         """Count, range, mean, norm and magnitudes of one tensor's values, in one pass. Bytes are verified.
 
         Args:
-            tensor: its name.
-            progress: told (bytes done, bytes in all).
+            tensor: name of the tensor.
+            progress: called with (bytes done, total bytes).
 
         Raises:
-            CheckpointNotFoundError, TensorNotFoundError: there is none.
+            CheckpointNotFoundError, TensorNotFoundError: there is no such checkpoint or tensor.
             CorruptionError: its bytes are damaged.
         """
         from ckptstore.reports.inspection import statistics
@@ -62,12 +62,12 @@ class Looking(Reading):
         return statistics(self.journal, ref, tensor, told(progress))
 
     def stats(self) -> StoreStats:
-        """Where the store's bytes are: by kind, term and class of tensor; growth; what prune and gc would free.
+        """The store's bytes by kind, term and class of tensor; its growth; the bytes that prune and gc would free.
 
         Reads the log, lists the segments, and reads the headers of the newest checkpoint's chain.
 
         Raises:
-            CorruptLogError: nothing of the log can be read.
+            CorruptLogError: no part of the log can be read.
             CorruptionError: the newest checkpoint's chain is damaged.
         """
         from ckptstore.maintenance.garbage_collection import collect
@@ -85,22 +85,22 @@ class Looking(Reading):
     def watch(
         self, every: float = 2.0, *, metric: str = "loss", wait: bool = False, quiet: bool = False
     ) -> Iterator[RunStatus]:
-        """Follow the run: how it is doing now, and from then on whenever something has changed. Ends with an error.
+        """Follow the run: yields its status now, and again after every change. Ends with an error.
 
-        Takes no lock and no pin, and reads no segment. A look fetches only what is new: of a store at rest it takes
-        four requests, and one more for each record that came.
+        Takes no lock and no pin, and reads no segment. A poll fetches only new records: it makes four requests for an
+        unchanged store, and one more for each new record.
 
         Args:
-            every: seconds between two looks, 0.01 to 86,400.
+            every: seconds between two polls, 0.01 to 86,400.
             metric: name of a number in the metadata (or in their ``metrics``) to follow.
-            wait: where there is no store yet, wait until there is one.
-            quiet: give the status after every look, whether something has changed or not.
+            wait: if there is no store yet, wait until there is one.
+            quiet: yield the status after every poll, even if nothing changed.
 
         Raises:
-            UsageError: at once: `every` is no such time, or `metric` no name.
+            UsageError: at once: `every` is out of range, or `metric` is not a name.
             StoreNotFoundError: there is no store here; or it was deleted or moved away.
-            StoreReplacedError: it was, and another run's, or another history of the run, is in its place.
-            CorruptLogError: the log is damaged where the newest is decided, or what was read of it is gone.
+            StoreReplacedError: it was replaced by a store of another run, or by another history of the run.
+            CorruptLogError: damage leaves the newest checkpoint undecided, or records that were read before are gone.
             FormatError, StorageError: FORMAT or a record cannot be used; the medium failed.
 
         Example:
@@ -116,13 +116,13 @@ class Looking(Reading):
         return watch(self.journal, every, metric, wait=wait, quiet=quiet)
 
     def explain(self, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
-        """What restoring a checkpoint (or the tensors of it that `select` names) will read and decode, and how long
-        that should take here.
+        """How a checkpoint (or those tensors of it that `select` names) would be restored: what is read and decoded,
+        and an estimate of the time on this machine.
 
-        Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
+        Reads headers, and at most 16 MiB to measure the medium; restores no tensor.
 
         Raises:
-            as `load`.
+            the errors of `load`.
         """
         from ckptstore.reports.restore_explanation import explain
 
@@ -139,16 +139,17 @@ class Looking(Reading):
     ) -> list[TensorDifference]:
         """How two checkpoints differ, tensor by tensor: bits, elements, norms.
 
-        Tensors of equal hash are the same and are not read; the others are read chunk by chunk and verified. Tensors in
-        shards are compared as whole ones, however each side is cut.
+        Tensors of equal hash are the same and are not read; the others are read chunk by chunk and verified. Sharded
+        tensors are compared as whole tensors, whatever the shards of either checkpoint are.
 
         Args:
             select: only tensors at places that match one of these patterns, in either checkpoint.
-            other: the store that `ref_b` is in; None: this one.
-            progress: told (bytes done, bytes in all).
+            other: the store of `ref_b`; None: this one.
+            progress: called with (bytes done, total bytes).
 
         Returns:
-            a difference for each tensor, the same ones included, in the order of B's state; what only A has comes last.
+            one entry for each tensor, equal ones included, in the order of B's state; tensors that only A has come
+            last.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
@@ -160,10 +161,10 @@ class Looking(Reading):
         return Rows(found, "tensor", columns)
 
     def compare_state(self, ref_a: str | int, ref_b: str | int, *, other: Self | None = None) -> list[StateDifference]:
-        """How two checkpoints differ in what is not a tensor: numbers, strings, RNG states.
+        """How two checkpoints differ in everything but tensors: numbers, strings, RNG states.
 
         Args:
-            other: the store that `ref_b` is in; None: this one.
+            other: the store of `ref_b`; None: this one.
 
         Raises:
             CheckpointNotFoundError, CorruptionError, FormatError.
@@ -174,7 +175,8 @@ class Looking(Reading):
         return Rows(found, "difference", ("path", "status", "before", "after"))
 
     def side_by_side(self, other: Self, metric: str = "loss") -> SideBySide:
-        """This run and another, step by step: the metric of both, their bytes, up to where their states are the same.
+        """Compare this run with another, step by step: the metric and the bytes of both, and the steps at which their
+        states are the same.
 
         Args:
             metric: name of a number in the metadata (or in their ``metrics``).
@@ -197,25 +199,25 @@ class Looking(Reading):
         checks: int = 0,
         on_probe: Callable[[Probe], object] | None = None,
     ) -> Bisected:
-        """Find the checkpoint at which something began, by binary search: 14 restores for 10,000 checkpoints.
+        """Find the checkpoint at which a change began, by binary search: 14 restores for 10,000 checkpoints.
 
-        Searched is the history of one checkpoint: of a fork its own line alone. What is damaged is skipped.
+        Searches the history of one checkpoint; after a fork, only its own line. Damaged checkpoints are skipped.
 
         Args:
-            predicate: called with each state, arrays of numpy: True if it is bad, False if it is good, None if that
-                cannot be said. Or a shell command that gets a safetensors file as ``$1``, and exits with 0 (good), 125
-                (cannot be said) or another code up to 127 (bad).
+            predicate: called with each state, whose tensors are numpy arrays. It returns True for bad, False for good,
+                None if it cannot tell. Or a shell command that gets the path of a safetensors file as ``$1`` and exits
+                with 0 (good), 125 (cannot tell) or another code up to 127 (bad).
             ref: the end of the history.
             select: restore only tensors at places that match one of these patterns.
-            good: a checkpoint that is known to be good: only what is after it is searched.
-            bad: one that is known to be bad: only what is before it is; instead of `ref`.
-            checks: look at so many checkpoints more on either side: does it go on, once it began?
-            on_probe: told of every checkpoint that was looked at.
+            good: a checkpoint that is known to be good: only later ones are searched.
+            bad: one that is known to be bad: only earlier ones are searched; instead of `ref`.
+            checks: probe this many more checkpoints on either side, to see whether the change lasts once it began.
+            on_probe: called with the result of every probe.
 
         Raises:
-            CheckpointNotFoundError, TensorNotFoundError: there is none.
+            CheckpointNotFoundError, TensorNotFoundError: there is no such checkpoint or tensor.
             UsageError: `good` is not before the end; or the command was killed, or exited with more than 127.
-            StorageError: the medium failed. And anything that `predicate` raises.
+            StorageError: the medium failed. Also anything that `predicate` raises.
         """
         from ckptstore.reports.bisection import bisect, judged
         from ckptstore.reports.predicates import commanded
@@ -229,13 +231,13 @@ class Looking(Reading):
     def request_costs(
         self, ref: str | int = "latest", select: str | Sequence[str] | None = None
     ) -> RequestCosts | None:
-        """What restoring a checkpoint (or the tensors of it that `select` names) takes of an object store, and what
-        this handle has spent so far; None: requests of this medium cost nothing.
+        """What restoring a checkpoint (or those tensors of it that `select` names) costs in requests of an object
+        store, and what this handle has spent so far; None: requests of this medium cost nothing.
 
-        Reads headers; no tensor is restored.
+        Reads headers; restores no tensor.
 
         Raises:
-            as `load`.
+            the errors of `load`.
         """
         from ckptstore.reports.request_costs import request_costs
 

@@ -1,4 +1,4 @@
-"""What is restored from a store."""
+"""The methods of `Store` that restore: load, follow, export, and reading of single tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
 from ckptstore.host.progress import told
-from ckptstore.store.store_handle import Handle
+from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
     from ckptstore.log.journal import Journal
 
-__all__ = ["Reading"]
+__all__ = ["RestoreMethods"]
 
 Framework = Literal["torch", "numpy"]
 _T = TypeVar("_T")
 
 
-class Reading(Handle):
-    """The part of `Store` that restores: whole states, tensors, files, and each new checkpoint as it comes."""
+class RestoreMethods(StoreHandle):
+    """The methods of `Store` that restore whole states, tensors and files, and that follow new checkpoints."""
 
     def load(
         self,
@@ -48,23 +48,23 @@ class Reading(Handle):
 
         Args:
             ref: ``latest``, a step, ``STEP@TERM`` or ``tag:NAME``.
-            framework: ``torch`` or ``numpy``; by default torch when this process has imported it. Arrays that were
+            framework: ``torch`` or ``numpy``; by default torch if this process has imported it. Arrays that were
                 saved as numpy arrays (numpy's RNG state, say) always come back as numpy arrays.
-            into: a state of the same structure whose tensors are overwritten in place, without a second copy in
-                memory; what is not a tensor is taken from the checkpoint. The result's tensors are those of `into`. Of
-                a DTensor this rank's part is filled, however the tensor was cut when it was saved, and by how many
-                ranks; of the store no more is read than the chunks that have it.
-            select: names of tensors, or globs (``model.*``); the others are left out of the result.
-            device: where torch tensors go.
+            into: a state of the same structure, whose tensors are overwritten in place without a second copy in
+                memory. Everything but tensors comes from the checkpoint. The result has the tensors of `into`. Of a
+                DTensor only this rank's part is filled, whatever the sharding and the number of ranks when it was
+                saved; only the chunks that hold this part are read.
+            select: names of tensors, or globs (``model.*``); other tensors are left out of the result.
+            device: device of the torch tensors.
             mmap: map uncompressed fulls instead of reading them: tensors are private, copy-on-write views of the file.
-                Tensors that are stored in shards are read and put together.
-            verify: compare every byte read with its checksum. Turning it off is on you.
-            threads: reading threads; default: the number of cores, at most 4.
-            progress: told (bytes done, bytes in all) of the tensors that are restored, from any thread, one call at a
-                time.
-            rank: of a checkpoint that many ranks saved, give what this rank saved where they differ (random numbers,
-                data loader): of rank modulo their number, if they were fewer. None: all tensors that any rank had, and
-                of the rest the first rank's.
+                Sharded tensors are read and assembled.
+            verify: compare every byte read with its checksum. If you turn this off, damage goes unnoticed.
+            threads: number of reading threads; default: the number of cores, at most 4.
+            progress: called with (bytes done, total bytes) of the tensors that are restored, from any thread, one call
+                at a time.
+            rank: for a checkpoint that many ranks saved: return this rank's values where the ranks differ (random
+                numbers, data loader). If fewer ranks saved, `rank` modulo their number. None: all tensors of all ranks,
+                and everything else from the first rank.
 
         Raises:
             CheckpointNotFoundError, TensorNotFoundError: no such checkpoint, or nothing matches `select`.
@@ -73,26 +73,26 @@ class Reading(Handle):
             UsageError: `into` has other tensors, dtypes or shapes; nothing was overwritten.
             StorageError: the medium failed.
         """
-        from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
+        from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
         options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
-        return self._from_either(ref, lambda journal, one: load(journal, one, options))
+        return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 
-    def _from_either(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
-        """What `work` makes of the store; of its remote, if that has what is missing or damaged here."""
+    def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
+        """The result of `work` on this store; if data is missing or damaged here and the remote has it, on both."""
         try:
             return work(self.journal, ref)
         except (NotFoundError, CorruptionError) as error:
             try:
                 pair = self._pair()
             except CkptError as why:
-                error.add_note(f"nor can the remote be reached: {why}")
+                error.add_note(f"the remote cannot be reached either: {why}")
                 raise error from why
             if pair is None:
                 raise
-        from ckptstore.tiers.remote_fetch import reading
+        from ckptstore.tiers.remote_fetch import read_from_either
 
-        return reading(pair, ref, work)
+        return read_from_either(pair, ref, work)
 
     def follow(
         self,
@@ -111,34 +111,35 @@ class Reading(Handle):
         threads: int | None = None,
         progress: Progress | bool | None = None,
     ) -> Follower:
-        """Keep up with a run that another process or machine writes: an iterator over its checkpoints as they come.
+        """Follow a run that another process or machine writes: an iterator over its checkpoints as they appear.
 
-        The first is the newest there is; then whenever there is another ``latest``, also one that the run went back to
-        (`Followed.branched`). What is handed over is held in memory, so that the next is made of it: only the deltas or
-        steps between are read, and everything is compared with its hash. Where no chain of them leads from what is held
-        (the base was retired, the run went back) it is read whole. Memory: what is followed (with an optimizer's steps
-        also the moments that they move) twice, and the tensors that are handed over.
+        The first item is the newest checkpoint. After that the iterator yields each new ``latest``, also one that the
+        run went back to (`Followed.branched`). The last checkpoint is kept in memory, and the next is built from it:
+        only the deltas or steps between them are read, and everything is compared with its hash. If no chain leads from
+        the checkpoint in memory (the base was retired, the run went back), the next is read whole. Memory: twice the
+        followed tensors (with an optimizer's steps also the moments that they update), and the tensors that are
+        yielded.
 
         Args:
-            after: the REF that was handed over last, before: only what is newer comes. If `into` still has its bits,
-                they are not read again.
-            into: a state whose tensors are overwritten in place, when everything new is in memory, complete and
-                verified: damage or a lost connection leaves them as they are.
+            after: the REF of the checkpoint that was yielded last, before: only newer ones are yielded. If `into` still
+                has its bits, they are not read again.
+            into: a state whose tensors are overwritten in place once everything new is in memory, complete and
+                verified. Damage or a lost connection leaves them unchanged.
             select, framework, device, rank, threads: as for `load`.
-            out: a ``.safetensors`` or ``.pt`` file that each checkpoint replaces, whole and durable, instead of a
-                state. A ``.safetensors`` file that is there already tells where to go on, and is not read again.
-            each: hand over every checkpoint, in order, and not only the newest of those that came meanwhile.
-            poll: seconds between two looks, 0.01 to 86,400.
-            timeout: seconds without a new checkpoint after which the iteration ends; None: it does not.
-            stop: ends the iteration when it is set, by whatever thread.
-            progress: told (bytes done, bytes in all) of the tensors of each checkpoint.
+            out: a ``.safetensors`` or ``.pt`` file that each checkpoint replaces, complete and durable, instead of a
+                state. An existing ``.safetensors`` file says where to continue, and is not read again.
+            each: yield every checkpoint, in order, instead of only the newest of those that are new.
+            poll: seconds between two polls, 0.01 to 86,400.
+            timeout: seconds without a new checkpoint after which the iteration ends; None: it never ends.
+            stop: an event that ends the iteration when any thread sets it.
+            progress: called with (bytes done, total bytes) of the tensors of each checkpoint.
 
         Raises:
             UsageError, CheckpointNotFoundError, TensorNotFoundError: as `load`.
             StoreNotFoundError, StoreReplacedError, CorruptLogError: as `watch`.
-            CorruptSegmentError: something is damaged, and there is no other way. Nothing was handed over; the next call
-                of ``next`` tries again.
-            StorageError: the medium failed; likewise.
+            CorruptSegmentError: something is damaged, and no other encoding replaces it. Nothing was yielded; the next
+                call of ``next`` tries again.
+            StorageError: the medium failed; the next call tries again.
 
         Example:
             >>> store = open("memory://followed")
@@ -158,29 +159,29 @@ class Reading(Handle):
     def read_tensor(
         self, ref: str | int, name: str, *, box: Sequence[slice] | slice | None = None, verify: bool = True
     ) -> npt.NDArray[Any]:
-        """One tensor's logical bytes, or those of a box of it (1-D uint8). Reads only the chunks that have them.
+        """One tensor's logical bytes, or those of a box of it (1-D uint8). Reads only the chunks that hold them.
 
         Args:
             box: slices, one for each dimension from the first on, as in ``numpy.s_[0:10, :]``: the elements of this box
-                in C order. Chunks of 16 MiB are read whole, because they are verified so.
+                in C order. Chunks of 16 MiB are read whole, because they are verified as a whole.
 
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
-            UsageError: `box` is not of slices of neighbours, or has more of them than the tensor dimensions.
+            UsageError: a slice of `box` has a step, or `box` has more slices than the tensor has dimensions.
         """
         from ckptstore.restore.load import read_tensor
 
-        return self._from_either(ref, lambda journal, one: read_tensor(journal, one, name, verify, box))
+        return self._with_remote_fallback(ref, lambda journal, one: read_tensor(journal, one, name, verify, box))
 
     def read_tensors(
         self, ref: str | int = "latest", names: Iterable[str] | None = None, *, verify: bool = True
     ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        """One tensor after the other: (name, its logical bytes, 1-D uint8). Memory: one of them.
+        """Iterate over tensors: (name, logical bytes as 1-D uint8). Memory: one tensor.
 
-        The checkpoint is opened once, where `read_tensor` opens it for each tensor. Of two tiers here alone.
+        Opens the checkpoint once; `read_tensor` opens it for each tensor. Reads this store only, not its remote.
 
         Args:
-            names: of tensors, or places, as for `read_tensor`; None: every tensor, in access order.
+            names: names or places of tensors, as for `read_tensor`; None: every tensor, in access order.
 
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
@@ -190,7 +191,7 @@ class Reading(Handle):
         return read_tensors(self.journal, ref, names, verify)
 
     def chunks(self, ref: str | int, name: str, *, verify: bool = True) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """One tensor's logical bytes, chunk by chunk: (offset, uint8 array valid until the next one).
+        """Iterate over one tensor's logical bytes, chunk by chunk: (offset, uint8 array valid until the next one).
 
         Raises:
             TensorNotFoundError, CorruptSegmentError, StorageError.
@@ -200,22 +201,22 @@ class Reading(Handle):
         return chunks(self.journal, ref, name, verify)
 
     def describe(self, ref: str | int = "latest") -> list[tuple[SegmentEntry, SegmentDoc]]:
-        """The segments that restoring `ref` reads, base first, each with its verified description."""
+        """The segments that restoring `ref` reads, base first, each with its verified description (SegmentDoc)."""
         from ckptstore.restore.load import describe
 
-        return self._from_either(ref, describe)
+        return self._with_remote_fallback(ref, describe)
 
     def tensors(self, ref: str | int = "latest") -> dict[str, TensorEntry]:
-        """name -> entry of every tensor of the checkpoint, in access order."""
+        """Every tensor of the checkpoint: name -> entry, in access order."""
         from ckptstore.restore.load import tensors
 
-        return self._from_either(ref, tensors)
+        return self._with_remote_fallback(ref, tensors)
 
     def tree(self, ref: str | int = "latest") -> Any:
-        """The typed JSON tree of the checkpoint's state; of many ranks that saved it together (SPEC 3.3), all of it."""
+        """The typed JSON tree of the checkpoint's state. Of a checkpoint of many ranks (SPEC 3.3): the whole tree."""
         from ckptstore.restore.load import tree
 
-        return self._from_either(ref, tree)
+        return self._with_remote_fallback(ref, tree)
 
     def export(
         self,
@@ -229,35 +230,36 @@ class Reading(Handle):
         max_shard_bytes: int | None = None,
         progress: Progress | bool | None = None,
     ) -> ExportResult:
-        """Write a checkpoint to a file for other tools, verifying every byte that is read.
+        """Write a checkpoint to a file for other tools, and verify every byte that is read.
 
         A ``.safetensors`` file carries the rest of the state in its metadata. A ``.pt`` file loads with
         ``torch.load(weights_only=True)`` as the nested state that was saved; torch is not needed to write it. The file
         appears under its name complete and durable, or not at all.
 
-        What `torch.compile` puts into names (``_orig_mod``) is in none of a ``.safetensors`` file or after `strip`. The
-        nested state of a ``.pt`` file has its keys as they were saved.
+        The part of a name that `torch.compile` adds (``_orig_mod``) is removed in a ``.safetensors`` file and with
+        `strip`. The nested state of a ``.pt`` file keeps the keys that were saved.
 
         Args:
             ref: the checkpoint.
-            out: the file; with shards, the name they and the index are derived from.
-            format: ``safetensors`` or ``pt``; None: what the name of `out` says, else safetensors.
+            out: the file; with shards, the names of the shards and of the index are derived from it.
+            format: ``safetensors`` or ``pt``; None: the format that the name of `out` implies, else safetensors.
             select: only tensors at places that match one of these patterns, as in `load`.
-            strip: only tensors whose names begin with this (``model.``), which is dropped from them: a flat dict, as
-                ``load_state_dict`` takes it, without the rest of the state.
+            strip: only tensors whose names begin with this prefix (``model.``), which is removed from them: a flat
+                dict, as ``load_state_dict`` takes it, without the rest of the state.
             overwrite: replace files that exist.
-            max_shard_bytes: start another safetensors file before one grows beyond this; a larger tensor stands alone.
-            progress: told (bytes done, bytes in all).
+            max_shard_bytes: start another safetensors file before one exceeds this size; a larger tensor gets a file of
+                its own.
+            progress: called with (bytes done, total bytes).
 
         Returns:
-            which files there are, and what could not be written as it was.
+            the files that were written, and what could not be written unchanged.
 
         Raises:
-            UsageError: `out` exists, is inside a store or no regular file, its folder does not exist, its name is one
-                of another kind of file (``.onnx``), or shards of a ``.pt`` file are asked for; without `strip` a tensor
-                had no name that a file can have (none, or one that begins with a dot).
+            UsageError: `out` exists, is inside a store or not a regular file; its folder does not exist; its name is
+                that of another kind of file (``.onnx``); shards of a ``.pt`` file are asked for; or, without `strip`, a
+                tensor has a name that the file cannot have (empty, or beginning with a dot).
             CheckpointNotFoundError, TensorNotFoundError, CorruptionError: as `load`.
-            UnsupportedStateError: a state that has no place in such a file.
+            UnsupportedStateError: the state cannot be stored in such a file.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
         from ckptstore.exchange.export import Below, export
@@ -267,7 +269,7 @@ class Reading(Handle):
         chosen = _format_of(out) if format is None else format
         which = select if strip is None else Below(strip, select)
         where = os.fspath(out)
-        return self._from_either(
+        return self._with_remote_fallback(
             ref,
             lambda journal, one: export(journal, one, where, chosen, which, overwrite, max_shard_bytes, told(progress)),
         )
@@ -278,7 +280,7 @@ _OTHERS: Final = (
     *(".onnx", ".gguf", ".ggml", ".npz", ".npy", ".h5", ".hdf5", ".keras", ".tflite", ".pb", ".msgpack", ".mlmodel"),
     *(".json", ".pkl", ".pickle", ".zip", ".tar", ".gz", ".zst", ".distcp", ".parquet"),
 )
-"""Names of files that other tools would take for something else than what is written."""
+"""Names of files that other tools would mistake for another format."""
 
 
 def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:

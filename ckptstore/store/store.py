@@ -1,23 +1,23 @@
-"""A store: where the state of one training run lives. Reading takes no lock."""
+"""A store: the checkpoints of one training run. Reading takes no lock."""
 
 from __future__ import annotations
 
-from ckptstore.store.list_methods import Listing
-from ckptstore.store.query_methods import Looking
-from ckptstore.store.tier_methods import SecondTier
-from ckptstore.store.upkeep_methods import Upkeep
-from ckptstore.store.write_methods import Writing
+from ckptstore.store.list_methods import ListMethods
+from ckptstore.store.query_methods import QueryMethods
+from ckptstore.store.tier_methods import TierMethods
+from ckptstore.store.upkeep_methods import UpkeepMethods
+from ckptstore.store.write_methods import WriteMethods
 from ckptstore.tiers.store_pair import Remote
 
 __all__ = ["Store"]
 
 
-class Store(Writing, Looking, Upkeep, SecondTier, Listing):
+class Store(WriteMethods, QueryMethods, UpkeepMethods, TierMethods, ListMethods):
     """One run's checkpoints on one medium.
 
-    Whatever takes ``progress`` also takes True: a line on stderr then says how far it is.
+    Every ``progress`` parameter also takes True: a line on stderr then shows the progress.
 
-    Every method reads the log afresh, so a `Store` always shows what is committed now.
+    Every method reads the log again, so a `Store` always shows the latest commits.
     """
 
     def __repr__(self) -> str:
@@ -32,7 +32,7 @@ class Store(Writing, Looking, Upkeep, SecondTier, Listing):
     def remote(self) -> Store | None:
         """The second tier, as a store; None: there is none.
 
-        Raises as `open`.
+        Raises the errors of `open`.
         """
         pair = self._pair()
         return None if pair is None else Store(pair.remote.backend, Remote(False))

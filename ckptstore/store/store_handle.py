@@ -1,4 +1,4 @@
-"""A store at hand: its medium, its journal, its remote."""
+"""The base class of the parts of `Store`: its medium, its journal, its remote."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.records import FormatFile
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.log.journal import Journal
-from ckptstore.tiers.store_pair import Pair, Remote
+from ckptstore.tiers.store_pair import Remote, StorePair
 
-__all__ = ["Handle"]
+__all__ = ["StoreHandle"]
 
 
-class Handle:
-    """What every part of `Store` works on: the journal, and the remote once it is reached."""
+class StoreHandle:
+    """What every part of `Store` uses: the journal, and the remote once it is reached."""
 
     def __init__(self, backend: Backend, remote: Remote | None = None) -> None:
         """Read nothing yet. `open` takes a path or URL."""
         self.journal = Journal(backend)
         self._remote = remote or Remote()
-        self._reached: Pair | None = None
-        # Whoever writes by this handle and finds no space has what is retired deleted, and tries again.
-        backend.reclaim_with(_reclaimed)
+        self._reached: StorePair | None = None
+        # If a write through this handle finds no space, retired segments are deleted and the write is tried again.
+        backend.reclaim_with(_reclaim_space)
 
     @property
     def backend(self) -> Backend:
@@ -35,7 +35,7 @@ class Handle:
 
     @property
     def url(self) -> str:
-        """What the store was opened with."""
+        """The path or URL that the store was opened with."""
         return self.journal.url
 
     @property
@@ -54,24 +54,24 @@ class Handle:
         return self.journal.format
 
     def create(self) -> None:
-        """Create the store if there is none, or was deleted while it was open: another then, of another run.
+        """Create the store if there is none. If it was deleted while it was open, this creates a store of another run.
 
         Raises:
-            UsageError: the place holds other things.
-            ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
+            UsageError: the place is not empty.
+            ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         self.journal.create(anew=True)
 
     def close(self) -> None:
-        """Give up the handle of the store's folder, so that its disk can be unmounted. Close writers before.
+        """Release the handle of the store's folder, so that its disk can be unmounted. Close writers first.
 
-        Letting go of the `Store` does the same, sooner or later. Whatever needs the folder afterwards raises
-        `UsageError`.
+        Dropping the last reference to the `Store` has the same effect, sooner or later. Every later use of the folder
+        raises `UsageError`.
         """
         self.backend.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled: options may hold credentials, and a handle is of this process.
+        """Refuse to be pickled: options may hold credentials, and a handle belongs to one process.
 
         Raises `UsageError`.
         """
@@ -88,14 +88,14 @@ class Handle:
     ) -> None:
         self.close()
 
-    def _pair(self) -> Pair | None:
-        """The store and its remote, which is reached the first time; None: it has none."""
+    def _pair(self) -> StorePair | None:
+        """The store and its remote, which the first call connects to; None: the store has no remote."""
         if self._reached is None or self._reached.local is not self.journal:
-            self._reached = Pair.of(self.journal, self._remote)
+            self._reached = StorePair.of(self.journal, self._remote)
         return self._reached
 
-    def _remote_that_has(self, ref: str | int | None) -> str | None:
-        """The URL of the remote, if a REF names a checkpoint there; None: it does not, or nobody can tell."""
+    def _remote_url_with(self, ref: str | int | None) -> str | None:
+        """The URL of the remote, if a REF names a checkpoint there; None: it does not, or the remote is unreachable."""
         try:
             pair = self._pair()
             if pair is None or ref is None:
@@ -110,22 +110,22 @@ class Handle:
         remote: str | os.PathLike[str] | None,
         remote_options: Mapping[str, Any] | None,
         bandwidth: float | None,
-    ) -> Pair:
+    ) -> StorePair:
         told = self._remote
         if remote is not None or remote_options is not None or bandwidth is not None:
             given = Remote.given(remote, remote_options, bandwidth)
             rate = given.bandwidth or told.bandwidth
             told = Remote(given.url or told.url, given.options or told.options, rate, told.lag_bytes)
-        pair = Pair.of(self.journal, told)
+        pair = StorePair.of(self.journal, told)
         if pair is None:
             raise UsageError(f"{self.url}: the store has no remote: name one")
         return pair
 
 
-def _reclaimed(backend: Backend) -> int:
-    """Delete what nothing needs any more -> its bytes."""
+def _reclaim_space(backend: Backend) -> int:
+    """Delete segments that nothing needs -> freed bytes."""
     from ckptstore.maintenance.garbage_collection import collect
 
-    # Prevents: a writer that outlives the handle it was opened by (`with ckptstore.open(path).writer()`), and fails
-    # for want of space that is there to be freed: its log is read anew.
+    # Prevents: a writer that outlives the handle that opened it (`with ckptstore.open(path).writer()`) and fails for
+    # lack of space although space could be freed. So this reads the log again.
     return collect(Journal(backend)).nbytes

@@ -1,4 +1,4 @@
-"""What a store does with its remote."""
+"""The methods of `Store` that work with its remote (second tier)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import StorageError
 from ckptstore.host.progress import told
-from ckptstore.store.store_handle import Handle
+from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
     from ckptstore.tiers.store_sync import Synced
     from ckptstore.write.second_tier import Lag
 
-__all__ = ["SecondTier", "restore_if_empty"]
+__all__ = ["TierMethods", "restore_if_empty"]
 
 
-class SecondTier(Handle):
-    """The part of `Store` that has to do with its second tier."""
+class TierMethods(StoreHandle):
+    """The methods of `Store` that work with its second tier."""
 
     def lag(self) -> Lag | None:
         """How far the remote is behind, by the logs of both; None: the store has no remote.
 
         Raises:
-            StoreNotFoundError, CorruptLogError, StorageError: one of them cannot be read.
+            StoreNotFoundError, CorruptLogError, StorageError: one of the logs cannot be read.
         """
         from ckptstore.tiers.drain import lag_of
 
@@ -41,25 +41,25 @@ class SecondTier(Handle):
         anew: bool = False,
         progress: Progress | bool | None = None,
     ) -> Synced:
-        """Bring to the remote what it lacks, once, in the order of the log. May run beside a writer.
+        """Copy to the remote what it lacks, once, in the order of the log. May run while a writer is open.
 
-        Interrupted, it is gone on with by the next call, or by the next writer.
+        The next call, or the next writer, continues an interrupted one.
 
         Args:
-            remote: URL or path, where a second tier is made if there is none. None: the one that the store
-                remembers. That one must be there, also if it is named.
+            remote: URL or path; if there is no second tier yet, it is created there. None: the remote that the store
+                remembers. A remembered remote must exist, also if this argument names it.
             remote_options, bandwidth: as for `open`; None: as the store was opened with.
-            anew: if a part of the remote is gone, delete what is left of it first; if all of it is, make it again. A
-                remote that is whole (FORMAT, log, every segment in its length; bytes are not read) is left as it is.
-                Nothing is deleted that this store could not bring there.
-            progress: told (bytes done, bytes in all).
+            anew: if a part of the remote is missing, delete the rest of it and build it again; if all of it is
+                missing, build it again. A complete remote (FORMAT, log, every segment with its length; bytes are not
+                read) is left unchanged. Nothing is deleted that this store could not copy there again.
+            progress: called with (bytes done, total bytes).
 
         Raises:
-            UsageError: there is no remote, or something else is there; or `anew`, and the remote has what this store
-                has not: another run, a newer term, segments.
+            UsageError: there is no remote, or something else is there; or `anew` is set and the remote has what this
+                store lacks: another run, a newer term, segments.
             RemoteLostError: the remote was deleted or replaced, in part or as a whole: see `anew`.
-            CorruptionError: this store is damaged. What was brought so far stays.
-            StorageError: a medium failed; the same.
+            CorruptionError: this store is damaged. What was copied so far stays.
+            StorageError: a medium failed. What was copied so far stays.
         """
         from ckptstore.tiers.store_sync import sync
 
@@ -78,15 +78,15 @@ class SecondTier(Handle):
         bandwidth: float | None = None,
         on_failure: Callable[[StorageError], object] = lambda _error: None,
     ) -> Iterator[Synced]:
-        """Bring to the remote whatever is committed, as it is: for a process beside writers that have no drain of
-        their own (many ranks, the agent). Tells what each pass did that did something.
+        """Copy each commit to the remote as it is made: for a process beside writers that do not drain themselves
+        (many ranks, the agent). Yields the result of every pass that copied something.
 
-        Ends when the run was continued elsewhere, which the last one says.
+        Ends when the run was continued elsewhere; the last result says so.
 
         Args:
             remote, remote_options, bandwidth: as for `sync`.
-            every: seconds between two looks at the log.
-            on_failure: told of a medium that failed. It is tried again, after a while.
+            every: seconds between two polls of the log.
+            on_failure: called when a medium failed. The pass is retried after a while.
 
         Raises:
             UsageError: there is no remote, or something else is there.
@@ -101,8 +101,8 @@ class SecondTier(Handle):
         return follow(pair, every, on_failure=on_failure)
 
 
-def restore_if_empty(store: SecondTier) -> None:
-    """Bring the remote's newest checkpoint into a store that has none; nothing where there is no remote."""
+def restore_if_empty(store: TierMethods) -> None:
+    """Restore the remote's newest checkpoint into a store that has none; does nothing without a remote."""
     from ckptstore.tiers.remote_fetch import restore_newest
 
     if (pair := store._pair()) is not None:

@@ -1,4 +1,4 @@
-"""How a store is kept small and whole."""
+"""The methods of `Store` that maintain it: verify, retention, gc, merge, compact, copies, tags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptstore.backends import open_backend
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.host.progress import told
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.store.store_handle import Handle
+from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.retirement import Retired
     from ckptstore.maintenance.verify.verification import VerificationReport
 
-__all__ = ["Upkeep"]
+__all__ = ["UpkeepMethods"]
 
 
-class Upkeep(Handle):
-    """The part of `Store` that looks after it: verify, retention, gc, merge, compact, copies, tags."""
+class UpkeepMethods(StoreHandle):
+    """The methods of `Store` that maintain it: verify, retention, gc, merge, compact, copies, tags."""
 
     def verify(
         self,
@@ -36,25 +36,25 @@ class Upkeep(Handle):
         progress: Progress | bool | None = None,
         threads: int | None = None,
     ) -> VerificationReport:
-        """Check every byte of the store, and what its segments say.
+        """Check every byte of the store, and the descriptions in its segments.
 
         Args:
-            ref: of the segments check only those that this checkpoint can be restored from; the log is checked whole.
-            deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on
-                one full, and for each thread a payload and a few chunks.
-            progress: told (bytes done, bytes in all) of what is checked, from any thread, one call at a time.
-            threads: threads that read and decode; None: up to four.
+            ref: check only the segments that this checkpoint can be restored from; the log is checked as a whole.
+            deep: also decode and replay every checkpoint, each chain once. Memory: the descriptions of everything that
+                builds on one full, and for each thread a payload and a few chunks.
+            progress: called with (bytes done, total bytes) of what is checked, from any thread, one call at a time.
+            threads: number of threads that read and decode; None: up to four.
 
         Raises:
-            StoreNotFoundError, CheckpointNotFoundError: there is none.
-            StorageError: the medium failed where nothing else can be said (a listing, the log).
+            StoreNotFoundError, CheckpointNotFoundError: there is no such store or checkpoint.
+            StorageError: the medium failed where the report cannot contain it (a listing, the log).
         """
         from ckptstore.maintenance.verify.verification import verify
 
         try:
             return verify(self.journal, ref, deep=deep, progress=told(progress), threads=threads)
         except CheckpointNotFoundError as error:
-            remote = self._remote_that_has(ref)
+            remote = self._remote_url_with(ref)
             if remote is None:
                 raise
             raise CheckpointNotFoundError(f"{error}; {remote} has it: verify that store") from error
@@ -67,23 +67,23 @@ class Upkeep(Handle):
         pin_ttl: float | None = None,
         progress: Progress | bool | None = None,
     ) -> Collected:
-        """Delete the segments that nothing needs. May run at any time, beside writers and readers.
+        """Delete the segments that nothing needs. May run at any time, while writers and readers are active.
 
         Args:
-            dry_run: delete nothing, and say what would go.
-            wait: seconds to look again while readers pin what nothing else needs.
-            pin_ttl: seconds without renewal after which a reader is dead (at least 60; needs a `wait` as long).
+            dry_run: delete nothing; report what would be deleted.
+            wait: seconds to keep retrying while readers pin segments that nothing else needs.
+            pin_ttl: seconds without renewal after which a reader counts as dead (at least 60; `wait` must be as long).
                 None: 600.
-            progress: told (bytes deleted, bytes to delete).
+            progress: called with (bytes deleted, bytes to delete).
 
         Returns:
-            what was deleted, and what stays because of whom.
+            what was deleted, and what stays and which readers hold it.
 
         Raises:
-            UsageError: `wait` is no time, or `pin_ttl` is so short that living readers would be taken for dead.
+            UsageError: `wait` is not a time, or `pin_ttl` is so short that live readers would count as dead.
             ReadOnlyError: the store cannot be written (except with `dry_run`).
             CorruptLogError: the log cannot be read.
-            StorageError: the medium failed. What was deleted is gone, the rest goes another time.
+            StorageError: the medium failed. A later call deletes the rest.
         """
         from ckptstore.log.pins import DEAD_AFTER
         from ckptstore.maintenance.garbage_collection import collect_patiently
@@ -105,29 +105,30 @@ class Upkeep(Handle):
         progress: Progress | bool | None = None,
         on_loss: Callable[[tuple[str, ...]], object] | None = None,
     ) -> Merged:
-        """Fold the diffs of a range of checkpoints into one segment, beside a live writer or instead of one.
+        """Merge the diffs of a range of checkpoints into one segment, with a live writer or without one.
 
         Args:
             steps: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B.
-            keep_steps: every checkpoint of the range stays. Without it B alone of its diffs does, and what a tag names,
-                another term continues from or a rule of retention keeps (`Merged.held` says which).
-            fulls: its fulls go, too: B alone of the range stays. Not with `keep_steps`.
-            dry_run: write nothing; do the work, and say what would become of it.
+            keep_steps: every checkpoint of the range stays. Without it, of the checkpoints stored as diffs only B
+                stays, and those that a tag names, that another term continues from or that a retention rule keeps
+                (`Merged.held` lists them).
+            fulls: retire its fulls, too: only B of the range stays. Not with `keep_steps`.
+            dry_run: write nothing; do the work, and report the result.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-            timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
-            progress: told (bytes done, bytes in all).
-            on_loss: told which checkpoints can no longer be restored afterwards, if any, before anything is written;
-                what it raises is raised here.
+            timeout: seconds to wait for the live writer's answer; None or infinity: no limit.
+            progress: called with (bytes done, total bytes).
+            on_loss: called, before anything is written, with the checkpoints that can no longer be restored afterwards,
+                if there are any. An exception that it raises is raised here.
 
         Returns:
-            what became of the range; `Merged.answer` says whether it was committed.
+            what happened to the range; `Merged.answer` says whether it was committed.
 
         Raises:
             UsageError: not a range, or there is nothing to merge.
-            CheckpointNotFoundError: A or B is not there.
-            CorruptionError: what is stored is not what was saved. Nothing was changed.
+            CheckpointNotFoundError: A or B does not exist.
+            CorruptionError: the stored data is not what was saved. Nothing was changed.
             ReadOnlyError, StorageError: the medium cannot be written, or failed.
-            FencedError, CommitUnknownError: another writer took the store over; whether it was committed is not known.
+            FencedError, CommitUnknownError: another writer took the store over; it is unknown whether it was committed.
         """
         from ckptstore.maintenance.merge import Range, merge
 
@@ -154,32 +155,33 @@ class Upkeep(Handle):
         timeout: float | None = 60.0,
         progress: Progress | bool | None = None,
     ) -> CompactReport:
-        """Store kept checkpoints anew, so that bases that nobody keeps can go: beside a live writer, or instead of one.
+        """Store kept checkpoints again in another form, so that bases that no rule keeps can be deleted: with a live
+        writer or without one.
 
-        Every checkpoint that is there stays, bit for bit: what was written is read back and compared before anything
-        is given up. `gc` then frees the space. One move after the other is committed; if this is stopped, the next
-        call goes on with what is left.
+        Every existing checkpoint stays, bit for bit: what was written is read back and compared before anything is
+        given up. `gc` then frees the space. Moves are committed one by one; after an interruption the next call
+        continues with the rest.
 
         Args:
-            max_depth: deltas and steps that the restore of any checkpoint may apply to its full; None: any number.
-            max_restore_seconds: how long any restore may take on this machine; None: as long as it does.
-            target_bytes: bytes of all segments at which no more bytes are saved at the cost of restore time; None: as
-                few as can be had.
-            only: ``A..B``, two REFs of one term: nothing but these is stored anew. None: whatever is worth it.
-            bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
-            dry_run: change nothing; say what would be done. Sizes are guessed from samples.
+            max_depth: number of deltas and steps that the restore of any checkpoint may apply to its full; None: any.
+            max_restore_seconds: how long any restore may take on this machine; None: no limit.
+            target_bytes: total bytes of all segments below which no more restore time is spent to save bytes; None: as
+                few bytes as possible.
+            only: ``A..B``, two REFs of one term: store only these again. None: all that are worth it.
+            bandwidth: at most this many bytes of state are decoded, encoded and read back a second; None: no limit.
+            dry_run: change nothing; report what would be done. Sizes are estimated from samples.
             take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-            timeout: seconds to wait for the live writer's answer to each move; None or infinity: as long as it takes.
-            progress: told (bytes done, bytes in all).
+            timeout: seconds to wait for the live writer's answer to each move; None or infinity: no limit.
+            progress: called with (bytes done, total bytes).
 
         Returns:
             what was done, what was not, and why.
 
         Raises:
-            UsageError: an option is none.
+            UsageError: an option is invalid.
             CorruptLogError: the log is damaged. Nothing was changed.
-            ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
-            FencedError, CommitUnknownError: another writer took the store over; whether it was committed is not known.
+            ReadOnlyError, StorageError: the medium cannot be written, or failed. Earlier moves stay committed.
+            FencedError, CommitUnknownError: another writer took the store over; it is unknown whether it was committed.
         """
         from ckptstore.maintenance.compact import Limits, compact
 
@@ -197,23 +199,24 @@ class Upkeep(Handle):
     def retire(
         self, *refs: str | int, dry_run: bool = False, take_over: bool = False, timeout: float | None = 60.0
     ) -> Retired:
-        """Promise checkpoints no longer. What others build on stays stored; `gc` deletes what nothing needs.
+        """Retire checkpoints: they are no longer promised. Those that others build on stay stored; `gc` deletes what
+        nothing needs.
 
-        A live writer is asked, which looks for requests every 5 s (`Store.writer`'s `poll_seconds`) and after each
-        save; it is never fenced by this.
+        A live writer is asked. It polls for requests every 5 s (`Store.writer`'s `poll_seconds`) and after each save;
+        this call never fences it.
 
         Args:
-            refs: the checkpoints, of any term. Not the latest one, and none that a tag names.
-            dry_run: change nothing, and say what would become of them.
-            take_over: no writer is alive: open a term and commit there, which fences a writer that is.
-            timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
+            refs: the checkpoints, of any term. Neither the latest one nor one that a tag names.
+            dry_run: change nothing; report the result.
+            take_over: for a store without a live writer: open a term and commit there. This fences a live writer.
+            timeout: seconds to wait for the live writer's answer; None or infinity: no limit.
 
         Returns:
-            what was retired, what of it stays stored, and what is dropped.
+            the checkpoints that were retired, those of them that stay stored, and the segments that are dropped.
 
         Raises:
             UsageError: no REF, the latest checkpoint, or one that a tag names.
-            CheckpointNotFoundError: nothing answers to a REF.
+            CheckpointNotFoundError: no checkpoint matches a REF.
             RequestRefusedError: the writer refused. Nothing was changed.
             RequestTimeoutError: no answer came in time. The request stays, and may still be accepted.
             ReadOnlyError, StorageError: the medium cannot be written, or failed.
@@ -226,23 +229,23 @@ class Upkeep(Handle):
     def keep(
         self, *rules: str, everything: bool = False, take_over: bool = False, timeout: float | None = 60.0
     ) -> tuple[str, ...]:
-        """Have the store keep checkpoints by these rules from now on -> the rules. `rules` says which there are.
+        """Set the store's retention rules -> the rules. `rules` returns the current ones.
 
-        They are a union, and every writer keeps to them: what a save makes superfluous it retires. `gc` deletes the
-        files: a `Checkpointer` calls it by itself, beside a writer of your own you do. The newest checkpoint stays in
-        any case, and so does what a tag names. A live writer is asked, as in `retire`.
+        A checkpoint is kept if one of the rules keeps it. Every writer applies the rules: a save retires what no rule
+        keeps any more. `gc` deletes the files: a `Checkpointer` calls it, with your own writer you do. The newest
+        checkpoint is always kept, and so is every tagged one. A live writer is asked, as in `retire`.
 
         Args:
-            rules: ``last:N``: the N newest of the line of the newest. ``every:N``: each whose step is a multiple of N.
+            rules: ``last:N``: the N newest on the line of the newest. ``every:N``: each whose step is a multiple of N.
                 ``best:METRIC:N``: the N of that line whose metadata have the lowest METRIC (``best:METRIC:N:max``: the
                 highest). ``newer-than:7d``: those saved in the 7 days (s, m, h, d, w) before the newest was.
-                ``branches``: those that are not on the line of the newest, because a run went back. ``tagged``:
-                nothing but what stays in any case.
-            everything: no rules any more: every checkpoint is kept.
+                ``branches``: those that are not on the line of the newest, because a run went back. ``tagged``: only
+                those that are kept in any case.
+            everything: remove the rules: every checkpoint is kept.
             take_over, timeout: as for `retire`.
 
         Raises:
-            UsageError: one is no rule, none is given without `everything`, or nobody has ever written to the store.
+            UsageError: a rule is invalid, none is given without `everything`, or no writer ever opened the store.
             RequestRefusedError, RequestTimeoutError and the others: as `retire`.
         """
         from ckptstore.maintenance.pruning import set_rules
@@ -250,7 +253,7 @@ class Upkeep(Handle):
         if everything == bool(rules):
             raise UsageError("keep: give rules, or everything=True to have none; rules() says which there are")
         if not all(isinstance(rule, str) for rule in rules):
-            raise UsageError("keep: rules are texts, each an argument of its own: keep('last:10', 'every:100')")
+            raise UsageError("keep: rules are texts, each a separate argument: keep('last:10', 'every:100')")
         return set_rules(self.journal, rules, take_over=take_over, timeout=timeout)
 
     def prune(
@@ -263,17 +266,17 @@ class Upkeep(Handle):
         """Retire what no rule keeps; `gc` then deletes what nothing needs. A live writer is asked, as in `retire`.
 
         Args:
-            rules: see `keep`; instead of the store's, this time. None given: the store's.
-            dry_run: change nothing, and say what would become of the store.
+            rules: as in `keep`; this call uses them instead of the store's. None given: the store's.
+            dry_run: change nothing; report the result.
             take_over, timeout: as for `retire`.
 
         Returns:
-            what each rule keeps, what is retired, and what of that stays because others build on it.
+            what each rule keeps, what is retired, and which retired checkpoints stay because others build on them.
 
         Raises:
-            UsageError: one is no rule, or there are none.
+            UsageError: a rule is invalid, or there are none.
             CorruptLogError: the log is damaged. Nothing was changed.
-            StorageError: the second tier cannot be reached, or is not there any more. Nothing was changed.
+            StorageError: the second tier cannot be reached, or is missing. Nothing was changed.
             RequestRefusedError, RequestTimeoutError and the others: as `retire`.
         """
         from ckptstore.maintenance.pruning import prune
@@ -292,21 +295,21 @@ class Upkeep(Handle):
     def tag(
         self, name: str, ref: str | int = "latest", *, take_over: bool = False, timeout: float | None = 60.0
     ) -> CheckpointInfo:
-        """Name a checkpoint of any term, ``tag:NAME`` from then on; a tag that exists moves.
+        """Tag a checkpoint of any term: ``tag:NAME`` names it from then on. An existing tag moves.
 
         A live writer is asked, as in `retire`; in the process that has the writer use `Writer.tag`.
 
         Args:
             name: 1-128 letters, digits and ``_.+/-``, beginning with a letter, digit or ``_``.
-            ref: the checkpoint, as it is now.
+            ref: the checkpoint; the REF is resolved now.
             take_over, timeout: as for `retire`.
 
         Returns:
             the checkpoint, with its tags.
 
         Raises:
-            UsageError: no tag name.
-            CheckpointNotFoundError: nothing answers to `ref`.
+            UsageError: not a valid tag name.
+            CheckpointNotFoundError: no checkpoint matches `ref`.
             RequestRefusedError, RequestTimeoutError and the others: as `retire`.
         """
         from ckptstore.maintenance.tags import tag
@@ -336,29 +339,29 @@ class Upkeep(Handle):
         progress: Progress | bool | None = None,
         threads: int | None = None,
     ) -> Copied:
-        """Copy checkpoints to another place, on whatever medium: same run, terms, states, tags and metadata.
+        """Copy checkpoints to another place on any medium: same run, terms, states, tags and metadata.
 
-        Every byte is compared with its hash on the way. Beside a live writer what is copied is what the log said at one
-        instant. A copy that was interrupted is gone on with by the same call; one that is complete takes what is new.
+        Every byte is compared with its hash on the way. With a live writer, the copy has what the log said at one
+        instant. The same call continues an interrupted copy, and adds new checkpoints to a complete one.
 
         Args:
-            target: a path, a URL or a `Store`: an empty place, or a copy of this run that nobody wrote to.
-            refs: the checkpoints, each with what it builds on (which is not promised there); none: everything that is
-                promised, with every encoding, and every term.
+            target: a path, a URL or a `Store`: an empty place, or a copy of this run that no writer has opened.
+            refs: the checkpoints to copy, each with what it builds on (which is not promised there). Empty: every
+                promised checkpoint with every encoding, and every term.
             form: ``stored``: segments byte for byte. ``full``: each checkpoint decoded, and stored uncompressed.
-            progress: told (bytes done, bytes in all).
-            threads: segments that are copied at once; None: up to four.
+            progress: called with (bytes done, total bytes).
+            threads: number of segments that are copied at once; None: up to four.
 
         Returns:
-            what is there now, and what was copied this time.
+            what the copy has now, and what this call copied.
 
         Raises:
-            UsageError: the target is something else, lies in this store, or went on by itself.
-            CheckpointNotFoundError: nothing answers to a REF.
+            UsageError: the target is something else, lies in this store, or a writer continued it on its own.
+            CheckpointNotFoundError: no checkpoint matches a REF.
             CorruptionError: this store is damaged (`repair` copies what is intact).
             ReadOnlyError, StorageError: a medium failed, or cannot be written.
         """
         from ckptstore.maintenance.copies import copy
 
-        there = target.backend if isinstance(target, Handle) else open_backend(target, create=True)
+        there = target.backend if isinstance(target, StoreHandle) else open_backend(target, create=True)
         return copy(self.journal, there, refs, form=form, progress=told(progress), threads=threads)

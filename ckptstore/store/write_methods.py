@@ -1,4 +1,4 @@
-"""How a store is written to."""
+"""The methods of `Store` that open writers and import files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptstore.errors import UsageError
 from ckptstore.host.progress import told
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
-from ckptstore.store.store_handle import Handle
+from ckptstore.store.store_handle import StoreHandle
 from ckptstore.tiers.store_pair import RemoteRememberedError, open_without_remote
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ckptstore.write.steps.batcher import DiffOptions
     from ckptstore.write.writer import Writer
 
-__all__ = ["Writing"]
+__all__ = ["WriteMethods"]
 
 
-class Writing(Handle):
-    """The part of `Store` that opens writers."""
+class WriteMethods(StoreHandle):
+    """The methods of `Store` that open writers and import files."""
 
     @overload
     def writer(
@@ -86,40 +86,43 @@ class Writing(Handle):
         keep: Sequence[str] | None = None,
         compact: CompactOptions | None = None,
     ) -> Writer:
-        """Open the store for writing: begins a new term, which fences every earlier writer.
+        """Open the store for writing. This begins a new term, which fences every earlier writer.
 
         Args:
-            parent: what this term continues from: a REF, or None for a run from nothing. ``latest`` in an empty store
-                is None (a `FreshStartWarning` tells if earlier terms hold checkpoints). Going back to an earlier one
-                forks: nothing newer is lost. A writer that is open goes back with `Writer.rollback`.
+            parent: the checkpoint that this term continues from: a REF, or None for a run that starts from scratch.
+                ``latest`` in an empty store is None (a `FreshStartWarning` is given if earlier terms hold checkpoints).
+                An earlier checkpoint forks the run: nothing newer is lost. An open writer goes back with
+                `Writer.rollback`.
             group: a `torch.distributed` process group (``dist.group.WORLD``): each of its ranks calls this and saves
                 its own tensors, and rank 0 commits them as one checkpoint. Or a `Group`. None: this process alone.
             ranks: how the ranks of `group` save together.
-            staging_bytes: host memory between state and medium (default 64 MiB).
-            threads: those that write blocks of one checkpoint.
-            max_in_flight: saves that `Writer.save_async` may have on their way at once. Plain fulls are made durable at
-                the same time, each by `threads` threads; deltas and step diffs one after the other.
-            poll_seconds: how often to look for requests of other processes; None: only after saves.
-            deltas: store checkpoints as deltas against earlier ones: ``auto`` (the interval follows what is measured,
-                and a restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
-            diffs: store consecutive steps as step diffs (`Writer.save`'s `updates`) between what `deltas` makes.
-            memory: bytes of host memory (48 MiB on) for what `Writer.save_async` has copied and the medium has not;
-                training waits while it is spent. With `deltas` or `diffs`: beside the base. None: see docs/writer.md.
-            on_metrics: is told of every save that ended, with a `SaveMetrics`, by a thread; what it raises harms none.
-            keep: rules of retention for the store from now on, as in `keep`; an empty list: every checkpoint stays.
-                None: those that it has, which every writer keeps to. A writer retires; files are deleted by `gc`, or
-                when a save finds no space. Call `gc` now and then, as a `Checkpointer` does.
-            compact: store what is kept anew while no save is on its way, as `compact` does; not with `group`.
+            staging_bytes: bytes of host memory between state and medium (default 64 MiB).
+            threads: number of threads that write the blocks of one checkpoint.
+            max_in_flight: number of `Writer.save_async` saves that may be in flight at once. Plain fulls are made
+                durable in parallel, each by `threads` threads; deltas and step diffs one after the other.
+            poll_seconds: seconds between two polls for requests of other processes; None: only after saves.
+            deltas: store checkpoints as deltas against earlier ones: ``auto`` (measurements choose the interval; a
+                restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
+            diffs: store consecutive steps as step diffs (`Writer.save`'s `updates`) between the checkpoints that
+                `deltas` makes.
+            memory: bytes of host memory (48 MiB or more) for data that `Writer.save_async` has copied and that is not
+                on the medium yet; training waits while it is used up. With `deltas` or `diffs` the base needs more
+                memory besides. None: see docs/writer.md.
+            on_metrics: a thread calls it with a `SaveMetrics` after every save; an exception that it raises is ignored.
+            keep: the store's retention rules from now on, as in `keep`; an empty list: every checkpoint stays. None:
+                the store's current rules, which every writer applies. A writer retires checkpoints; files are deleted
+                by `gc`, or when a save finds no space. Call `gc` now and then, as a `Checkpointer` does.
+            compact: while no save is in flight, store kept checkpoints again, as `compact` does; not with `group`.
 
         Raises:
             CheckpointNotFoundError: no such parent.
             StoreNotFoundError: the store was deleted while it was open (`create` begins another), or has lost FORMAT.
-            CorruptLogError: the log is damaged; name an explicit parent to write on.
+            CorruptLogError: the log is damaged; name an explicit parent to write anyway.
             ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
         """
         from ckptstore.host import interpreter_exit
 
-        interpreter_exit.check()  # first: some of the rest cannot even be imported when the interpreter is ending
+        interpreter_exit.check()  # first: some of the imports below fail while the interpreter is exiting
         from ckptstore.host.buffers import DEFAULT_BUDGET
         from ckptstore.write.options import WriterOptions
 
@@ -128,10 +131,10 @@ class Writing(Handle):
         options = WriterOptions(budget, threads, max_in_flight, poll_seconds, *coding, memory, on_metrics, keep)
         if group is None and ranks is None:
             return self._open_writer(parent, options, compact)
-        return _opened_together(self._of_ranks(compact), parent, group, options, ranks)
+        return _open_for_ranks(self._rank_journal(compact), parent, group, options, ranks)
 
-    def _of_ranks(self, compact: CompactOptions | None) -> Journal:
-        """The journal, for ranks that save together."""
+    def _rank_journal(self, compact: CompactOptions | None) -> Journal:
+        """The journal for ranks that save together; raises for options that they do not have."""
         if compact is not None:
             raise UsageError("compact: not with group=, whose checkpoints are stored in shards")
         if self._remote.url:
@@ -141,31 +144,31 @@ class Writing(Handle):
     def _open_writer(
         self, parent: str | int | CheckpointInfo | None, options: WriterOptions, compact: CompactOptions | None
     ) -> LocalWriter:
-        """A writer of this process alone, of one tier or of two; compacted in its idle time, if wanted."""
+        """A writer of this process alone, with one tier or two, which compacts while idle if `compact` is given."""
         if compact is not None:
             from ckptstore.maintenance.compact.idle_compaction import CompactOptions
 
             if not isinstance(compact, CompactOptions):
                 raise UsageError(f"compact: {compact!r:.80}; it takes CompactOptions, as compact=CompactOptions()")
-        writer = self._of_tiers(parent, options)
+        writer = self._open_local_or_tiered(parent, options)
         if compact is not None:
             from ckptstore.maintenance.compact.idle_compaction import begin
 
             begin(self.journal, writer, compact)
         return writer
 
-    def _of_tiers(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
+    def _open_local_or_tiered(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
         from ckptstore.write.opening import open_writer
 
         if self._remote.url is None and self._remote.lag_bytes is not None:
-            self._pair_with(None, None, None)  # raises where there is no remote, which nothing could lag behind
+            self._pair_with(None, None, None)  # raises if there is no remote: then `lag_bytes` has no meaning
         if self._remote.url is False:
             return open_writer(self.journal, parent, options)
         if self._remote.url is None:
             try:
                 return open_writer(self.journal, parent, options, opener=open_without_remote)
             except RemoteRememberedError:
-                if self._pair() is None:  # it is the remote itself: what was brought here remembers it, too
+                if self._pair() is None:  # this is the remote itself: its copied log names it as the remote, too
                     return open_writer(self.journal, parent, options)
         from ckptstore.tiers.tiered_term import open_tiered_writer
 
@@ -181,28 +184,28 @@ class Writing(Handle):
         deltas: DeltaOptions | None = None,
         progress: Progress | bool | None = None,
     ) -> list[ImportedFile]:
-        """Store files of other tools as checkpoints, in one new term, ascending by step. Creates the store.
+        """Store files of other tools as checkpoints, in one new term, ascending by step. Creates the store if needed.
 
         Every file is opened and checked before the store is touched. Pickled code is never run.
 
         Args:
-            files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these, of which
-                everything becomes one state (model, optimizer, scheduler, rng, ...).
-            step: of a single file; ``auto`` takes it from each name, and gives a single file without one the step after
-                the parent's.
+            files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders of such files, each of which
+                becomes one state (model, optimizer, scheduler, rng, ...).
+            step: the step of a single file; ``auto`` takes it from each name, and gives a single file whose name has no
+                step the step after the parent's.
             parent: REF that the new term continues from; None for none.
-            leave_out: globs of names in a folder that are not to be taken.
+            leave_out: globs of names in a folder that are not imported.
             deltas: store a series as deltas; None: every file becomes a full.
-            progress: told (bytes done, bytes in all).
+            progress: called with (bytes done, total bytes).
 
         Returns:
             each file and its checkpoint, ascending by step.
 
         Raises:
-            UsageError: no step can be told, or two files have the same.
+            UsageError: a step cannot be determined, or two files have the same.
             StepOrderError: a step is not above the parent's.
-            FormatError, UnsupportedStateError: a file, or something in a folder, cannot be imported; nothing was.
-            StorageError: the medium failed; files before that one are checkpoints by then, as a note on the error says.
+            FormatError, UnsupportedStateError: a file, or an object in a folder, cannot be imported; none was.
+            StorageError: the medium failed. Earlier files are checkpoints by then; a note on the error lists them.
         """
         from ckptstore.exchange.import_files import import_files
 
@@ -225,7 +228,7 @@ def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
     return diffs
 
 
-def _opened_together(
+def _open_for_ranks(
     journal: Journal,
     parent: str | int | CheckpointInfo | None,
     group: Any,

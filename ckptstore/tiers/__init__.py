@@ -1,4 +1,4 @@
-"""Two tiers: a store near its writer, and a remote one of the same run, whose log decides terms.
+"""Two tiers: a store near its writer, and a remote store of the same run whose log decides which terms exist.
 
-Drains, terms in both, what comes back. Imports `maintenance`, `write` and what is below it.
+Drains, opens terms in both tiers, and restores from the remote. Imports `maintenance`, `write` and the rooms below.
 """

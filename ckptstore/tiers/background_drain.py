@@ -1,7 +1,7 @@
-"""The drain of a writer: a thread beside it that brings to the remote what the writer commits, until it is closed.
+"""Runs a writer's drain: a thread that copies the writer's commits to the remote until the writer is closed.
 
-A second thread looks once a second how the first one does, and warns while training runs: a drain that hangs in a
-request can say nothing itself.
+A second thread checks the first one once a second, and warns while training runs: a drain that hangs in a request
+cannot report that itself.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from ckptstore.formats.records import Node, ref_of
 from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import RemoteWarning, warn
 from ckptstore.log.log_reader import View, read
-from ckptstore.tiers.drain import Drain, Drained
+from ckptstore.tiers.drain import Drain, DrainResult
 from ckptstore.tiers.drain_selection import lag_between
-from ckptstore.tiers.remote_silence import Quiet
+from ckptstore.tiers.remote_silence import RemoteSilence
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["Draining"]
+__all__ = ["BackgroundDrain"]
 
 _LOOK: Final = 1.0
-"""Seconds after which the log is looked at even if nobody said that something was committed."""
+"""Seconds after which the log is polled even if no commit was reported."""
 _NAP: Final = 0.2
 PATIENCE: Final = 60.0
-"""Seconds for which a remote may fail before a save that waits for it is refused."""
+"""Seconds that a remote may fail before a save that waits for it is rejected."""
 _FIRST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 30.0
-"""Seconds before a pass that failed is tried again: twice as many each time."""
+"""Longest pause in seconds before a failed pass is retried; the pause doubles each time."""
 SOON: Final = 10.0
-"""Seconds for which a remote may fail, or not answer, before it is said."""
+"""Seconds that a remote may fail, or not answer, before a warning."""
 _WATCH: Final = 1.0
 _PASSING: Final = (errno.ETIMEDOUT, errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR)
-"""What a medium fails with that the next try may not meet."""
+"""Errors of a medium that the next try may not meet."""
 _LOG: Final = logging.getLogger("ckptstore.tiers")
 
 
-class Draining:
-    """The second tier, as the writer of the first one knows it (`write.second_tier`)."""
+class BackgroundDrain:
+    """The second tier, as the writer of the first one sees it (`write.second_tier`)."""
 
     def __init__(self, drain: Drain) -> None:
-        """Begin nothing yet."""
+        """Start nothing yet."""
         self._drain = drain
         self._changed = threading.Condition()
         self._wanted = True
@@ -54,16 +54,16 @@ class Draining:
         self._fenced: FencedError | None = None
         self._failure: Exception | None = None
         self._lost: RemoteLostError | None = None
-        self._left: Drained = Drained()
+        self._left: DrainResult = DrainResult()
         self._thread: threading.Thread | None = None
-        self._failing: float | None = None  # since when
+        self._failing: float | None = None  # time of the first failure
         self._seen: View | None = None
-        self._quiet = Quiet(drain)
-        self._said: str | None = None  # what was warned of, while that lasts
+        self._quiet = RemoteSilence(drain)
+        self._said: str | None = None  # the last warning, while its cause lasts
         self._watcher = background_threads.Periodic(_WATCH, self._watch, "drain-watch")
 
     def start(self) -> None:
-        """Begin. Raises `RuntimeError` where no thread can be started."""
+        """Start the threads. Raises `RuntimeError` if no thread can be started."""
         self._thread = background_threads.start(self._run, "drain")
         self._watcher.start()
 
@@ -78,7 +78,7 @@ class Draining:
         while most is not None:
             self.check()
             there = self._drain.remote
-            assert there is not None  # opening drains
+            assert there is not None  # opening the term drains first
             self._seen = read(self._drain.pair.local, self._seen)
             lag = lag_between(self._seen.catalog, there.catalog, damaged=self._drain.damaged)
             if lag.nbytes <= most:
@@ -88,8 +88,8 @@ class Draining:
             if self._lost is not None or since > PATIENCE:
                 raise StorageError(
                     errno.EDQUOT,
-                    f"not saved: {lag.nbytes} bytes are on this machine alone, {most} may be (lag_bytes), and the "
-                    f"remote has been failing for {since:.0f} s: {self._failure}",
+                    f"not saved: {lag.nbytes} bytes are on this machine alone, the limit is {most} (lag_bytes), and "
+                    f"the remote has been failing for {since:.0f} s: {self._failure}",
                     self._drain.pair.local.url,
                 )
             with self._changed:
@@ -109,7 +109,7 @@ class Draining:
         """See `SecondTier.wait`."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while not self._drain.has(node):  # not `had`: success is told of what is certain alone
+            while not self._drain.has(node):  # not `had`: only what is certain is reported as success
                 self.check()
                 if self._lost is not None:
                     raise self._lost
@@ -124,12 +124,12 @@ class Draining:
                 self._changed.wait(min(0.2, 0.2 if left is None else left))
 
     def lag(self) -> Lag:
-        """How far the remote is behind. Reads the store's log, not the remote's.
+        """How far the remote is behind. Reads the log of the store, not that of the remote.
 
         Raises `CorruptLogError`, `StorageError`.
         """
         there = self._drain.remote
-        assert there is not None  # opening drains
+        assert there is not None  # opening the term drains first
         failure = self._fenced or self._failure or self._left.damage
         return lag_between(read(self._drain.pair.local).catalog, there.catalog, str(failure) if failure else None)
 
@@ -147,7 +147,7 @@ class Draining:
         self._watcher.join()
         here, text = self._drain.pair.local.url, self._left.damage
         if self._lost is not None:
-            text = f"{self._lost} What was not brought there is in {here}."
+            text = f"{self._lost} Everything that is not there yet is in {here}."
         elif self._failure is not None:
             text = f"{self._failure}; what the remote lacks is in {here}: the next writer drains it, or `ckpt sync`"
         if text is not None and self._fenced is None:
@@ -159,7 +159,7 @@ class Draining:
             began = time.monotonic()
             try:
                 done = self._drain.once(lambda: not self._closing)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is said, fails no save, and is tried again
+            except Exception as error:  # noqa: BLE001 - any error is reported, fails no save, and the pass is retried
                 self._failure, self._wanted = error, True
                 self._failing = self._failing or began
                 if isinstance(error, RemoteLostError):
@@ -169,7 +169,7 @@ class Draining:
                     return
             else:
                 self._failure, self._failing, self._left, self._said = None, None, done, None
-                # A pass looks through the catalog: it takes no more than half of a core, however fast commits come.
+                # A pass scans the catalog: it takes at most half of a core, however fast commits come.
                 pause = time.monotonic() - began
                 if done.over is not None:
                     self._fenced = done.fenced(self._drain.pair)
@@ -179,7 +179,7 @@ class Draining:
                 return
 
     def _watch(self) -> None:
-        """Warn, once while it lasts, of what keeps the drain from bringing anything there."""
+        """Warn, once while it lasts, of what keeps the drain from making progress."""
         text = self._trouble()
         if text is None or self._said is not None:
             return
@@ -189,21 +189,21 @@ class Draining:
     def _trouble(self) -> str | None:
         failure, failing, damage = self._failure, self._failing, self._left.damage
         here, there = self._drain.pair.local.url, self._drain.pair.remote.url
-        if self._fenced is not None:  # the next save says so
+        if self._fenced is not None:  # the next save raises it
             return None
         if self._lost is not None:
-            return f"{self._lost} Saves go on in {here}."
+            return f"{self._lost} Saves continue in {here}."
         if failure is not None and failing is not None:
             since = time.monotonic() - failing
             if since >= SOON or not (isinstance(failure, StorageError) and failure.errno in _PASSING):
-                return f"{failure}; what is saved is in {here} alone, and the drain tries again"
+                return f"{failure}; new checkpoints are in {here} alone, and the drain tries again"
             return None
         if (quiet := self._quiet.seconds()) >= SOON:
-            return f"{there}: no answer for {quiet:.0f} s; what is saved is in {here} alone until there is one"
+            return f"{there}: no answer for {quiet:.0f} s; new checkpoints are in {here} alone until it answers"
         return damage
 
     def _next(self, pause: float) -> bool:
-        """Wait until there is something to do -> whether there is; no: the writer is closed, and nothing is left."""
+        """Wait until there is work -> True; False: the writer is closed, and nothing is left to drain."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, pause)

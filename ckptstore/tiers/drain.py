@@ -1,8 +1,8 @@
-"""DRAIN: what a store has is brought to its remote, in the order of its log: segments, then the slot that names them.
+"""DRAIN: copies what a store has to its remote, in the order of its log: segments, then the slot that names them.
 
-Where to go on after a crash the remote's own log says; nothing else is remembered. A slot that somebody else has taken
-sends the drain back to reading: was it another drain of the same term, it goes on behind; was it another machine's
-OPEN, what is left is a branch.
+After a crash the remote's own log says where to continue; no other state is kept. If another process has taken a slot,
+the drain reads the log again: if that was another drain of the same term, this one continues after it; if it was
+another machine's OPEN, the rest of this store is a branch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import DamagedReplicaError, Origin, Replica
+from ckptstore.log.log_copy import CopyOrigin, DamagedCopyError, LogCopy
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.copies.parallel_copies import Copies
@@ -39,29 +39,29 @@ from ckptstore.maintenance.copies.store_copy import check_apart, check_known
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.tiers.drain_selection import drainable, foreign_terms, holding, lag_between, pruned
 from ckptstore.tiers.remote_check import absent, check_same, check_whole, lost
-from ckptstore.tiers.remote_requests import Answers
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.remote_requests import RequestAnswers
+from ckptstore.tiers.store_pair import StorePair
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["Drain", "Drained", "lag_of"]
+__all__ = ["Drain", "DrainResult", "lag_of"]
 
 _TRIES = 8
-"""Times in a row that another drain of the same run may be faster."""
+"""Number of times in a row that another drain of the same run may be faster."""
 _THREADS = 2
-_BASE_GONE = "what it builds on was retired there; what does not build on that goes there again"
+_BASE_GONE = "its base was retired there; checkpoints that do not build on it are drained again"
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """What one pass did.
+class DrainResult:
+    """The result of one pass.
 
     Attributes:
-        checkpoints: how many the remote has got.
-        segments: how many, of `nbytes` bytes.
-        branch: REFs of what it never gets: the run was continued elsewhere. They stay in the store.
-        over: the term by which it was, and who opened it; None: it was not.
-        damaged: REFs of what is damaged in the store and was left out; with `why`.
-        why: the first error; None: nothing is.
+        checkpoints: number of checkpoints that were copied to the remote.
+        segments: number of segments that were copied, with `nbytes` bytes.
+        branch: REFs of checkpoints that the remote never gets: the run was continued elsewhere. They stay in the store.
+        over: the term that continued it, and its writer; None: the run was not continued elsewhere.
+        damaged: REFs of checkpoints that are damaged in the store and were left out.
+        why: the first error; None: nothing is damaged.
     """
 
     checkpoints: int = 0
@@ -74,60 +74,60 @@ class Drained:
 
     @property
     def damage(self) -> str | None:
-        """What is damaged, in words; None: nothing is."""
+        """A text about the damage; None: nothing is damaged."""
         if not self.damaged:
             return None
         named = f"{', '.join(self.damaged[:3])}{' ...' if len(self.damaged) > 3 else ''}"
         return f"{named} ({counted(len(self.damaged), 'checkpoint')}) cannot be brought to the remote: {self.why}"
 
-    def fenced(self, pair: Pair) -> FencedError:
-        """What a writer of the store is told when the run was continued elsewhere."""
+    def fenced(self, pair: StorePair) -> FencedError:
+        """The error for a writer of the store when the run was continued elsewhere."""
         kept = self.kept(pair) if self.branch else "nothing is lost"
-        # Of an older term is what was left out of it, or was overtaken then: nobody is at work elsewhere for that.
+        # A branch of an older term was left out of it, or was overtaken then: no other process works on it.
         elsewhere = f"the run was continued elsewhere: {self.over}"
         why = "a later term has begun without it" if self.over is None else elsewhere
         return FencedError(f"{pair.remote.url}: {why}; {kept}")
 
-    def kept(self, pair: Pair) -> str:
-        """What the remote never gets, in words."""
+    def kept(self, pair: StorePair) -> str:
+        """A text that names the checkpoints that the remote never gets."""
         left = f"{', '.join(self.branch[:3])}{' ...' if len(self.branch) > 3 else ''}"
         count = counted(len(self.branch), "checkpoint")
         return f"{left} ({count}) not in the remote: kept in {pair.local.url} as a branch"
 
 
 class Drain:
-    """Brings what a store has to its remote, pass by pass. One thread at a time calls `once`.
+    """Copies what a store has to its remote, pass by pass. One thread at a time calls `once`.
 
     Attributes:
         pair: the store and its remote.
-        remote: the remote's log as it was seen last; None: not yet. Stays as it is.
-        at_work: whether a pass is under way and waits for nobody else.
-        moved: bytes that were brought there, before what they waited for `bandwidth`.
+        remote: the last view of the remote's log; None: not read yet. The view does not change.
+        at_work: whether a pass is running that does not wait for another process.
+        moved: number of bytes that were copied, including those that still wait for `bandwidth`.
     """
 
-    def __init__(self, pair: Pair, advance: Advance = lambda _nbytes: None) -> None:
+    def __init__(self, pair: StorePair, advance: Advance = lambda _nbytes: None) -> None:
         """
         Args:
-            advance: told the bytes that are copied.
+            advance: called with the numbers of bytes that are copied.
         """
         self.pair = pair
         self.remote: View | None = None
-        self._begun = False  # to make a store of the remote, which is not finished
+        self._begun = False  # whether the remote is an unfinished copy
         self._local: View | None = None
-        self._damaged: dict[str, str] = {}  # segment -> what is wrong with it
+        self._damaged: dict[str, str] = {}  # segment -> its error
         self.at_work = False
         self.moved = 0
         self._held = held_to(pair.bandwidth, advance)
-        self._answers = Answers(pair.remote)
+        self._answers = RequestAnswers(pair.remote)
         check_apart(pair.local.backend, pair.remote.backend)
 
     @property
     def damaged(self) -> Set[str]:
-        """Segments that are damaged here, and left out."""
+        """Segments that are damaged in the store, and left out."""
         return self._damaged.keys()
 
     def has(self, node: Node) -> bool:
-        """Whether the remote has a checkpoint, or a record of its newest term retired it: no guess, as `had` may be."""
+        """Whether the remote has a checkpoint, or a record of its newest term retired it: certain, unlike `had`."""
         here, there = self._local, self.remote
         if here is None or there is None:
             return False
@@ -137,7 +137,7 @@ class Drain:
         return holding(here.catalog, there.catalog)(node)
 
     def had(self, node: Node) -> bool:
-        """Whether the remote has a checkpoint of the store, or had it and has retired it since, as far as is known."""
+        """Whether the remote has a checkpoint of the store, or had it and has retired it, as far as is known."""
         here, there = self._local, self.remote
         if here is None or there is None:
             return False
@@ -145,38 +145,38 @@ class Drain:
         return promised or pruned(here.catalog, there.catalog)(node)
 
     def asked(self) -> bool:
-        """Whether somebody asks for a change of the remote. Looks now and then: that is a listing."""
+        """Whether another process requests a change of the remote. Looks now and then: each look is a listing."""
         return self._answers.asked()
 
-    def once(self, patience: Callable[[], bool] = lambda: True) -> Drained:
-        """Bring there all that is there now. If another process is at it, wait for that.
+    def once(self, patience: Callable[[], bool] = lambda: True) -> DrainResult:
+        """Copy everything that the store has now. If another process is doing that, wait for it.
 
         Args:
             patience: see `alone`.
 
         Raises:
             UsageError: the remote holds something else.
-            RemoteLostError: it is not any more what it was.
-            CorruptionError: the store is damaged; what was brought so far stays.
-            StorageError: a medium failed; the same.
+            RemoteLostError: the remote is no longer what it was.
+            CorruptionError: the store is damaged; what was copied so far stays.
+            StorageError: a medium failed; what was copied so far stays.
         """
         with alone(self.pair.local.backend, patience) as mine:
             return self.once_alone(patience) if mine else self._kept_out(self.pair.local.backend)
 
     @staticmethod
     def _kept_out(backend: Backend) -> NoReturn:
-        # Prevents: a writer that is closed meanwhile takes nothing brought for everything brought.
+        # Prevents: a writer that is closed meanwhile, and reports everything as drained although nothing was.
         raise StorageError(errno.EBUSY, "another process is at work there", backend.url)
 
     def behind(self) -> bool:
-        """Whether the store's log has grown since the last pass. Asks nothing of the remote."""
+        """Whether the store's log has grown since the last pass. Sends no request to the remote."""
         try:
             return self._local is None or read(self.pair.local, self._local).end != self._local.end
         except (CorruptLogError, StorageError):
-            return True  # the pass says what is wrong
+            return True  # the pass reports the error
 
-    def once_alone(self, patience: Callable[[], bool] = lambda: True) -> Drained:
-        """`once`, by who has locked others out of the store; out of the remote it locks them. Raises as `once`."""
+    def once_alone(self, patience: Callable[[], bool] = lambda: True) -> DrainResult:
+        """`once`, for a caller that has locked the store; this locks the remote. Raises as `once`."""
         with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
             if not mine:
                 self._kept_out(self.pair.remote.backend)
@@ -187,10 +187,10 @@ class Drain:
                 self.at_work = False
 
     def _moved(self, nbytes: int) -> None:
-        self.moved += nbytes  # of several threads: it only has to change
+        self.moved += nbytes  # from several threads: it only has to change
         self._held(nbytes)
 
-    def _passes(self) -> Drained:
+    def _passes(self) -> DrainResult:
         tries = 0
         while tries < _TRIES:
             replica = self._opened()
@@ -209,22 +209,22 @@ class Drain:
                 seen = self._reread()
                 if seen is None or seen.end <= before.end:
                     raise UsageError(str(error)) from error
-                continue  # somebody else took the slot: who it was is looked at first
+                continue  # another process took the slot: find out first which one
             self._maintain(replica)
             return done
         raise StorageError(f"{self.pair.remote.url}: other drains were faster, {_TRIES} times in a row")
 
-    def _opened(self) -> Replica:
-        """The remote's log, to be added to: after a look whether it is what it was."""
+    def _opened(self) -> LogCopy:
+        """The remote's log, ready to be added to, after checking that it is still what it was."""
         here, there = self.pair.local, Journal(self.pair.remote.backend, self.pair.local.format)
-        # Prevents: the next pass takes what this one has begun for a store, and never makes one of it.
+        # Prevents: the next pass mistaking an unfinished copy of this pass for a store, and never finishing it.
         since = None if self._begun else self.remote
         if since is not None:
             check_same(here.url, there, since)
-        origin = Origin(here.format, "copy", "full: all of a tier")
+        origin = CopyOrigin(here.format, "copy", "full: all of a tier")
         try:
-            replica = Replica(there.backend, origin, since, on_record=self._note)
-        except DamagedReplicaError as error:
+            replica = LogCopy(there.backend, origin, since, on_record=self._note)
+        except DamagedCopyError as error:
             raise lost(here.url, there.url, "a slot of its log is damaged or missing") from error
         except UsageError as error:
             if Journal(there.backend).rooms() and absent(there, FORMAT_KEY) and absent(there, COPYING_KEY):
@@ -235,35 +235,35 @@ class Drain:
         return replica
 
     def _leave_out(self, error: CorruptSegmentError) -> None:
-        """Go on without the segments that an error names: one that is damaged must not keep all later ones here."""
+        """Continue without the segments that an error names: a damaged one must not block all later ones."""
         assert self._local is not None  # a pass reads it first
         found = {one for one in self._local.catalog.segments if one in str(error)} - self._damaged.keys()
         if not found:
             raise error
         self._damaged.update(dict.fromkeys(found, str(error)))
 
-    def _note(self, replica: Replica) -> None:
+    def _note(self, replica: LogCopy) -> None:
         self.remote = replica.view()
 
     def _reread(self) -> View | None:
-        """The remote's log as it is now, read from its beginning; None: it has none."""
+        """The remote's current log, read from its beginning; None: it is unreadable."""
         self.remote = None
         try:
             return read(Journal(self.pair.remote.backend, self.pair.local.format), look_above=True)
         except CorruptLogError:
             return None
 
-    def _pass(self, replica: Replica) -> Drained:
+    def _pass(self, replica: LogCopy) -> DrainResult:
         local, there = self.pair.local, replica.catalog
         with self._claimed(replica) as (here, wanted, branch):
             refs = tuple(ref_of(node) for node in branch)
             if over := _over(here, there):
-                return Drained(branch=refs, over=over)
+                return DrainResult(branch=refs, over=over)
             had = len(there.checkpoints)
             crash_point("drain.read")
             copies = _Copies(local.backend, replica.backend, local.run, _THREADS, self._moved)
             left = _left_out(here, there, wanted, branch)
-            lacks = dict(reversed(left))  # ascending, so the lowest of a term stays
+            lacks = dict(reversed(left))  # ascending, so the lowest of each term is kept
             transfer = Transfer(wanted, replica, copies, lacks, here)
             replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
             transfer.run()
@@ -275,11 +275,11 @@ class Drain:
         if left:
             why = next(iter(self._damaged.values()), _BASE_GONE)
         brought = len(there.checkpoints) - had
-        return Drained(brought, copies.brought, copies.nbytes, refs, damaged=tuple(map(ref_of, left)), why=why)
+        return DrainResult(brought, copies.brought, copies.nbytes, refs, damaged=tuple(map(ref_of, left)), why=why)
 
     @contextlib.contextmanager
-    def _claimed(self, replica: Replica) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
-        """The store's catalog, what is wanted of it, and the branch; pinned, where segments are to be copied."""
+    def _claimed(self, replica: LogCopy) -> Iterator[tuple[Catalog, Catalog, tuple[Node, ...]]]:
+        """The store's catalog, the part of it to drain, and the branch; pinned while segments are copied."""
         while True:
             self._local = read(self.pair.local, self._local)
             here = self._local.catalog
@@ -296,8 +296,8 @@ class Drain:
                     yield here, wanted, branch
                     return
 
-    def _maintain(self, replica: Replica) -> None:
-        """Fold the remote's log where that pays: whoever restores from it reads one object, and not thousands."""
+    def _maintain(self, replica: LogCopy) -> None:
+        """Fold the remote's log if that is worth it: a restore from it then reads one object instead of thousands."""
         view = replica.view()
         if not fold_writer.due(view.end, view.fold_seq, len(view.catalog.checkpoints)):
             return
@@ -308,7 +308,7 @@ class Drain:
 
 
 class _Copies(Copies):
-    """`Copies`, with a crash point behind each group of segments."""
+    """`Copies`, with a crash point after each group of segments."""
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
         """See `Copies`."""
@@ -319,7 +319,7 @@ class _Copies(Copies):
 
 
 def _leave_itself_out(wanted: Catalog, url: str) -> None:
-    """No tier is its own remote: who opens it under another path would be sent to the one that this machine knows."""
+    """Remove the remote's own URL from the terms it gets: opened under another path it would redirect to itself."""
     for number, opened in wanted.terms.items():
         if opened.extra.get(REMOTE) == url:
             extra = {name: value for name, value in opened.extra.items() if name != REMOTE}
@@ -327,7 +327,7 @@ def _leave_itself_out(wanted: Catalog, url: str) -> None:
 
 
 def _over(here: Catalog, there: Catalog) -> str | None:
-    """By which term of the remote the store's newest is over; None: by none."""
+    """The term of the remote that ended the store's newest one; None: there is none."""
     foreign = foreign_terms(here, there)
     if not foreign and there.term <= here.term:
         return None
@@ -338,7 +338,7 @@ def _over(here: Catalog, there: Catalog) -> str | None:
 
 
 def _left_out(here: Catalog, there: Catalog, wanted: Catalog, branch: Sequence[Node]) -> list[Node]:
-    """What the remote is to have and does not get: it is damaged, or what it builds on is."""
+    """Checkpoints that the remote should have but does not get: they, or what they build on, are damaged."""
     if len(wanted.checkpoints) + len(branch) == len(here.checkpoints):
         return []
     gone, others = pruned(here, there), set(branch)
@@ -348,11 +348,11 @@ def _left_out(here: Catalog, there: Catalog, wanted: Catalog, branch: Sequence[N
 
 def _check_sound(journal: Journal, catalog: Catalog) -> None:
     if catalog.damage or catalog.lost > catalog.term:
-        raise CorruptLogError(f"{journal.url}: the log is damaged: nobody knows what is to be drained")
+        raise CorruptLogError(f"{journal.url}: the log is damaged: it is unknown what must be drained")
     check_known(journal.url, journal.format, catalog)
 
 
-def lag_of(pair: Pair) -> Lag:
+def lag_of(pair: StorePair) -> Lag:
     """How far the remote is behind, by reading both logs.
 
     Raises:
@@ -366,14 +366,15 @@ def lag_of(pair: Pair) -> Lag:
     return lag_between(here, there, _ahead(pair, here, there))
 
 
-def to_be_there(pair: Pair) -> Callable[[Node], bool]:
-    """Says of a checkpoint of the store whether the remote has it, or had it, or has it after the next pass.
+def expected_there(pair: StorePair) -> Callable[[Node], bool]:
+    """A function that says of a checkpoint of the store whether the remote has it, had it, or gets it in the next pass.
 
-    By reading both logs: nothing is brought. What is damaged here turns out when it is read, and never gets there.
+    It reads both logs and copies nothing. Damage of the store is only found when a pass reads the segments; damaged
+    checkpoints are never copied.
 
     Raises:
         UsageError: the remote holds something else.
-        CorruptLogError, StorageError: one of them cannot be read.
+        CorruptLogError, StorageError: one of the logs cannot be read.
     """
     here, there = read(pair.local).catalog, Catalog()
     _check_sound(pair.local, here)
@@ -392,8 +393,8 @@ def to_be_there(pair: Pair) -> Callable[[Node], bool]:
     return has
 
 
-def _ahead(pair: Pair, here: Catalog, there: Catalog) -> str | None:
-    """What the remote has and the store does not, if that is newer; None: nothing."""
+def _ahead(pair: StorePair, here: Catalog, there: Catalog) -> str | None:
+    """A text about newer checkpoints that the remote has and the store lacks; None: there are none."""
     mine, theirs = here.latest(), there.latest()
     if theirs is None or here.find(theirs.node) is not None or (mine is not None and theirs.node < mine.node):
         return None

@@ -1,4 +1,4 @@
-"""What of a store is to be brought to its remote, and what never will be: pure functions of two catalogs."""
+"""Decides which checkpoints are drained to a remote, and which never are: pure functions of two catalogs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["drainable", "foreign_terms", "holding", "lag_between", "pruned"]
 
 
 def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
-    """Terms of the store that the remote does not have, or has as another's, although it has later ones."""
+    """Terms of the store that the remote lacks or has with another nonce, although it has later ones."""
     return [
         number
         for number, opened in here.terms.items()
@@ -23,32 +23,34 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
 
 
 def holding(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
-    """Says of a checkpoint of the store whether the remote holds it, and not another one of that name.
+    """A function that says of a checkpoint of the store whether the remote holds it, and not another one of that name.
 
-    A term of the store's own may have the number of one that another machine opened in the remote, and a copy may have
-    been made of a store that was changed by hand.
+    A term of the store may have the same number as one that another machine opened in the remote, and a copy may be of
+    a store that was edited by hand.
     """
 
     def holds(node: Node) -> bool:
         theirs, mine, opened = there.find(node), here.find(node), there.terms.get(node[0])
         if theirs is None or opened is None or not _same(here, node[0], opened.nonce):
             return False
-        return mine is None or mine.state == theirs.state  # which is retired here: a term has each step once
+        return mine is None or mine.state == theirs.state  # None: retired here; a term has each step once
 
     return holds
 
 
 def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
-    """Says of a checkpoint of the store whether the remote had it, and has retired it since: it never gets it again.
+    """A function that says of a checkpoint of the store whether the remote had it and has retired it: then it is not
+    drained again.
 
-    Of the remote's newest term each step is known; of an earlier one, how far it had come when the next term began,
-    short of what a drain had left out. A drain goes by steps, so what is not above that was there. Where nothing says
-    so it was not: then it stays here, and is named. (But for a save that was overtaken by later ones, on a machine that
-    then lost the run to another before the next pass: it is older than what that continued from, and is taken for one
-    that was there. The store keeps it as long as its own rules do.)
+    In the remote's newest term every step is known. Of an earlier term the remote's log says which step it had reached
+    when the next term began, and which steps a drain had left out. A drain copies in the order of steps, so steps up to
+    that one were there. If the log does not say, the checkpoint was not there: it stays in the store, and is reported.
+    (One exception: a save that later saves overtook, on a machine that lost the run to another one before the next
+    pass. It is older than the checkpoint from which the run was continued, and is mistaken for one that was there. The
+    store keeps it as long as its own rules do.)
 
-    Of a term that lacks something nothing is taken for gone from there on: a copy of a part promises what that builds
-    on, and retires it, though nobody ever had it there.
+    If a term lacks steps, nothing from the first of them on counts as retired: a copy of a part promises the bases of
+    that part, and retires them, although the remote never had them.
     """
     shared = {number for number, opened in there.terms.items() if _same(here, number, opened.nonce)}
     reached = _reached(there)
@@ -72,21 +74,21 @@ def _same(here: Catalog, number: int, nonce: str) -> bool:
 
 
 def _reached(there: Catalog) -> dict[int, int]:
-    """Earlier term -> up to which step it was there, as far as the OPENs behind say.
+    """Earlier term -> the highest step of it that the remote had, as far as the following OPENs say.
 
-    That a later term continued from a checkpoint proves nothing of those below it, nor of itself: of what a copied term
-    continued from there may be no more than the name.
+    That a later term continued from a checkpoint proves nothing about the steps below it, nor about the checkpoint: a
+    copied term may have been continued from a checkpoint of which only the name is there.
     """
     steps = {before: there.terms[number].extra.get(REACHED) for before, number in pairwise(sorted(there.terms))}
     return {term: step for term, step in steps.items() if type(step) is int}
 
 
 def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) -> tuple[Catalog, tuple[Node, ...]]:
-    """What the remote is to have in the end -> a catalog, and the checkpoints that it never gets, ascending.
+    """What the remote should have in the end -> a catalog, and the checkpoints that it never gets, ascending.
 
-    Of segments that are `damaged` nothing is wanted, nor of what cannot be restored without them. A term is still
-    written to if it is the remote's newest, or newer. What the remote does not have of earlier ones is a branch:
-    somebody continued the run without it. What the remote had and has retired (`pruned`) is neither.
+    Nothing is drained from `damaged` segments, nor checkpoints that cannot be restored without them. A term is still
+    being written if it is the remote's newest, or newer. Checkpoints of earlier terms that the remote lacks are a
+    branch: the run was continued without them. What the remote had and has retired (`pruned`) is neither.
     """
     whole = part_of(here, None)
     foreign = foreign_terms(here, there)
@@ -103,7 +105,7 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
         return (node[0] in live or is_there(node)) and not gone(node) and not given_up(node)
 
     def leads(edge: Encoding) -> bool:
-        """Whether an encoding is in the remote, or may be added to it still: by a term that is written to."""
+        """Whether an encoding is in the remote, or may still be added to it, by a term that is being written."""
         if _is_there(edge, there):
             return is_there(edge.checkpoint)
         newest = max(here.segments[segment].term for segment in edge.segments)
@@ -116,7 +118,7 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
     }
 
     def sound(edge: Encoding) -> bool:
-        """Whether nothing of it is damaged, and what it builds on is not gone."""
+        """Whether no segment of it is damaged, and its base is not gone."""
         return damaged.isdisjoint(edge.segments) and (edge.base is None or edge.base.node not in absent)
 
     part = Catalog(term=whole.term, keep=whole.keep, keep_seq=whole.keep_seq)
@@ -130,7 +132,7 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
 
 
 def _with_only(part: Catalog, here: Catalog, sound: list[Encoding]) -> Catalog:
-    """`part` with no other encodings than these, and without what then has no chain."""
+    """`part` with these encodings only, and without the checkpoints that then have no chain."""
     fewer = Catalog(term=part.term, keep=part.keep, keep_seq=part.keep_seq)
     with_paths(fewer, here, part.checkpoints, sound)
     entries = {**fewer.checkpoints, **fewer.held}
@@ -151,7 +153,7 @@ def _is_there(edge: Encoding, there: Catalog) -> bool:
 
 
 def lag_between(here: Catalog, there: Catalog, error: str | None = None, damaged: Set[str] = frozenset()) -> Lag:
-    """How far the remote is behind the store, whose segments that are `damaged` it never gets."""
+    """How far the remote is behind the store. It never gets the `damaged` segments."""
     part, branch = drainable(here, there, damaged)
     holds = holding(here, there)
     left = [node for node in part.checkpoints if not holds(node)]

@@ -1,7 +1,7 @@
-"""Whether a remote is still what was brought there: FORMAT, the slot below the next one, the newest segment.
+"""Checks whether a remote is still what was drained there: FORMAT, the last slot, the newest segment.
 
-A drain knows the remote by what it read and wrote. Somebody may delete or replace it meanwhile: a lifecycle rule of a
-bucket, a clean-up of a disk, another mount. What is added to the rest is no store, and nobody could restore from it.
+A drain knows the remote from what it read and wrote. Meanwhile it may be deleted or replaced: by a lifecycle rule of a
+bucket, by a clean-up of a disk, by another mount. Adding to the rest would not give a store that can be restored.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ __all__ = ["absent", "check_first_slot", "check_same", "check_whole", "lost"]
 
 
 def lost(here: str, there: str, what: str) -> RemoteLostError:
-    """The error of a remote that is not what it was, with what to do.
+    """The error for a remote that is not what it was; it says what to do.
 
     Args:
         here, there: URLs of the store and of its remote.
-        what: is wrong there.
+        what: what is wrong there.
     """
     return RemoteLostError(
-        f"{there}: {what}. Nothing more is brought there. If what is missing is gone for good, "
-        f"`ckpt sync {here} {there} --anew` deletes what is left of it and brings everything there again."
+        f"{there}: {what}. Nothing more is copied there. If the missing part is lost for good, "
+        f"`ckpt sync {here} {there} --anew` deletes the rest of it and copies everything there again."
     )
 
 
 def check_same(here: str, remote: Journal, view: View) -> None:
-    """Before something is added to a remote: raise if it is not the one that was seen last.
+    """Raise if the remote is not the one that was read last. Called before something is added to it.
 
-    Three small requests. Its folder may have been moved: a handle follows it, and that is no loss.
+    Makes three small requests. If its folder was moved, the handle follows it, and nothing is lost.
 
     Args:
         here: the store's URL.
-        remote: with the run's FORMAT file.
-        view: its log, as it was seen last.
+        remote: the remote, with the run's FORMAT file.
+        view: the last view of its log.
 
     Raises:
-        RemoteLostError: FORMAT, the newest slot or the newest segment is gone, or is another.
-        StorageError: that cannot be said.
+        RemoteLostError: FORMAT, the newest slot or the newest segment is missing or different.
+        StorageError: this cannot be determined.
     """
     try:
         _check_format(here, remote)
         _check_slot(here, remote, view)
         _check_newest_segment(here, remote, view)
-    except NotFoundError as error:  # the folder of it all
+    except NotFoundError as error:  # the folder of the whole store is gone
         raise lost(here, remote.url, f"it was deleted ({error})") from error
     except StorageError as error:
-        if error.errno == errno.ESTALE:  # the folder of some of it
+        if error.errno == errno.ESTALE:  # the folder of a part is gone
             raise lost(here, remote.url, f"a part of it was deleted or replaced ({error})") from error
         raise
 
@@ -66,12 +66,12 @@ def _check_format(here: str, remote: Journal) -> None:
     except FormatError as error:
         raise lost(here, remote.url, f"its FORMAT file is not what it was ({error})") from error
     if run != remote.run:
-        # Prevents: a slot of this run in another run's log.
+        # Prevents: adding a slot of this run to another run's log.
         raise lost(here, remote.url, f"another run's store, {run}, is in its place")
 
 
 def _check_slot(here: str, remote: Journal, view: View) -> None:
-    """The slot below the next one is never deleted while it is that: only when the anchor above it is there."""
+    """Check the last slot: it is deleted only after the log has grown, when the anchor above it exists."""
     if not view.end:
         return
     seq = view.end - 1
@@ -80,25 +80,25 @@ def _check_slot(here: str, remote: Journal, view: View) -> None:
         found = xxh3_128(remote.backend.get(key, SLOT_LIMIT))
     except KeyNotFoundError as error:
         if never_deleted(remote, seq):
-            # Prevents: a log that begins in the middle, which nobody can read.
+            # Prevents: a log that begins in the middle, which no reader accepts.
             raise lost(here, remote.url, f"{key} is gone: its log was deleted, or a part of it") from error
-        return  # others have gone on there, and folded it: READ starts over
+        return  # other processes have added to the log and folded it: READ starts over
     if found != view.catalog.last:
         raise lost(here, remote.url, f"{key} is not the one that was there: its log was replaced")
 
 
 def check_first_slot(here: str, remote: Journal) -> None:
-    """Raise `RemoteLostError` where FORMAT is there and the log is not, though terms were opened in it."""
+    """Raise `RemoteLostError` if FORMAT exists but slot 0 does not, although terms were opened in the log."""
     if absent(remote, slot_key(0)):
-        # Prevents: an empty log, which knows nothing of who continued the run, taken for a new remote's.
+        # Prevents: mistaking an empty log, which does not say who continued the run, for that of a new remote.
         raise lost(here, remote.url, f"{slot_key(0)} is gone: its log was deleted, or a part of it")
 
 
 def check_whole(here: str, remote: Journal, view: View) -> None:
-    """Raise `RemoteLostError` where the log, read from its beginning, is not all that it was. As `check_same`."""
+    """Raise `RemoteLostError` if the log, read from its beginning, has lost a part. Otherwise as `check_same`."""
     catalog = view.catalog
     if catalog.lost > catalog.term:
-        # Prevents: what was brought there after the loss, added to a log that does not know who continued the run.
+        # Prevents: adding to a log that lost its end, and so does not say who continued the run.
         raise lost(here, remote.url, f"its log ends in term {catalog.term}, and there are segments of {catalog.lost}")
     _check_newest_segment(here, remote, view)
 
@@ -107,9 +107,9 @@ def _check_newest_segment(here: str, remote: Journal, view: View) -> None:
     newest = _newest_segment(view.catalog)
     if newest is None or not absent(remote, newest.key):
         return
-    again = read(remote, look_above=False).catalog  # somebody may have retired and collected it since
+    again = read(remote, look_above=False).catalog  # it may have been retired and collected meanwhile
     if newest.id in again.segments and absent(remote, newest.key):
-        # Prevents: checkpoints that the remote's log promises, and nobody can restore, counted as brought there.
+        # Prevents: counting checkpoints as drained that the remote's log promises but that cannot be restored.
         raise lost(here, remote.url, f"{newest.key} is gone: its segments were deleted, or some of them")
 
 

@@ -1,6 +1,6 @@
-"""What others ask of the remote: its newest term is written by the drain, so the drain answers (design: REQUESTS).
+"""Answers requests to the remote: the drain writes its newest term (formats/SPEC.md 10, REQUESTS, TIERS).
 
-``ckpt prune REMOTE`` beside a run is such a request. Nobody is fenced by it.
+``ckpt prune REMOTE`` while a run is active is such a request. It fences no writer.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CommitRecord, Request, request_of
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Replica
+from ckptstore.log.log_copy import LogCopy
 from ckptstore.log.requests import handle
 
-__all__ = ["Answers"]
+__all__ = ["RequestAnswers"]
 
 EVERY: Final = 5.0
-"""Seconds between two looks for requests, each of which is a listing."""
+"""Seconds between two polls for requests; each is a listing."""
 
 
-class Answers:
-    """Looks for requests now and then. One thread at a time uses it."""
+class RequestAnswers:
+    """Polls for requests now and then. One thread at a time uses it."""
 
     def __init__(self, remote: Journal) -> None:
-        """Look for nothing yet."""
+        """Poll for nothing yet."""
         self._remote = remote
         self._looked: float | None = None
 
     @property
     def due(self) -> bool:
-        """Whether it is time to look."""
+        """Whether it is time to poll."""
         return self._looked is None or time.monotonic() - self._looked >= EVERY
 
     def asked(self) -> bool:
-        """Whether it is time to look, and something is there. What the remote fails with is for the next pass."""
+        """Whether it is time to poll, and a request is there. Errors of the remote are left to the next pass."""
         if not self.due:
             return False
         try:
@@ -46,12 +46,12 @@ class Answers:
             self._looked = time.monotonic()
         return found
 
-    def give(self, replica: Replica, journal: Journal) -> None:
-        """Answer what waits, if it is time to look. The remote's newest term is the store's.
+    def give(self, replica: LogCopy, journal: Journal) -> None:
+        """Answer the waiting requests, if it is time to poll. The remote's newest term is the store's.
 
         Raises:
             UsageError: another process writes there.
-            StorageError: the remote failed; nothing is lost, the next look sees the rest.
+            StorageError: the remote failed; nothing is lost, the next poll handles the rest.
         """
         if self.due:
             handle(_Owner(replica, journal), objection=_objection)
@@ -59,9 +59,9 @@ class Answers:
 
 
 class _Owner:
-    """The remote's newest term, as who answers requests knows it."""
+    """The remote's newest term, in the form that answering requests needs."""
 
-    def __init__(self, replica: Replica, journal: Journal) -> None:
+    def __init__(self, replica: LogCopy, journal: Journal) -> None:
         self.journal = journal
         self._replica = replica
 
@@ -83,6 +83,6 @@ def _objection(request: Request) -> str | None:
     if request.keep is not None:
         return "this is a second tier, which has the rules of the store: give them there, and prune here with --keep"
     if request.tags:
-        # Accepted, it would last until the next pass, which sends each tag as the store has it.
+        # An accepted tag would last only until the next pass, which sends every tag as the store has it.
         return "this is a second tier, which gets its tags from the store: tag and untag there"
     return None

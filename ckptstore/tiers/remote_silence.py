@@ -1,7 +1,7 @@
-"""For how long a remote has given no sign, while a drain is at work there.
+"""Measures for how long a remote has shown no sign of life while a drain works on it.
 
-A sign is whatever changes: a request that is sent, bytes that were brought, a record. What was given to the medium just
-before has time to arrive: as much as a slow line takes, or as the drain is held to.
+A sign is any change: a sent request, copied bytes, a new record. Bytes that were passed to the medium get time to
+arrive: as much as a slow line, or the bandwidth limit of the drain, needs for them.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Final
 from ckptstore.host.bandwidth import bytes_per_second
 from ckptstore.tiers.drain import Drain
 
-__all__ = ["Quiet"]
+__all__ = ["RemoteSilence"]
 
 SLOW: Final = 1e6
-"""Bytes a second that even a slow line takes."""
+"""Bytes a second that even a slow line can carry."""
 
 
-class Quiet:
-    """Asked again and again, by one thread."""
+class RemoteSilence:
+    """The silence of a remote. One thread asks repeatedly."""
 
     def __init__(self, drain: Drain, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            clock: seconds.
+            clock: returns seconds.
         """
         self._drain = drain
         self._clock = clock
         self._bytes = 0
         self._signs: tuple[int, ...] = ()
-        self._until = 0.0  # when what was given last has arrived
+        self._until = 0.0  # time at which the last bytes should have arrived
 
     def seconds(self) -> float:
-        """Seconds without a sign, beyond what the bytes that are on their way may take; 0: the drain is at rest."""
+        """Seconds without a sign, beyond the time that the bytes in flight may take; 0: the drain is idle."""
         now = self._clock()
         costs = self._drain.pair.remote.backend.costs
         spent = None if costs is None else costs.spent

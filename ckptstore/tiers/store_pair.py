@@ -1,4 +1,4 @@
-"""A store and its remote: where the remote is, and how it is reached."""
+"""A store and its remote: finds the remote's URL and opens it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term
 from ckptstore.tiers.remote_check import check_first_slot, lost
 
-__all__ = ["Pair", "Remote", "RemoteRememberedError", "configured", "open_without_remote"]
+__all__ = ["Remote", "RemoteRememberedError", "StorePair", "configured", "open_without_remote"]
 
 _LONGEST_URL: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What the caller says of a store's second tier.
+    """What the caller specifies about a store's second tier.
 
     Attributes:
-        url: of the remote store, without credentials: it stands in the log. None: what the store remembers; False:
-            none, whatever that is.
-        options: how it is reached; may hold credentials, and is never shown or stored.
-        bandwidth: bytes a second that go there at most; None: as many as do.
-        lag_bytes: bytes that it may lack before a save waits; None: any number.
+        url: URL of the remote store, without credentials: it is written to the log. None: the one that the store
+            remembers; False: no remote, even if the store remembers one.
+        options: how to reach it; may hold credentials, and is never shown or stored.
+        bandwidth: at most this many bytes a second are sent there; None: no limit.
+        lag_bytes: number of bytes that it may lack before a save waits; None: no limit.
     """
 
     url: str | Literal[False] | None = None
@@ -58,11 +58,11 @@ class Remote:
         bandwidth: float | None,
         lag_bytes: int | None = None,
     ) -> Remote:
-        """As given to `open`. A path is made absolute: the store remembers it.
+        """From the arguments of `open`. A path is made absolute: the store remembers it.
 
         Raises:
-            UsageError: no URL, or one that holds a user's name or password; `bandwidth` or `lag_bytes` is no number of
-                bytes.
+            UsageError: not a URL, or one that contains a user name or password; `bandwidth` or `lag_bytes` is not a
+                number of bytes.
         """
         number = isinstance(bandwidth, int | float) and not isinstance(bandwidth, bool)
         if bandwidth is not None and not (number and 1 <= bandwidth < 1e15):
@@ -93,22 +93,22 @@ def _checked(url: str) -> str:
 
 
 def configured(catalog: Catalog) -> str | None:
-    """The remote that a store remembers: what its newest OPEN says."""
+    """The remote that a store remembers, from its newest OPEN."""
     opened = catalog.terms.get(catalog.term)
     url = None if opened is None else opened.extra.get(REMOTE)
     return url if isinstance(url, str) and 0 < len(url) <= _LONGEST_URL else None
 
 
 class RemoteRememberedError(Exception):
-    """The store remembers a remote, where a term is to be opened first. `Store.writer` sees to that."""
+    """The store remembers a remote, in which a term must be opened first. `Store.writer` does that."""
 
 
 def open_without_remote(
     journal: Journal, parent: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]
 ) -> Term:
-    """`open_term` of a store that remembers no remote: found out without reading its log once more.
+    """`open_term` for a store that remembers no remote; this is checked without reading its log once more.
 
-    Raises as `open_term`, and `RemoteRememberedError`; nothing was opened then.
+    Raises as `open_term`, and `RemoteRememberedError`; no term was opened then.
     """
 
     def choose(catalog: Catalog) -> CheckpointId | None:
@@ -120,7 +120,7 @@ def open_without_remote(
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class StorePair:
     """A store and its remote."""
 
     local: Journal
@@ -129,10 +129,10 @@ class Pair:
     lag_bytes: int | None = None
 
     @classmethod
-    def of(cls, local: Journal, remote: Remote) -> Pair | None:
-        """Reach the remote that is named, or that the store remembers; None: neither.
+    def of(cls, local: Journal, remote: Remote) -> StorePair | None:
+        """Open the remote that is given, or that the store remembers; None: neither.
 
-        Raises as `open_backend`, and `UsageError` where the store itself is named.
+        Raises as `open_backend`, and `UsageError` if it is the store itself.
         """
         url = remote.url
         if url is None:
@@ -142,16 +142,16 @@ class Pair:
             return None
         theirs = open_backend(url, True, remote.options or None)
         if theirs.url == local.url or root_of(theirs) == root_of(local.backend) is not None:
-            if remote.url is None:  # the remote itself, opened by its own URL
+            if remote.url is None:  # this is the remote itself, opened by its own URL
                 return None
             raise UsageError(f"{url}: a store is not its own remote")
         return cls(local, Journal(theirs), remote.bandwidth, remote.lag_bytes)
 
     def check_there(self) -> None:
-        """Raise `RemoteLostError` where the remote holds no store, though terms of this run were opened in it.
+        """Raise `RemoteLostError` if the remote holds no store, although terms of this run were opened in it.
 
-        Prevents: a disk that is not mounted, or a folder that is gone, taken for a new remote. It would know nothing of
-        who continued the run, and acknowledge what then is on this machine alone.
+        Prevents: mistaking a disk that is not mounted, or a folder that is gone, for a new remote. It would not know
+        who continued the run, and would acknowledge checkpoints that are on this machine alone.
         """
         with contextlib.suppress(NotFoundError, CorruptionError):
             if configured(read(self.local).catalog) != self.remote.url:
@@ -160,13 +160,13 @@ class Pair:
             try:
                 there.format  # noqa: B018 - the property reads the file
             except StoreNotFoundError as error:
-                what = "no store is there any more, although this run was brought to it (not mounted, moved, deleted?)"
+                what = "no store is there any more, although this run was drained to it (not mounted, moved, deleted?)"
                 raise lost(self.local.url, self.remote.url, what) from error
             check_first_slot(self.local.url, there)
 
     @contextlib.contextmanager
     def reaching(self, what: str) -> Iterator[None]:
-        """Say, of what fails in the ``with`` because of the remote's medium, what that means."""
+        """Add to errors of the remote's medium in the ``with`` what they mean; `what` says what was not done."""
         try:
             yield
         except RemoteLostError as error:

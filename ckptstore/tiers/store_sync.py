@@ -1,4 +1,4 @@
-"""``ckpt sync``: a store's remote brought up to date by hand, or kept so beside a writer without a drain."""
+"""``ckpt sync``: brings a store's remote up to date once, or continuously beside a writer that has no drain."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.journal import Journal
-from ckptstore.tiers.drain import Drain, to_be_there
-from ckptstore.tiers.remote_rebuild import clear
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.drain import Drain, expected_there
+from ckptstore.tiers.remote_rebuild import clear_remote
+from ckptstore.tiers.store_pair import StorePair
 
 __all__ = ["Synced", "drained", "follow", "sync"]
 
 
 @dataclass(frozen=True, slots=True)
 class Synced(HtmlTable):
-    """What `sync` did.
+    """The result of `sync`.
 
     Attributes:
-        run: the run's uuid, which both have.
-        checkpoints: how many the remote has got.
-        segments: how many, of `nbytes` bytes.
-        branch: REFs of what it never gets, because the run was continued elsewhere; they stay in the store.
-        over: by which term that was, and who opened it; None: it was not.
-        damaged: REFs of what is damaged here, and was left out.
-        damage: that in words, with the first error; None: nothing is.
+        run: the run's uuid, which both stores have.
+        checkpoints: number of checkpoints that were copied to the remote.
+        segments: number of segments that were copied, with `nbytes` bytes.
+        branch: REFs of checkpoints that the remote never gets, because the run was continued elsewhere; they stay in
+            the store.
+        over: the term that continued it, and its writer; None: the run was not continued elsewhere.
+        damaged: REFs of checkpoints that are damaged here, and were left out.
+        damage: a text about the damage, with the first error; None: nothing is damaged.
     """
 
     run: str
@@ -42,30 +43,30 @@ class Synced(HtmlTable):
     damage: str | None = None
 
 
-def sync(pair: Pair, progress: Progress | None = None, *, anew: bool = False) -> Synced:
-    """Bring to the remote what it lacks, once. See `Store.sync`."""
-    if pair.remote.backend.deleted():  # under this handle
+def sync(pair: StorePair, progress: Progress | None = None, *, anew: bool = False) -> Synced:
+    """Copy to the remote what it lacks, once. See `Store.sync`."""
+    if pair.remote.backend.deleted():  # while this handle was open
         pair = replace(pair, remote=Journal(pair.remote.backend.reopened()))
     if anew:
-        clear(pair)
+        clear_remote(pair)
     tally = Tally(progress)
     return _once(Drain(pair, tally.advance), pair)
 
 
-def drained(pair: Pair, *, dry_run: bool = False) -> Callable[[Node], bool]:
-    """Says what the remote has or had, when everything that is here now was brought there. Raises as `Drain.once`.
+def drained(pair: StorePair, *, dry_run: bool = False) -> Callable[[Node], bool]:
+    """Drain -> a function that says which checkpoints the remote has or had then. Raises as `Drain.once`.
 
     Args:
-        dry_run: bring nothing, and say what it then would have.
+        dry_run: copy nothing, and say what the remote would have.
     """
     if dry_run:
-        return to_be_there(pair)
+        return expected_there(pair)
     drain = Drain(pair)
     drain.once()
     return drain.had
 
 
-def _once(drain: Drain, pair: Pair) -> Synced:
+def _once(drain: Drain, pair: StorePair) -> Synced:
     done = drain.once()
     return Synced(
         pair.local.run, done.checkpoints, done.segments, done.nbytes, done.branch, done.over, done.damaged, done.damage
@@ -73,22 +74,22 @@ def _once(drain: Drain, pair: Pair) -> Synced:
 
 
 def follow(
-    pair: Pair,
+    pair: StorePair,
     every: float,
     progress: Progress | None = None,
     *,
     on_failure: Callable[[StorageError], object] = lambda _error: None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Iterator[Synced]:
-    """Bring to the remote whatever is committed, as it is -> what each pass did that did something. Ends when the run
-    was continued elsewhere.
+    """Copy each commit to the remote as it is made, and yield the result of every pass that copied something. Ends when
+    the run was continued elsewhere.
 
     Args:
-        every: seconds between two looks at the store's log.
-        on_failure: told of media that failed; it goes on, after a while.
+        every: seconds between two polls of the store's log.
+        on_failure: called when a medium failed; the pass is retried after a while.
 
     Raises:
-        RemoteLostError: the remote is not any more what it was.
+        RemoteLostError: the remote is no longer what it was.
     """
     drain = Drain(pair, Tally(progress).advance)
     pause = every

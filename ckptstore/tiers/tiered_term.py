@@ -1,7 +1,8 @@
-"""WRITER OPEN of a store with a remote: what is left is drained, the term is opened there, and then here.
+"""WRITER OPEN of a store with a remote: drains the rest, opens the term in the remote, then in the store.
 
-The remote's log decides whose a term is. So who cannot reach it opens nothing; and who finds the run continued
-elsewhere goes on behind that, and says which checkpoints of this store stay a branch.
+The remote's log decides which terms exist. So no term is opened while the remote is unreachable. If the run was
+continued elsewhere, the new term continues after that, and a warning names the checkpoints of this store that stay a
+branch.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term
-from ckptstore.tiers.background_drain import Draining
-from ckptstore.tiers.drain import Drain, Drained
+from ckptstore.tiers.background_drain import BackgroundDrain
+from ckptstore.tiers.drain import Drain, DrainResult
 from ckptstore.tiers.remote_fetch import catch_up, restore_newest
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.store_pair import StorePair
 from ckptstore.write.local import LocalWriter
 from ckptstore.write.opening import open_writer
 from ckptstore.write.options import WriterOptions
@@ -31,26 +32,28 @@ from ckptstore.write.options import WriterOptions
 __all__ = ["open_tiered_writer"]
 
 
-def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
-    """Begin a term in both tiers, which fences every earlier writer, on whatever machine.
+def open_tiered_writer(
+    pair: StorePair, parent: str | int | CheckpointInfo | None, options: WriterOptions
+) -> LocalWriter:
+    """Begin a term in both tiers, which fences every earlier writer on any machine.
 
     Raises:
-        as `Store.writer`; and:
+        the errors of `Store.writer`; and:
         StorageError: the remote cannot be reached.
-        UsageError: the remote holds another run; or this store has gone on by itself and cannot follow.
+        UsageError: the remote holds another run; or a writer continued this store separately, so that it cannot follow.
     """
     with pair.reaching("no term was opened"):
         pair.check_there()
         restore_newest(pair)
         drain = Drain(pair)
-    # Some media hold a segment in memory until it is whole: what is drained to them shall not take gigabytes.
+    # Some media hold a segment in memory until it is complete: draining to them must not take gigabytes.
     here = pair.local.backend
     here.segment_bytes = min(here.segment_bytes, pair.remote.backend.segment_bytes)
-    draining = Draining(drain)
+    draining = BackgroundDrain(drain)
 
     def opener(local: Journal, chosen: Callable[[Catalog], CheckpointId | None], about: Mapping[str, Any]) -> Term:
         with pair.reaching("no term was opened"):
-            return _open_in_both(Pair(local, pair.remote, pair.bandwidth), drain, chosen, about)
+            return _open_in_both(StorePair(local, pair.remote, pair.bandwidth), drain, chosen, about)
 
     writer = open_writer(pair.local, parent, options, opener=opener, tier=draining)
     draining.start()
@@ -58,18 +61,18 @@ def open_tiered_writer(pair: Pair, parent: str | int | CheckpointInfo | None, op
 
 
 def _open_in_both(
-    pair: Pair,
+    pair: StorePair,
     drain: Drain,
     chosen: Callable[[Catalog], CheckpointId | None],
     about: Mapping[str, Any],
 ) -> Term:
     with alone(pair.local.backend):
-        # Prevents: a term that continues from behind what this machine has acknowledged, though nobody came between.
+        # Prevents: a term that continues from before what this machine has acknowledged, although none came between.
         done = drain.once_alone()
         crash_point("tiers.drained")
         before = drain.remote
         assert before is not None  # a pass reads it
-        # What cannot follow fences nobody. (What is opened meanwhile is caught up with below.)
+        # Check first that this store can follow: else no writer is fenced. (Terms opened meanwhile are added below.)
         parent = chosen(before.catalog)
         told = _was_told(done, read(pair.local).catalog, before.catalog) if done.branch else True
         try:
@@ -84,8 +87,8 @@ def _open_in_both(
         catch_up(pair, there, None if theirs.parent is None else theirs.parent.node)
         crash_point("tiers.filled")
         ours = open_term(pair.local, theirs.parent, about, like=theirs.opened, remote=pair.remote.url)
-    # Only now: who cannot follow is told that, and not that a term continues. Where warnings are errors, the next start
-    # finds the term, and is told nothing of a branch that it has left behind.
+    # Warn only now: a store that cannot follow raises instead. If warnings are errors, the next start finds the term,
+    # and does not warn of the branch again.
     if not told:
         warn(f"{done.fenced(pair)}; this term continues from what the remote has", BranchWarning)
     if done.damaged:
@@ -93,8 +96,9 @@ def _open_in_both(
     return ours
 
 
-def _was_told(done: Drained, here: Catalog, there: Catalog) -> bool:
-    """Whether a term was opened in both tiers since the last checkpoint of the branch: opening it has said so."""
+def _was_told(done: DrainResult, here: Catalog, there: Catalog) -> bool:
+    """Whether a term was opened in both tiers after the last checkpoint of the branch: then that opening warned of
+    it."""
     ours, theirs = here.terms.get(here.term), there.terms.get(here.term)
     both = ours is not None and theirs is not None and ours.nonce == theirs.nonce
     return both and all(node_of(ref)[0] < here.term for ref in done.branch)

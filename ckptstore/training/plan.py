@@ -17,7 +17,7 @@ from ckptstore.formats.state import TREE_LIMIT, FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
 from ckptstore.host.batched_copies import Gathering
-from ckptstore.segments.aligned_regions import LaidOutState, Region, plan_regions
+from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion, plan_regions
 from ckptstore.training.captured import Captured
 from ckptstore.training.standing import Tensors
 from ckptstore.write.snapshot import HostTensor
@@ -33,7 +33,9 @@ class PlannedState(LaidOutState):
 
     __slots__ = ("_nbytes",)
 
-    def __init__(self, tree: Any, tensors: dict[str, TensorSource], regions: tuple[Region, ...], nbytes: int) -> None:
+    def __init__(
+        self, tree: Any, tensors: dict[str, TensorSource], regions: tuple[SegmentRegion, ...], nbytes: int
+    ) -> None:
         super().__init__(tree, tensors, regions)
         object.__setattr__(self, "_nbytes", nbytes)
 

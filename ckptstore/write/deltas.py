@@ -24,7 +24,7 @@ from ckptstore.host.caller_warnings import warn
 from ckptstore.host.option_checks import whole
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.segments.mapped_fulls import DirectState, map_segments, regions_of, write_direct
+from ckptstore.segments.mapped_fulls import MappedState, map_segments, regions_of, write_direct
 from ckptstore.segments.plain_segments import WrittenState, write_full
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Base, Choices, Fed, write_packed
@@ -149,7 +149,7 @@ class Deltas:
         """What the next checkpoints may be coded against."""
         return [base.id for base in self._bases.values()]
 
-    def map_full(self, flat: FlatState, step: int) -> DirectState | None:
+    def map_full(self, flat: FlatState, step: int) -> MappedState | None:
         """Segments for a full of a state like `flat`, mapped to be copied into; None: the medium has no such memory.
 
         Raises `StorageError`. For a writer that makes no deltas; by any thread.
@@ -160,7 +160,7 @@ class Deltas:
             return None
         regions, places = regions_of(mapped, flat)
         tensors: dict[str, TensorSource] = {name: HostTensor(one, places[name]) for name, one in flat.tensors.items()}
-        return DirectState(flat.tree, tensors, regions, mapped=mapped)
+        return MappedState(flat.tree, tensors, regions, mapped=mapped)
 
     def write(
         self,
@@ -260,7 +260,7 @@ class Deltas:
         gap: int,
         fed: Fed | None,
     ) -> WrittenState:
-        if isinstance(flat, DirectState) and (direct := write_direct(session, flat, draft)) is not None:
+        if isinstance(flat, MappedState) and (direct := write_direct(session, flat, draft)) is not None:
             return direct
         if base is None and not self._options.compress_fulls:
             return write_full(session, flat, draft)

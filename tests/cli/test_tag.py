@@ -84,7 +84,7 @@ def test_the_writer_is_gone_and_nobody_waits(ckpt: Run, run: Path, arguments: tu
     outcome = ckpt(name, run, *rest)
     assert outcome.code == 10
     *_, said, hint = outcome.err.splitlines()
-    assert said == f"error: {run}: nobody is writing (process {dead.pid} on this host is gone), so nobody can answer"
+    assert said == f"error: {run}: no writer is active (process {dead.pid} on this host is gone), so none can answer"
     assert hint.startswith("hint: repeat with --take-over")
     assert "asked the writer" not in outcome.err
     assert ckptstore.open(run).backend.list("req/") == []

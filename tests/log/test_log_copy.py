@@ -15,7 +15,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import StorageError
 from ckptstore.formats.records import OpenRecord, slot_key
 from ckptstore.log import fold_writer
-from ckptstore.log.log_copy import Origin, Replica, TakenError
+from ckptstore.log.log_copy import CopyOrigin, LogCopy, TakenError
 from ckptstore.maintenance.copies.store_copy import copy
 from ckptstore.store import Store
 from tests.log.log_world import World, full
@@ -31,10 +31,10 @@ PLACE = "/data/copy"
 def test_a_record_where_a_slot_was_folded_away_is_none() -> None:
     """Two processes make one log in a bucket. What the slower one adds has the number of a slot that is deleted."""
     world = World(every=4)
-    origin = Origin(world.fmt, "copy", "all")
-    fast = Replica(world, origin)
+    origin = CopyOrigin(world.fmt, "copy", "all")
+    fast = LogCopy(world, origin)
     fast.open(OpenRecord(1, None, secrets.token_hex(16), 0.0))
-    slow = Replica(world, origin)
+    slow = LogCopy(world, origin)
     for step in range(1, 13):
         fast.commit(full(1, step))
         if step % 6 == 0:

@@ -22,7 +22,7 @@ from ckptstore.formats.records import FORMAT_KEY, FormatFile, segment_key, slot_
 from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.change import Change
 from ckptstore.log.log_reader import Patience, damaged_folds
-from ckptstore.log.log_watch import Looks
+from ckptstore.log.log_watch import LogWatch
 from ckptstore.log.partial_objects import LONGEST, arrived
 from ckptstore.log.pins import Pin, PinWatch
 from ckptstore.log.requests import handle, outcome, post
@@ -360,7 +360,7 @@ def test_a_follower_finds_a_slot_whole_that_was_slow(make: Maker) -> None:
     reveal = Reveal()
     store = watched(make("run"), reveal)
     key = newest_slot(plain)
-    looks = Looks(store.journal)
+    looks = LogWatch(store.journal)
     reveal.begin(key, [10], forever=True)
     assert looks.look()[1].damage == (slot_of(key),)
     reveal.cuts.clear()

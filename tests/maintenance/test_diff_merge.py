@@ -29,7 +29,7 @@ from ckptstore.errors import (
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.log import requests
 from ckptstore.log.change import Change
-from ckptstore.log.change_committer import Successor
+from ckptstore.log.change_committer import TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import Merged, merge
@@ -645,13 +645,13 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
 def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = segments(store)
 
-    class Late(Successor):
+    class Late(TakeOver):
         def __init__(self, store: Store, purpose: str, *, several: bool = False) -> None:
             super().__init__(store, purpose, several=several)
             with Store(store.backend).writer(poll_seconds=None):
                 pass
 
-    monkeypatch.setattr("ckptstore.maintenance.merge.diff_merge.Successor", Late)
+    monkeypatch.setattr("ckptstore.maintenance.merge.diff_merge.TakeOver", Late)
     with pytest.raises(FencedError, match="term 3 began after term 2"):
         owned(store, "2..6")
     assert segments(store) == before

@@ -18,7 +18,7 @@ from ckptstore.formats.record_text import encode_format
 from ckptstore.formats.records import FormatFile, slot_key
 from ckptstore.host.caller_warnings import DamagedLogWarning
 from ckptstore.log import fold_writer
-from ckptstore.log.change_committer import Requester
+from ckptstore.log.change_committer import ChangeRequester
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read, same_history
 from ckptstore.log.term import open_term
@@ -193,7 +193,7 @@ def test_a_requester_sees_that_an_older_copy_was_put_back(name: str) -> None:
     with ckptstore.open(f"memory://{name}").writer(poll_seconds=None) as writer:
         writer.save(state(99), 99)
         journal = Journal(medium)
-        requester = Requester(journal, 1.0, read(journal))
+        requester = ChangeRequester(journal, 1.0, read(journal))
         assert requester.catalog().latest().step == 99  # type: ignore[union-attr]
         medium.delete(slot_key(requester.view.end - 1))
         assert 99 not in {step for _, step in requester.catalog().checkpoints}

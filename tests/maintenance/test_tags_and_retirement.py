@@ -160,7 +160,7 @@ def test_a_writer_in_another_process_and_its_death(store: ckptstore.Store) -> No
         other.stdin.write("end\n")
         other.stdin.flush()
         assert other.wait() == 9
-    with pytest.raises(ckptstore.RequestTimeoutError, match=rf"nobody is writing \(process {other.pid} on this"):
+    with pytest.raises(ckptstore.RequestTimeoutError, match=rf"no writer is active \(process {other.pid} on this"):
         store.untag("best")  # does not wait
     assert store.backend.list("req/") == []
     store.untag("best", take_over=True)
@@ -312,12 +312,12 @@ class TestANewerTerm:
             writer.close()
 
     def test_two_take_over_at_once(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Late(change_committer.Successor):
+        class Late(change_committer.TakeOver):
             def commit(self, term: int, what: str, changes: Any) -> Any:
                 store.writer(poll_seconds=None).close()
                 return super().commit(term, what, changes)
 
-        monkeypatch.setattr("ckptstore.maintenance.catalog_changes.Successor", Late)
+        monkeypatch.setattr("ckptstore.maintenance.catalog_changes.TakeOver", Late)
         with pytest.raises(ckptstore.FencedError):
             store.tag("best", 3, take_over=True)
         assert store.tags() == {}

@@ -93,7 +93,7 @@ def test_only_what_a_restore_needs_is_measured(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(
             restore_rates,
             name,
-            lambda _threads, name=name: measured.append(name) or restore_rates.Measured(0.0, 1e6, 1e6),
+            lambda _threads, name=name: measured.append(name) or restore_rates.KernelSpeed(0.0, 1e6, 1e6),
         )
     assert [one.kind for one in store.checkpoints()] == ["full", "delta"]
     plan = store.inspect(1, explain=True).plan

@@ -22,7 +22,7 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
 from ckptstore.maintenance.verify import deep_verify
 from ckptstore.restore import box_reads, chain, replay, shard_streams, stored_base
-from ckptstore.restore.box_reads import Filling, MemorySink, fill, jobs_of
+from ckptstore.restore.box_reads import BoxRead, MemorySink, fill, jobs_of
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.stored_base import open_base
 from tests.forms import short_or
@@ -246,7 +246,7 @@ def test_any_part_of_any_cut_is_filled(shape: tuple[int, ...], dtype: str, seed:
     with opened(made.store.journal, 1) as found, workers(2, "read") as readers:
         for box in divided(chance, shape):
             memory = np.zeros(box.size * whole.itemsize, np.uint8)
-            filling = Filling(found.stored("w"), MemorySink(memory, box, whole.itemsize))
+            filling = BoxRead(found.stored("w"), MemorySink(memory, box, whole.itemsize))
             fill(jobs_of([filling]), readers, Staging.for_chunks(4))
             same(memory.view(dtype).reshape(box.shape), whole[box.within(Box.whole(shape))].copy())
 

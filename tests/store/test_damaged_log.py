@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore import DamagedLogWarning
 from ckptstore.cli.main import cli
 from ckptstore.formats.records import slot_key
-from ckptstore.log.log_watch import Looks
+from ckptstore.log.log_watch import LogWatch
 from ckptstore.reports.notebooks import store_html
 from ckptstore.reports.runs import find_runs
 
@@ -140,7 +140,7 @@ def test_a_lost_end_is_told(whole: Path, tmp_path: Path) -> None:
 def test_many_looks_tell_it_once(root: Path) -> None:
     """Each look at a folder has another handle of it."""
     store = ckptstore.open(root)
-    looks = Looks(store.journal)
+    looks = LogWatch(store.journal)
     with pytest.warns(DamagedLogWarning) as told:
         looks.look()
     looks.look()

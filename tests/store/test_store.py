@@ -260,7 +260,7 @@ class TestInPlace:
             ({"value": torch.zeros(5), "more": torch.zeros(1)}, "'more' that the checkpoint has not"),
             (
                 {"value": torch.zeros(1).expand(5), "step": 0},
-                "'value' is read-only, or several of its elements are one",
+                "'value' is read-only, or several of its elements share",
             ),
             ({"value": torch.zeros(9).as_strided((5,), (0,)), "step": 0}, "'value' is read-only"),
             ({"value": np.broadcast_to(np.float32(0), 5), "step": 0}, "'value' is read-only"),

@@ -116,14 +116,14 @@ def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, m
     bucket.elsewhere()
     begun = []
 
-    def slow(*arguments: Any) -> log_copy.Replica:
+    def slow(*arguments: Any) -> log_copy.LogCopy:
         if not begun:
             begun.append(True)
             bucket.save(2)
             bucket.elsewhere()
-        return log_copy.Replica(*arguments)
+        return log_copy.LogCopy(*arguments)
 
-    monkeypatch.setattr(store_copy, "Replica", slow)
+    monkeypatch.setattr(store_copy, "LogCopy", slow)
     bucket.store.copy(bucket.url)
     bucket.check(1, 2)
 
@@ -184,6 +184,6 @@ def test_a_bucket_that_is_emptied_beside_a_drain_is_not_taken_for_the_remote(s3:
         pending.result(tier="remote", timeout=0.5)
     assert theirs.list("") == []
     assert "the store was deleted" in (writer.lag().error or "")
-    with pytest.warns(RemoteWarning, match="What was not brought there is in"):
+    with pytest.warns(RemoteWarning, match="Everything that is not there yet is in"):
         writer.close()
     check(ckptstore.open(tmp_path / "run", remote=False).load(2, framework="numpy"), 2)

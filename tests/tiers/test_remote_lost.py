@@ -22,8 +22,8 @@ from ckptstore.formats.records import slot_key
 from ckptstore.tiers import background_drain
 from ckptstore.tiers.drain import Drain
 from ckptstore.tiers.remote_check import check_same
-from ckptstore.tiers.remote_silence import Quiet
-from ckptstore.tiers.store_pair import Pair
+from ckptstore.tiers.remote_silence import RemoteSilence
+from ckptstore.tiers.store_pair import StorePair
 from tests.tiers.conftest import Outage, Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 from tools.objects.proxy import Rule
@@ -83,7 +83,7 @@ def test_a_remote_that_is_deleted_beside_a_drain_is_told_while_training_runs(pla
     told = lost_beside_a_writer(place, part)
     assert len(told) == 1
     assert f"ckpt sync {place.here} {place.remote} --anew" in told[0]
-    assert "Saves go on" in told[0]
+    assert "Saves continue" in told[0]
     for how in (lambda: place.open().sync(), lambda: place.open().writer()):
         with pytest.raises(RemoteLostError, match="--anew"):
             how()
@@ -230,7 +230,7 @@ def test_anew_keeps_the_only_whole_copy_of_a_segment(folders: Place) -> None:
     data = bytearray(broken.read_bytes())
     data[-1] ^= 1
     broken.write_bytes(data)
-    with pytest.raises(UsageError, match="damaged or missing here, and the remote may have it whole"):
+    with pytest.raises(UsageError, match="damaged or missing here, and the remote may have it intact"):
         folders.open().sync(anew=True)
     broken.unlink()
     with pytest.raises(UsageError, match="damaged or missing here"):
@@ -253,7 +253,7 @@ def test_anew_of_a_damaged_store_deletes_nothing(folders: Place) -> None:
     theirs.delete("FORMAT")
     before = theirs.list("")
     (folders.here / slot_key(1)).write_bytes(b"torn")
-    with pytest.raises(CorruptLogError, match="nobody knows what is to be brought"):
+    with pytest.raises(CorruptLogError, match="it is unknown what must be copied"):
         folders.open().sync(folders.remote, anew=True)
     assert theirs.list("") == before
 
@@ -334,7 +334,7 @@ def test_a_remote_that_does_not_answer_is_told_while_training_runs(
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("slow", seconds=4.0)])
-        match = r"no answer for \d+ s; what is saved is in .* alone"
+        match = r"no answer for \d+ s; new checkpoints are in .* alone"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)
@@ -357,9 +357,9 @@ def test_bytes_on_their_way_and_a_drain_at_rest_are_no_silence(s3: Server, tmp_p
     store = ckptstore.open(tmp_path / "run")
     fill(store, 1, 1)
     far = ckptstore.open(s3.url(), storage_options={**s3.options, "bandwidth": 1000})
-    drain = Drain(Pair(store.journal, far.journal, bandwidth=500_000))
+    drain = Drain(StorePair(store.journal, far.journal, bandwidth=500_000))
     now = [100.0]
-    quiet = Quiet(drain, lambda: now[0])
+    quiet = RemoteSilence(drain, lambda: now[0])
 
     def later(seconds: float) -> float:
         now[0] += seconds

@@ -86,7 +86,7 @@ def test_a_term_of_the_same_number_is_noticed_though_the_run_has_left_it(folders
     elsewhere = folders.open(folders.there)
     fill(elsewhere, 2, 2)
     fill(elsewhere, 5, 5, parent="1@1")
-    with pytest.raises(UsageError, match="it went on by itself in term 2"):
+    with pytest.raises(UsageError, match="a writer continued it separately in term 2"):
         folders.open().writer()
     assert [one.term for one in folders.theirs().terms()] == [1, 2, 3]  # and nobody was fenced
     check(ckptstore.open(folders.here, remote=False).load("2@2", framework="numpy"), 2)

@@ -513,7 +513,7 @@ def test_a_damaged_log_is_not_drained(folders: Place) -> None:
     fill(ckptstore.open(folders.here), 1, 4)
     slot = folders.here / "log" / f"{2:020d}"
     slot.write_bytes(slot.read_bytes()[:-1])
-    with pytest.raises(CorruptLogError, match="nobody knows what is to be drained"):
+    with pytest.raises(CorruptLogError, match="it is unknown what must be drained"):
         ckptstore.open(folders.here).sync(folders.remote)
     assert not Path(folders.remote, "FORMAT").exists()
 

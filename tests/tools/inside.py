@@ -20,12 +20,12 @@ def break_rule(patch: pytest.MonkeyPatch, rule: Rule) -> None:
     No option of the engine turns a rule off, and none shall.
     """
 
-    def only_the_next(one: log_reader._Reading) -> int:
+    def only_the_next(one: log_reader._LogRead) -> int:
         return one.seq + 1 if log_reader.exists(one.backend, log_reader.slot_key(one.seq + 1)) else -1
 
     if rule == "look above":
-        patch.setattr(log_reader._Reading, "_slot_above", only_the_next)
+        patch.setattr(log_reader._LogRead, "_slot_above", only_the_next)
         return
     patch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
     if rule == "chain":
-        patch.setattr(log_reader._Reading, "_follows", lambda _reading, _record: True)
+        patch.setattr(log_reader._LogRead, "_follows", lambda _reading, _record: True)

@@ -206,7 +206,7 @@ def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     original = chain_link.read_payload
 
-    def spoiled(one: chain_link.Link, index: int, scratch: Any, *, verify: bool) -> Any:
+    def spoiled(one: chain_link.TensorLink, index: int, scratch: Any, *, verify: bool) -> Any:
         return original(one, index, scratch, verify=verify) ^ (1 if one.tensor.codec == "raw" else 0)
 
     monkeypatch.setattr(chain_link, "read_payload", spoiled)

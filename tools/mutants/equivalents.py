@@ -93,7 +93,7 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     ),
     Equivalent(
         "ckptstore/log/log_reader.py",
-        "_Reading.__init__",
+        "_LogRead.__init__",
         "-1 => 1",
         "set again by every run, before anything reads it",
     ),

@@ -26,7 +26,7 @@ from ckptstore.formats.rule_windows import ends
 from ckptstore.host.bandwidth import held_to
 from ckptstore.host.option_checks import seconds, whole
 from ckptstore.host.progress import Advance, Progress
-from ckptstore.log.change_committer import Author, Requester, Successor
+from ckptstore.log.change_committer import ChangeCommitter, ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.maintenance.compact.compaction_plan import plan_moves
@@ -82,7 +82,7 @@ def compact(
     if dry_run or not planned.moves:
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(view.catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
-    author = Successor(journal, "compact", several=True) if take_over else Requester(journal, timeout, view)
+    author = TakeOver(journal, "compact", several=True) if take_over else ChangeRequester(journal, timeout, view)
     made = make_moves(journal, author, planned, lambda advance: held_to(bandwidth, advance), progress)
     after = author.catalog()
     nbytes = sum(segment.size for segment in after.segments.values())
@@ -126,7 +126,7 @@ def planned_moves(
 
 def make_moves(
     journal: Journal,
-    author: Author,
+    author: ChangeCommitter,
     planned: Planned,
     held_back: Callable[[Advance], Advance],
     progress: Progress | None = None,
@@ -145,7 +145,7 @@ def make_moves(
         return _make_all(Maker(journal, author, shop), author, planned)
 
 
-def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMove, ...]:
+def _make_all(maker: Maker, author: ChangeCommitter, planned: Planned) -> tuple[CompactMove, ...]:
     found: list[CompactMove] = []
     for place, move in enumerate(planned.moves):
         found.append(_make(maker, author, move))
@@ -155,7 +155,7 @@ def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMo
     return tuple(found)
 
 
-def _make(maker: Maker, author: Author, move: Move) -> CompactMove:
+def _make(maker: Maker, author: ChangeCommitter, move: Move) -> CompactMove:
     """One move, as often as newer terms begin meanwhile: what was written for one is of no use in the next."""
     for left in reversed(range(_TRIES)):
         try:

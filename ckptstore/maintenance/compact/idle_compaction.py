@@ -197,7 +197,7 @@ class _Idle:
 
 
 class _Within:
-    """The author of the changes: the writer itself (`log.change_committer.Author`)."""
+    """The author of the changes: the writer itself (`log.change_committer.ChangeCommitter`)."""
 
     owned: int | None = None  # the writer may build on what the newest is coded against, so that is left alone
 

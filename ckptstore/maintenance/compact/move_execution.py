@@ -22,7 +22,7 @@ from ckptstore.formats.commit_checks import check_commit, droppable, users
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
-from ckptstore.log.change_committer import Author
+from ckptstore.log.change_committer import ChangeCommitter
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.log.requests import Outcome
@@ -70,7 +70,7 @@ class _Chosen:
 class Maker:
     """Makes moves, one after the other."""
 
-    def __init__(self, journal: Journal, author: Author, shop: Workshop) -> None:
+    def __init__(self, journal: Journal, author: ChangeCommitter, shop: Workshop) -> None:
         """
         Args:
             author: commits, or asks who does.

@@ -17,7 +17,7 @@ from ckptstore.log.pins import claim
 from ckptstore.maintenance.compact.size_estimates import Samples
 from ckptstore.maintenance.merge.checkpoint_portions import portions_of
 from ckptstore.maintenance.merge.merge_check import opened_plan
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan
 from ckptstore.restore.restore_rates import measure_rates
 from ckptstore.write.encoding import Choices, choose_all
@@ -68,7 +68,7 @@ def measure(journal: Journal, catalog: Catalog) -> Measured:
     return Measured(None if full is None else Samples(full, tuple(sorted(deltas.items()))), rates)
 
 
-def _opened(journal: Journal, node: Node, base: Node, stack: ExitStack) -> tuple[Opened, Opened]:
+def _opened(journal: Journal, node: Node, base: Node, stack: ExitStack) -> tuple[OpenCheckpoint, OpenCheckpoint]:
     """Both, pinned."""
     pinned = claim(journal, lambda catalog: _plans(catalog, node, base), _segments)
     view, plans = stack.enter_context(pinned)
@@ -107,7 +107,7 @@ def _segments(plans: Sequence[Plan]) -> tuple[str, ...]:
     return tuple(segment for chosen in plans for segment in chosen.segments)
 
 
-def _ratio(found: Opened, below: Opened | None) -> float:
+def _ratio(found: OpenCheckpoint, below: OpenCheckpoint | None) -> float:
     """Stored bytes per logical byte, as the samples of every tensor say."""
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
     with workers(default_threads(), "sample") as coders:

@@ -14,7 +14,7 @@ from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Replica
+from ckptstore.log.log_copy import LogCopy
 from ckptstore.maintenance.copies.copy_selection import lines_of, with_paths
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.maintenance.merge.checkpoint_portions import portions_of, write_portions
@@ -45,7 +45,7 @@ def copy_as_fulls(
     journal: Journal,
     catalog: Catalog,
     nodes: Sequence[Node],
-    replica: Replica,
+    replica: LogCopy,
     done: Written,
     lacks: Mapping[int, int],
     progress: Progress | None,

@@ -20,7 +20,7 @@ from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
-from ckptstore.segments.segment_reader import Piece, SegmentReader, extents
+from ckptstore.segments.segment_reader import SegmentReader, TensorChunk, extents
 
 __all__ = ["BLOCKS", "check_segment", "copy_segment"]
 
@@ -113,7 +113,7 @@ class _Checking:
     All of them come by: a header is refused whose chunks end elsewhere than the segment does.
     """
 
-    def __init__(self, key: str, found: Sequence[Sequence[Piece]]) -> None:
+    def __init__(self, key: str, found: Sequence[Sequence[TensorChunk]]) -> None:
         self._key = key
         self._pieces = [piece for extent in found for piece in extent if piece.chunk.length]
         self._next = 0

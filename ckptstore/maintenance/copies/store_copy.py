@@ -32,7 +32,7 @@ from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Origin, Replica, TakenError
+from ckptstore.log.log_copy import CopyOrigin, LogCopy, TakenError
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import claim
 from ckptstore.maintenance.copies.copies_as_fulls import Written, copy_as_fulls
@@ -143,7 +143,7 @@ class _Copying:
         def choose(catalog: Catalog) -> tuple[Catalog, list[Node], Catalog]:
             return catalog, *_chosen(self.journal, catalog, self.names)
 
-        replica = Replica(self.target, Origin(self.journal.format, "copy", _request(self.names, self.form)))
+        replica = LogCopy(self.target, CopyOrigin(self.journal.format, "copy", _request(self.names, self.form)))
         went_on = not replica.begun or bool(replica.catalog.term)
         # Prevents: tags, rules and promises of a view that is older than that from which another process has made what
         # is there.
@@ -166,7 +166,7 @@ class _Copying:
             went_on=went_on,
         )
 
-    def _write(self, source: Catalog, nodes: Sequence[Node], replica: Replica, lacks: Mapping[int, int]) -> int:
+    def _write(self, source: Catalog, nodes: Sequence[Node], replica: LogCopy, lacks: Mapping[int, int]) -> int:
         """Each checkpoint as a full -> segments that were there already."""
         done = Written()
         try:
@@ -176,7 +176,7 @@ class _Copying:
         whole = sum(len(replica.catalog.encodings.get(node, ())) for node in nodes)
         return max(0, whole - done.brought)
 
-    def _bring(self, source: Catalog, wanted: Catalog, replica: Replica, lacks: Mapping[int, int]) -> int:
+    def _bring(self, source: Catalog, wanted: Catalog, replica: LogCopy, lacks: Mapping[int, int]) -> int:
         """Every segment as it is -> how many were there already."""
         tally = Tally(self.progress)
         done = Copies(self.journal.backend, self.target, self.journal.run, self.threads, tally.advance)

@@ -23,7 +23,7 @@ from ckptstore.formats.records import (
     ref_of,
 )
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.log_copy import Replica
+from ckptstore.log.log_copy import LogCopy
 from ckptstore.maintenance.copies.copy_selection import known_to
 
 __all__ = ["Supply", "Transfer"]
@@ -50,12 +50,12 @@ class _Unit:
 
 
 class Transfer:
-    """Brings a wanted catalog to a `Replica`."""
+    """Brings a wanted catalog to a `LogCopy`."""
 
     def __init__(
         self,
         wanted: Catalog,
-        replica: Replica,
+        replica: LogCopy,
         supply: Supply,
         lacks: Mapping[int, int] | None = None,
         source: Catalog | None = None,

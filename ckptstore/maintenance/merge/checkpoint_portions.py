@@ -18,7 +18,7 @@ from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.formats.shards import name_of, state_parts
 from ckptstore.formats.sources import BoxSource, Bytes, Origin, TensorSource, place_of
 from ckptstore.formats.state import FlatState
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.packed_segments import drafts
 from ckptstore.segments.plain_segments import WrittenState
@@ -76,7 +76,7 @@ class Portion:
     flat: FlatState
     keys: Mapping[str, str]
 
-    def base(self, below: Opened) -> StoredBase:
+    def base(self, below: OpenCheckpoint) -> StoredBase:
         """The same tensors and shards of another checkpoint, under the same names; what is cut otherwise is not there.
 
         Whoever opened `below` closes it.
@@ -105,7 +105,7 @@ def numbered(names: Iterable[Collection[str]]) -> list[int]:
     return found
 
 
-def portions_of(found: Opened) -> list[Portion]:
+def portions_of(found: OpenCheckpoint) -> list[Portion]:
     """A stored checkpoint, as few portions as hold it; one at least.
 
     Raises:
@@ -123,7 +123,7 @@ def portions_of(found: Opened) -> list[Portion]:
     return [_portion(found, own) for own in keys]
 
 
-def _portion(found: Opened, keys: Mapping[str, str]) -> Portion:
+def _portion(found: OpenCheckpoint, keys: Mapping[str, str]) -> Portion:
     state = StoredBase(found.entry.id, {name: found.chains[key] for name, key in keys.items()}, _nothing)
     sources: dict[str, TensorSource] = {}
     for name, key in keys.items():

@@ -9,7 +9,7 @@ from ckptstore.formats.codecs import SMALL_POLICY
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge.checkpoint_portions import Portion, portions_of, write_portions
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Choices, write_coded
 
@@ -18,8 +18,8 @@ __all__ = ["recode"]
 
 def recode(
     session: SegmentSession,
-    found: Opened,
-    below: Opened | None,
+    found: OpenCheckpoint,
+    below: OpenCheckpoint | None,
     draft: Callable[[Encoding], SegmentDoc],
 ) -> tuple[list[SegmentEntry], Encoding, str]:
     """Code a checkpoint as one delta against `below`, or as a full where no tensor gains from that.
@@ -44,7 +44,7 @@ def recode(
     choices = [Choices(SMALL_POLICY) for _ in portions]
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
 
-    def write(against: Opened | None) -> tuple[list[SegmentEntry], Encoding, str]:
+    def write(against: OpenCheckpoint | None) -> tuple[list[SegmentEntry], Encoding, str]:
         def portion(
             number: int, documents: Callable[[int], Sequence[SegmentDoc]]
         ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:

@@ -22,7 +22,7 @@ from ckptstore.formats.records import ref_of
 from ckptstore.host.option_checks import seconds
 from ckptstore.host.progress import Progress
 from ckptstore.log.change import Change
-from ckptstore.log.change_committer import Author, Requester, Successor
+from ckptstore.log.change_committer import ChangeCommitter, ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.maintenance.merge.merge_preparation import Work
@@ -117,9 +117,9 @@ def merge(
     chosen = select_range(view.catalog, chosen_range)  # says what is wrong before a fence does
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
-    author: Author | None = None
+    author: ChangeCommitter | None = None
     if not dry_run:
-        author = Successor(journal, "merge", several=True) if take_over else Requester(journal, timeout, view)
+        author = TakeOver(journal, "merge", several=True) if take_over else ChangeRequester(journal, timeout, view)
     owned = None if author is None else author.owned
     with Work(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, chosen_range, tries=1 if owned is not None else _TRIES)
@@ -139,7 +139,7 @@ def _prepare(work: Work, wanted: Range, *, tries: int) -> Prepared:
                 raise
 
 
-def _commit(author: Author, prepared: Prepared, what: str) -> tuple[Answer, str]:
+def _commit(author: ChangeCommitter, prepared: Prepared, what: str) -> tuple[Answer, str]:
     """One change; or two, where checkpoints have to be moved before they can be retired."""
     outcome = author.commit(prepared.term, what, prepared.change)
     if outcome.answer != "accepted" or not prepared.later:

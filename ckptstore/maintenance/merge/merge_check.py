@@ -15,7 +15,7 @@ from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.progress import Advance
 from ckptstore.restore.assembly import held_by, tree_of
 from ckptstore.restore.chain import restore_tensors
-from ckptstore.restore.open_checkpoint import Opened, opened_readers
+from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened_readers
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.restore.stored_parts import described_state
 from ckptstore.segments.segment_reader import SegmentReader, copy_tensors
@@ -30,7 +30,7 @@ def opened_plan(
     entry: CheckpointEntry,
     encodings: Sequence[Encoding],
     written: Sequence[SegmentEntry] = (),
-) -> Iterator[Opened]:
+) -> Iterator[OpenCheckpoint]:
     """Open what restores `entry` by `encodings`, the full first, whether or not the catalog says so.
 
     The caller has pinned the segments; `written` are those that no catalog names yet.
@@ -43,10 +43,10 @@ def opened_plan(
     entries = (new.get(segment) or catalog.segments[segment] for segment in chosen.segments)
     with ExitStack() as stack:
         readers = opened_readers(backend, entries, partial(SegmentReader, backend), stack)
-        yield Opened(catalog, entry, chosen, readers)
+        yield OpenCheckpoint(catalog, entry, chosen, readers)
 
 
-def check_state(found: Opened, pool: ThreadPoolExecutor, staging: Staging, advance: Advance) -> None:
+def check_state(found: OpenCheckpoint, pool: ThreadPoolExecutor, staging: Staging, advance: Advance) -> None:
     """Decode every tensor through its chain; compare each chunk, and the state's hash with the log's.
 
     Raises:

@@ -18,7 +18,7 @@ from ckptstore.host.threads import default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.maintenance.merge.merge_check import check_copies, check_state
-from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.segments.write_session import SegmentSession
 
 __all__ = ["Workshop"]
@@ -106,7 +106,7 @@ class Workshop:
         """What was begun may be known to others from now on: it is not removed any more."""
         self._begun.clear()
 
-    def check(self, found: Opened) -> None:
+    def check(self, found: OpenCheckpoint) -> None:
         """Decode every tensor of a checkpoint, and compare. Raises as `check_state`."""
         check_state(found, self._pool, self._staging, self.advance)
 

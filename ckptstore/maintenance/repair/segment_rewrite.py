@@ -17,7 +17,7 @@ from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.threads import Workers, workers
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Replica
+from ckptstore.log.log_copy import LogCopy
 from ckptstore.maintenance.copies.copies_as_fulls import write_anew
 from ckptstore.maintenance.merge.chunk_copies import copy_encodings
 from ckptstore.maintenance.merge.merge_check import check_copies
@@ -43,7 +43,7 @@ class Rewritten:
 
 
 def rewrite(
-    source: Backend, replica: Replica, catalog: Catalog, edges: Sequence[Encoding], run: str, threads: int
+    source: Backend, replica: LogCopy, catalog: Catalog, edges: Sequence[Encoding], run: str, threads: int
 ) -> Rewritten:
     """Copy the chunks of `edges`, those of one damaged segment into one new one of the same term.
 
@@ -73,7 +73,7 @@ def rewrite(
 
 
 def rewrite_as_fulls(
-    source: Journal, replica: Replica, catalog: Catalog, plans: Mapping[Node, Plan], threads: int, done: Rewritten
+    source: Journal, replica: LogCopy, catalog: Catalog, plans: Mapping[Node, Plan], threads: int, done: Rewritten
 ) -> None:
     """Write checkpoints as fulls, each restored by its plan.
 

@@ -27,7 +27,7 @@ from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads
 from ckptstore.log.journal import Journal
-from ckptstore.log.log_copy import Origin, Replica
+from ckptstore.log.log_copy import CopyOrigin, LogCopy
 from ckptstore.log.log_reader import LOOKS, overtaken
 from ckptstore.log.stale_listings import every_object
 from ckptstore.maintenance.copies.copy_selection import lines_of
@@ -98,7 +98,7 @@ def repair(
     look = _look(source, run)
     with alone(target, make=True):
         run, format_file = look.format_file.run, look.format_file
-        replica = Replica(target, Origin(format_file, "repair", f"{run} of {source.url}"))
+        replica = LogCopy(target, CopyOrigin(format_file, "repair", f"{run} of {source.url}"))
         journal = Journal(source, format_file)
         for _ in range(LOOKS):
             found = Findings(Tally(progress))

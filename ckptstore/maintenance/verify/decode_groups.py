@@ -13,7 +13,7 @@ from ckptstore.formats.layout import chunk_count
 from ckptstore.maintenance.verify.encoding_trees import Branch
 from ckptstore.restore.assembly import Held, spec_of
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.replay import Cell
 
 __all__ = ["Column", "Step", "cell_of", "columns_of"]
@@ -28,8 +28,8 @@ class Step:
         copies: rounded copies, which are made of what the others give.
     """
 
-    links: tuple[Link, ...]
-    copies: tuple[Link, ...]
+    links: tuple[TensorLink, ...]
+    copies: tuple[TensorLink, ...]
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Column:
         return 2 if self.paired and cell.dtype == "F32" else 1
 
 
-def cell_of(link: Link) -> Cell:
+def cell_of(link: TensorLink) -> Cell:
     """A tensor as something that has memory."""
     return Cell(link.tensor.name, *spec_of(link.tensor))
 
@@ -96,7 +96,7 @@ def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
 
 def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined: _Joined) -> None:
     for branch, tensors in held.items():
-        links: dict[Cell, tuple[list[Link], list[Link]]] = {}
+        links: dict[Cell, tuple[list[TensorLink], list[TensorLink]]] = {}
         for link in tensors.values():
             if link.group is None or link.tensor.name == link.group.leader:
                 column = links.setdefault(joined.find(cell_of(link)), ([], []))

@@ -30,9 +30,9 @@ from ckptstore.maintenance.verify.encoding_trees import Branch
 from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.assembly import Held, held_by
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.chain_link import Link, apply_link, check_decoded, wrong
+from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, wrong
 from ckptstore.restore.replay import Cell, take_step
-from ckptstore.segments.open_files import Handles
+from ckptstore.segments.open_files import OpenFiles
 from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["decoded_bytes", "prove"]
@@ -58,7 +58,7 @@ def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Fi
     Raises:
         StorageError: the medium failed. A place of it that cannot be read any more is damage.
     """
-    handles = Handles(backend)
+    handles = OpenFiles(backend)
     staging = Staging.for_chunks(max(2, threads))
     try:
         for root in roots:
@@ -71,7 +71,7 @@ def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Fi
 class _Tree:
     """What builds on one full, open and described."""
 
-    def __init__(self, root: Branch, catalog: Catalog, handles: Handles, backend: Backend, found: Findings) -> None:
+    def __init__(self, root: Branch, catalog: Catalog, handles: OpenFiles, backend: Backend, found: Findings) -> None:
         self._root = root
         self._catalog = catalog
         self._handles = handles
@@ -159,16 +159,16 @@ class _Tree:
             for number, child in enumerate(branch.children):
                 waiting.append((child, memory, number == 0))  # the first is taken last
 
-    def unread(self, link: Link, index: int, error: StorageError) -> None:
+    def unread(self, link: TensorLink, index: int, error: StorageError) -> None:
         """A payload could not be read."""
         entry = link.reader.entry
         self._found.add(entry.key, error, entry.id, [link.tensor.chunks[index].offset])
 
-    def wrong(self, branch: Branch, link: Link, error: CorruptSegmentError, names: Iterable[str]) -> None:
+    def wrong(self, branch: Branch, link: TensorLink, error: CorruptSegmentError, names: Iterable[str]) -> None:
         """What a link gives is not what was saved: the tensors `names` are lost."""
         self._found.blame(branch.encoding, link.reader.entry.key, error, decoded=names)
 
-    def damaged(self, link: Link, index: int) -> bool:
+    def damaged(self, link: TensorLink, index: int) -> bool:
         """Whether a payload is known to be damaged."""
         chunk = link.tensor.chunks[index]
         return bool(chunk.length) and chunk.offset in self._found.bad_chunks.get(link.reader.entry.id, ())
@@ -178,7 +178,7 @@ class _Tree:
         self._found.tally.advance(nbytes)
 
     def _check_digests(self, column: Column, staging: Staging) -> None:
-        found: list[tuple[Branch, Link, CorruptSegmentError]] = []
+        found: list[tuple[Branch, TensorLink, CorruptSegmentError]] = []
 
         def work() -> None:
             if kernel_choice.doubting():
@@ -201,7 +201,7 @@ class _Tree:
                 self._decode(column, place, scratch, outcome)
                 outcome.add_to(column)
 
-    def _other_digests(self, column: Column) -> Iterator[tuple[Branch, Link, CorruptSegmentError]]:
+    def _other_digests(self, column: Column) -> Iterator[tuple[Branch, TensorLink, CorruptSegmentError]]:
         for branch in column.steps:
             for cell in column.cells:
                 link = self.held[branch].get(cell.name)
@@ -227,7 +227,7 @@ class _Outcome:
     """
 
     passes: int = 0
-    wrong: list[tuple[Branch, Link, CorruptSegmentError, list[str]]] = field(default_factory=list)
+    wrong: list[tuple[Branch, TensorLink, CorruptSegmentError, list[str]]] = field(default_factory=list)
     parts: list[tuple[Branch, str, int]] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -276,14 +276,14 @@ class _Decoding:
         base = self.below.get((cell, index))
         return base if base is None or self.owned else base.copy()
 
-    def _apply(self, link: Link, index: int) -> None:
+    def _apply(self, link: TensorLink, index: int) -> None:
         cell = cell_of(link)
         out = self._base(cell, index) if link.base_ratio else _memory(link, index)
         if out is not None:
             base = out if link.base_ratio else None
             self._try(link, index, [link], [out], lambda: apply_link(link, index, base, out, self.scratch, verify=True))
 
-    def _copy(self, link: Link, index: int) -> None:
+    def _copy(self, link: TensorLink, index: int) -> None:
         held = self.tree.held[self.branch]
         master = cell_of(held[(master_of(link.tensor) or "")])
         parts = [self.memory.get((master, number)) for number in self.column.chunks(master, self.place)]
@@ -293,7 +293,7 @@ class _Decoding:
             out = _memory(link, index)
             self._try(link, index, [link], [out], lambda: apply_link(link, index, base, out, self.scratch, verify=True))
 
-    def _step(self, link: Link, index: int) -> None:
+    def _step(self, link: TensorLink, index: int) -> None:
         assert link.group is not None
         held = self.tree.held[self.branch]
         members = [held[name] for name in link.group.names if name in held]
@@ -305,7 +305,12 @@ class _Decoding:
             self._try(link, index, members, outs, lambda: take_step(link, cells, index, memory, self.scratch))
 
     def _try(
-        self, link: Link, index: int, results: Sequence[Link], outs: Sequence[Bytes], work: Callable[[], Any]
+        self,
+        link: TensorLink,
+        index: int,
+        results: Sequence[TensorLink],
+        outs: Sequence[Bytes],
+        work: Callable[[], Any],
     ) -> None:
         """Decode a payload, and keep those of its results that are right."""
         if self.tree.damaged(link, index):
@@ -332,5 +337,5 @@ class _Decoding:
                 self.outcome.parts.append((self.branch, name, digest.partial(out, index * CHUNK // 4)))
 
 
-def _memory(link: Link, index: int) -> Bytes:
+def _memory(link: TensorLink, index: int) -> Bytes:
     return np.empty(link.tensor.chunks[index].logical, np.uint8)

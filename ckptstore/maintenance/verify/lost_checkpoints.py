@@ -22,10 +22,10 @@ from ckptstore.formats.shards import name_of
 from ckptstore.formats.state import tensor_names
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.verify.verify_findings import Findings, Flaw, edge_of, is_bad_medium
-from ckptstore.restore.alternatives import UNTRIED, Tried, next_way
+from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way
 from ckptstore.restore.assembly import Held, held_by, tree_of
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.chain_link import Link
+from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.restore.trial_restore import try_restoring
 from ckptstore.segments.segment_reader import SegmentReader
@@ -115,7 +115,7 @@ class _Damage:
             and ((master := master_of(link.tensor)) is None or master in lost)
         }
 
-    def _hit(self, link: Link) -> bool:
+    def _hit(self, link: TensorLink) -> bool:
         chunks = self.found.bad_chunks.get(link.reader.entry.id, ())
         return bool(chunks) and any(chunk.length and chunk.offset in chunks for chunk in link.tensor.chunks)
 
@@ -163,12 +163,12 @@ def lost_checkpoints(
     return lost
 
 
-def untried(found: Findings) -> Tried:
+def untried(found: Findings) -> FailedWays:
     """What is known of the ways to a checkpoint before any was tried."""
-    return UNTRIED.failed((), (), unreadable=found.bad_segments) if found.bad_segments else UNTRIED
+    return NO_FAILED_WAYS.failed((), (), unreadable=found.bad_segments) if found.bad_segments else NO_FAILED_WAYS
 
 
-def _another(catalog: Catalog, planned: Plan, known: Tried) -> bool:
+def _another(catalog: Catalog, planned: Plan, known: FailedWays) -> bool:
     """Whether there is another way than the planned one."""
     try:
         next_way(catalog, planned.target, known.failed(reversed(planned.encodings), ()))

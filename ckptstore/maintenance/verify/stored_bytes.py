@@ -13,7 +13,7 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.host.task_pool import Task
 from ckptstore.maintenance.verify.description_check import Descriptions
 from ckptstore.maintenance.verify.verify_findings import Findings, is_bad_medium
-from ckptstore.segments.segment_reader import Piece, SegmentReader, check_chunk, extents
+from ckptstore.segments.segment_reader import SegmentReader, TensorChunk, check_chunk, extents
 
 __all__ = ["scrubbing"]
 
@@ -58,7 +58,7 @@ def scrubbing(
 class _Shared:
     """A segment that several threads read; the last one closes it."""
 
-    def __init__(self, reader: SegmentReader, pieces: list[list[Piece]]) -> None:
+    def __init__(self, reader: SegmentReader, pieces: list[list[TensorChunk]]) -> None:
         self._reader = reader
         self._pieces = pieces
         self._left = len(pieces)
@@ -69,7 +69,7 @@ class _Shared:
     def tasks(self, staging: Staging, found: Findings) -> list[Task]:
         """One for each run of neighbouring chunks."""
 
-        def task(extent: list[Piece]) -> Task:
+        def task(extent: list[TensorChunk]) -> Task:
             def work() -> Iterable[Task]:
                 with staging.block() as block:
                     _check_extent(self._reader, extent, block, found)
@@ -85,7 +85,7 @@ class _Shared:
         return [task(extent) for extent in self._pieces]
 
 
-def _check_extent(reader: SegmentReader, extent: list[Piece], block: Bytes, found: Findings) -> None:
+def _check_extent(reader: SegmentReader, extent: list[TensorChunk], block: Bytes, found: Findings) -> None:
     entry = reader.entry
     begin = extent[0].chunk.offset
     end = extent[-1].chunk.offset + extent[-1].chunk.length
