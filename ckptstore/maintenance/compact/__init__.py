@@ -1,6 +1,6 @@
-"""Compaction: kept checkpoints stored anew, so that bases that nobody keeps can go (`ckpt compact`).
+"""Compacts a store: rewrites kept checkpoints, so that bases that are only held can be deleted (`ckpt compact`).
 
-Imports what `maintenance` may.
+Imports what `maintenance` may import.
 """
 
 from __future__ import annotations

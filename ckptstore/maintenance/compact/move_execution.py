@@ -1,13 +1,13 @@
-"""One move of a compaction, made: nothing is given up before what takes its place is durable, read back and compared.
+"""Makes one move of a compaction. Nothing is given up before its replacement is durable, read back and compared.
 
-1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`): the catalog may have gone on since the plan was made.
-2. Decode each checkpoint through its chain, every chunk compared with its hash; write it anew under ``seg/<t>/`` of the
-   newest term t, durable.
-3. Read that back through its whole new chain: every chunk's hash again, and the state's with the log's.
-4. One record adds the encodings and drops what nothing needs any more: the writer of t is asked for it, or it is
+1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`): the catalog may have changed since the plan was made.
+2. Decode each checkpoint through its chain, every chunk compared with its hash. Write it again under ``seg/<t>/`` of
+   the newest term t, durable.
+3. Read it back through its whole new chain. Check every chunk's hash again, and the state's hash against the log.
+4. One record adds the encodings and drops what nothing needs now. The writer of t is asked to commit it, or it is
    committed here (`ckptstore.log.change_committer`).
 
-Killed before 4, it leaves segments that nothing names, for gc; after it, the move is made.
+A kill before 4 leaves segments that nothing names, for gc. After it, the move is made.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Made:
     """What one move did, or asked for.
 
     Attributes:
-        outcome: of the record.
-        stored: what each checkpoint is coded against now; None: it is a full.
+        outcome: the outcome of the record.
+        stored: the new base of each checkpoint; None: it is a full.
         written, dropped: the segments that the record adds and drops.
     """
 
@@ -56,7 +56,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The checkpoints of a move, as they are restored at present."""
+    """The checkpoints of a move, with the plans that restore them now."""
 
     plans: dict[Node, Plan]
     besides: tuple[Plan, ...] = ()
@@ -68,13 +68,13 @@ class _Chosen:
 
 
 class Maker:
-    """Makes moves, one after the other."""
+    """Makes moves, one by one."""
 
     def __init__(self, journal: Journal, author: Author, shop: Workshop) -> None:
         """
         Args:
-            author: commits, or asks who does.
-            shop: what is written with.
+            author: commits the record, or asks the live writer to.
+            shop: the context for writing.
         """
         self._journal = journal
         self._backend = journal.backend
@@ -85,11 +85,11 @@ class Maker:
         """Make a move.
 
         Raises:
-            UsageError: it is not worth it, or not possible any more. Nothing was changed.
-            CorruptionError: what it reads, or wrote, is damaged. Nothing was changed.
-            StorageError: the medium failed. What nobody was told of is removed.
+            UsageError: it is not worth it, or no longer possible. Nothing was changed.
+            CorruptionError: the data it reads, or wrote, is damaged. Nothing was changed.
+            StorageError: the medium failed. Segments that were not reported to a writer are removed.
             FencedError: a newer term has begun.
-            CommitUnknownError: only who has taken over: whether it was committed is not known.
+            CommitUnknownError: only after a take-over: it is unknown whether the record was committed.
         """
         with claim(self._journal, lambda catalog: _choose(catalog, move), lambda chosen: chosen.segments) as (
             view,
@@ -116,7 +116,7 @@ class Maker:
         )
 
     def _prove(self, catalog: Catalog, besides: Sequence[Plan]) -> None:
-        """Read what the spared are restored from afterwards: nobody may have looked at it since it was written."""
+        """Read what the spared checkpoints are restored from after the move: it may never have been checked."""
         for one in besides:
             entry = _entry(catalog, one.target.node)
             self._shop.tally.total += entry.nbytes
@@ -146,7 +146,7 @@ class Maker:
         chains: dict[Node, tuple[Encoding, ...]],
         before: Sequence[SegmentEntry],
     ) -> tuple[list[SegmentEntry], tuple[Encoding, ...]]:
-        """Store a checkpoint anew, and prove it -> the new segments, and what then restores it."""
+        """Rewrite a checkpoint and verify it. Return the new segments, and the chain that then restores it."""
         entry = _entry(catalog, rewrite.node)
         below = () if rewrite.base is None else chains[rewrite.base]
         self._shop.tally.total += 2 * entry.nbytes
@@ -201,13 +201,13 @@ class Maker:
             drops = unneeded(catalog, (), given_up, [*encodings, *last])
             drops = tuple(one for one in drops if one not in kept)
         if self._author.owned is None:
-            # A live writer may be about to build on it.
+            # A live writer may be about to build on them.
             busy = {node for node in built_on(catalog) if node not in catalog.checkpoints}
             drops = tuple(one for one in drops if busy.isdisjoint(users(catalog, one)))
         drops = tuple(one for one in drops if one in catalog.segments)
         new, old = sum(one.size for one in segments), sum(catalog.segments[one].size for one in drops)
         if not drops and not move.required:
-            raise UsageError("there is nothing to free any more")
+            raise UsageError("there is nothing left to free")
         if new >= old and not move.required and move.kind != "merge":
             raise UsageError(f"it would take {new:,} bytes and free {old:,}")
         change = Change(tuple(segments), encodings=tuple(encodings), drops=drops)
@@ -216,7 +216,7 @@ class Maker:
 
 
 def _choose(catalog: Catalog, move: Move) -> _Chosen:
-    """Plans of what a move reads. Raises `UsageError` if it is out of date."""
+    """Return the plans of what a move reads. Raises `UsageError` if the move is out of date."""
     nodes = [node for rewrite in move.rewrites for node in (rewrite.node, rewrite.base) if node is not None]
     if move.kind == "merge":
         nodes = [rewrite.node for rewrite in move.rewrites]
@@ -228,11 +228,11 @@ def _choose(catalog: Catalog, move: Move) -> _Chosen:
 
 
 def _besides(catalog: Catalog, move: Move) -> list[Plan]:
-    """What restores the spared without the segments that go. Raises `UsageError` if nothing does any more."""
+    """Return plans that restore the spared without the dropped segments. Raises `UsageError` if there are none now."""
     found = []
     for node in move.spared:
         if node not in catalog.checkpoints:
-            continue  # retired meanwhile: it needs nothing
+            continue  # it was retired in the meantime and needs no plan
         try:
             found.append(plan(catalog, catalog.checkpoints[node].id, avoid=frozenset(move.drops)))
         except CorruptionError as error:

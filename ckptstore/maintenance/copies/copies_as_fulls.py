@@ -1,4 +1,4 @@
-"""``copy`` in another form: each checkpoint decoded through its chain, verified, and written as a plain full."""
+"""Copies checkpoints as fulls: decodes each through its chain, verifies it, and writes it as a plain full."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ckptstore.segments.write_session import SegmentSession
 __all__ = ["Written", "copy_as_fulls", "write_anew"]
 
 _TOGETHER: Final = 16
-"""Fulls that one round commits."""
+"""Number of fulls that one round commits."""
 
 
 @dataclass
 class Written:
-    """What was written: segments, and their bytes."""
+    """The number of written segments, and their bytes."""
 
     brought: int = 0
     nbytes: int = 0
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
-        """See `transfer.Supply`: they are there already."""
+        """Do nothing: the segments are already there. See `transfer.Supply`."""
 
 
 def copy_as_fulls(
@@ -54,12 +54,12 @@ def copy_as_fulls(
     """Write the checkpoints `nodes` of `catalog`, whose segments the caller has pinned, as fulls.
 
     Args:
-        done: told what is written.
+        done: counts what is written.
         lacks: see `Transfer`.
 
     Raises:
         TakenError: another process adds to the place.
-        CorruptSegmentError: what is stored is not what was saved.
+        CorruptSegmentError: the stored data is not what was saved.
         StorageError: a medium failed.
     """
     part = Catalog(term=catalog.term)
@@ -93,7 +93,7 @@ def copy_as_fulls(
 
 
 def _merged(catalog: Catalog, there: Catalog) -> Catalog:
-    """What `with_paths` looks up: checkpoints of the one, segments of the other."""
+    """Return a catalog for `with_paths`: checkpoints of the one, segments of the other."""
     return Catalog(checkpoints=catalog.checkpoints, segments=there.segments, tags=catalog.tags)
 
 
@@ -107,7 +107,7 @@ def write_anew(
     """Decode a checkpoint through a chain of encodings, and write it as a full.
 
     Raises:
-        CorruptSegmentError: what is stored is not what was saved.
+        CorruptSegmentError: the stored data is not what was saved.
         StorageError: a medium failed.
     """
     with opened_plan(journal.backend, catalog, entry, encodings) as found:

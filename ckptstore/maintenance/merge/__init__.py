@@ -1,6 +1,6 @@
-"""Merging: the diffs of a range of checkpoints written anew, into one segment (`ckpt merge`).
+"""Merges the diffs of a range of checkpoints into one new segment (`ckpt merge`).
 
-Imports what `maintenance` may.
+Imports what `maintenance` may import.
 """
 
 from __future__ import annotations
