@@ -1,6 +1,6 @@
-"""Retirement: checkpoints that are promised no longer, of any term, beside a live writer or without one.
+"""Retires checkpoints of any term, beside a live writer or without one.
 
-What others build on stays stored, unpromised; the rest is dropped in the same record, and gc deletes it.
+What others build on stays stored, but is no longer promised. The rest is dropped in the same record, for gc to delete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Retired", "retire"]
 
 @dataclass(frozen=True, slots=True)
 class Retired(HtmlTable):
-    """What `retire` did, or with ``dry_run`` would do.
+    """The result of `retire`, or with ``dry_run`` its plan.
 
     Attributes:
-        retired: REFs of the checkpoints that are gone.
-        kept: REFs of those of them whose stored form stays, because others build on it or lie in the same segment.
-        dropped: keys of segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
+        retired: REFs of the retired checkpoints.
+        kept: REFs of those that stay stored, because others build on them or are in the same segment.
+        dropped: keys of segments that nothing needs now, for gc; `dropped_nbytes`: their bytes.
     """
 
     retired: tuple[str, ...]
@@ -45,11 +45,11 @@ def retire(
     take_over: bool = False,
     timeout: float | None = 60.0,
 ) -> Retired:
-    """Promise checkpoints no longer.
+    """Retire checkpoints.
 
     Raises:
-        UsageError: none is named; one is the latest, or a tag names it.
-        CheckpointNotFoundError: nothing answers to a REF.
+        UsageError: none is named; or one is the latest, or has a tag.
+        CheckpointNotFoundError: a REF names no checkpoint.
         as `changing.change`.
     """
     if not wanted:

@@ -1,4 +1,4 @@
-"""Steps 1 to 3 of a merge: choose and pin, write, read back (`diff_merge` has the whole order)."""
+"""Prepares a merge, steps 1 to 3: choose and pin, write, read back (`diff_merge` lists all steps)."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["Work"]
 
 
 class Work(Workshop):
-    """Threads and memory for the length of a ``with``, and what they do."""
+    """Prepares merges with threads and memory that last for a ``with``."""
 
     def __init__(self, journal: Journal, owned: int | None, progress: Progress | None, *, dry_run: bool) -> None:
         """Take threads and memory.
 
         Args:
-            owned: the term that this process owns; None: the newest one is somebody else's.
-            progress: told (bytes done, bytes in all).
+            owned: the term that this process owns; None: another process owns the newest one.
+            progress: called with (bytes done, bytes in all).
             dry_run: write nothing.
         """
         super().__init__(journal, progress, dry_run=dry_run)
         self._owned = owned
 
     def prepare(self, wanted: Range) -> Prepared:
-        """Write what is to be committed, and prove it. Raises as `merge`."""
+        """Write the segments to commit, and verify them. Raises as `merge`."""
         # 1. READ, choose, pin, READ again.
         with claim(
             self._journal,
@@ -83,7 +83,7 @@ class Work(Workshop):
         )
 
     def _make(self, catalog: Catalog, chosen: Selection, *, keep_steps: bool) -> Made:
-        """Write what leaves the fewest bytes in the store: the new ones, less those that can then be dropped."""
+        """Write the form that leaves the fewest bytes in the store: new segments minus those that can be dropped."""
         kept = Made("kept", chosen.chain.encodings)
         if not chosen.rewrites:
             return kept
@@ -140,10 +140,10 @@ class Work(Workshop):
             check_state(found, self._pool, self._staging, self.advance)
 
     def _change(self, catalog: Catalog, chosen: Selection, made: Made) -> tuple[Change, tuple[Node, ...]]:
-        """The change, and the checkpoints that only a second one can retire."""
+        """Return the change, and the checkpoints that only a second change can retire."""
         renewed = {edge.checkpoint for edge in made.encodings}
-        # An encoding may only be added for a checkpoint that is promised, in the same change, too: what is copied as
-        # part of a chain is moved first, and retired then.
+        # An encoding may only be added for a checkpoint that stays promised in the same change. So a chain's
+        # checkpoints are moved first, and retired in a second change.
         later = chosen.retired if renewed & set(chosen.retired) else ()
         retires = () if later else chosen.retired
         drops = unneeded(catalog, retires, renewed, made.encodings)
@@ -151,7 +151,7 @@ class Work(Workshop):
 
 
 def _freed(catalog: Catalog, chosen: Selection, added: Sequence[Encoding]) -> int:
-    """Bytes of the segments that nothing needs any more, with these encodings instead of the present ones."""
+    """Return the bytes of the segments that nothing needs once these encodings replace the present ones."""
     renewed = {edge.checkpoint for edge in added}
     return sum(catalog.segments[segment].size for segment in unneeded(catalog, chosen.retired, renewed, added))
 

@@ -1,4 +1,4 @@
-"""Which encodings of a damaged store are intact, which checkpoints they still lead to, and why the others are lost."""
+"""Decides which encodings of a damaged store are intact, which checkpoints they restore, and why others are lost."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Verdict:
     """What is kept.
 
     Attributes:
-        edges: encodings in segments that are intact, whose base is kept.
-        rewritten: encodings that are intact in a segment that is not: they are written anew.
-        otherwise: promised checkpoints that none of these restores, and a load does -> by which way.
-        lost: promised checkpoints that nothing restores any more -> why.
+        edges: encodings in intact segments, whose base is kept.
+        rewritten: encodings that are intact in a damaged segment: they are rewritten.
+        otherwise: promised checkpoints that none of these restores, but a load does -> by which plan.
+        lost: promised checkpoints that cannot be restored -> why.
     """
 
     edges: list[Encoding] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
-    """Decide, once every byte was read and every encoding decoded.
+    """Decide, after every byte was read and every encoding decoded.
 
     Args:
         catalog: the candidates.
@@ -53,7 +53,7 @@ def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
         for edge in edges:
             if not judging.reason(edge):
                 waiting.setdefault(None if edge.base is None else edge.base.node, []).append(edge)
-    # From what needs no other upwards: what is not reached builds on something that is lost.
+    # Start with fulls and work upwards. An encoding that is never reached builds on something that is lost.
     reached: list[Node | None] = [None]
     seen: set[Node] = set()
     while reached:
@@ -85,11 +85,11 @@ class _Judging:
         self._reasons: dict[object, str] = {}
 
     def torn(self, edge: Encoding) -> bool:
-        """Whether a segment of it is damaged, if not where this encoding is."""
+        """Tell whether one of its segments is damaged, even outside this encoding."""
         return not self._torn.isdisjoint(edge.segments)
 
     def reason(self, edge: Encoding) -> str:
-        """Why an encoding cannot be used, whatever it builds on; empty: it can."""
+        """Return why an encoding cannot be used, regardless of its base; empty: it can."""
         name = edge_of(edge)
         if name not in self._reasons:
             self._reasons[name] = self._reason(edge)
@@ -111,7 +111,7 @@ class _Judging:
         return self._hit(edge)
 
     def _hit(self, edge: Encoding) -> str:
-        """The first damaged chunk among its own."""
+        """Return the first damaged chunk among its own."""
         step = edge.checkpoint[1]
         for segment in edge.segments:
             bad = self._found.bad_chunks.get(segment)
@@ -129,7 +129,7 @@ class _Judging:
         return ""
 
     def why(self, node: Node, kept: Container[Node]) -> str:
-        """Why a checkpoint is lost."""
+        """Return why a checkpoint is lost."""
         edges = self._catalog.encodings.get(node, ())
         reasons = [text for edge in edges if (text := self.reason(edge) or _below(edge, kept))]
         return reasons[0] if reasons else "nothing stored restores it"

@@ -1,4 +1,4 @@
-"""Making the log again from segments: which encodings they make up, and of which states (SPEC 5.1)."""
+"""Rebuilds the log from segments: which encodings they form, and of which states (SPEC 5.1)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Remade", "Whole", "groups_of", "remake"]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An encoding all of whose segments are there, and the checkpoint that it leads to."""
+    """An encoding whose segments all exist, and the checkpoint that it restores."""
 
     encoding: Encoding
     entry: CheckpointEntry
@@ -29,11 +29,11 @@ class Whole:
 
 @dataclass
 class Remade:
-    """What segments give.
+    """What segments yield.
 
     Attributes:
-        whole: encodings.
-        broken: node -> why an encoding of it is none.
+        whole: complete encodings.
+        broken: node -> why an encoding of it is incomplete.
     """
 
     whole: list[Whole] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Remade:
 
 
 def groups_of(told: Iterable[Told]) -> dict[tuple[Node, str], list[Told]]:
-    """(checkpoint, id of the encoding's first segment) -> its segments, those that are there, in reading order."""
+    """Group segments by (checkpoint, id of the encoding's first segment), those that exist, in reading order."""
     groups: dict[tuple[Node, str], list[Told]] = {}
     for one in told:
         for step, encoding in one.steps.items():
@@ -53,18 +53,18 @@ def groups_of(told: Iterable[Told]) -> dict[tuple[Node, str], list[Told]]:
 
 
 def _place(one: Told, step: int) -> tuple[int, int]:
-    """The tree's segment first; then by rank, and by number."""
+    """Sort key: the tree's segment first, then by rank and number."""
     part = one.steps[step].part
     number = 0 if part is None else part.number
     return (one.rank.get(step, -1), number) if number else (-1, 0)
 
 
 def _missing(members: Sequence[Told], node: Node) -> str:
-    """Why these are not all of an encoding; empty: they are."""
+    """Return why these are not all segments of an encoding; empty: they are."""
     step = node[1]
     first = members[0].steps[step].part
     if first is None:
-        return "" if len(members) == 1 else f"{len(members)} segments say that each is all of it"
+        return "" if len(members) == 1 else f"{len(members)} segments each claim to be the whole encoding"
     have = [(one.rank.get(step), one.steps[step].part) for one in members]
     counts = members[0].ranks.get(step)
     numbers = {(rank, part.number) for rank, part in have if part is not None}
@@ -79,9 +79,10 @@ def _missing(members: Sequence[Told], node: Node) -> str:
 
 
 def remake(backend: Backend, groups: Mapping[tuple[Node, str], Sequence[Told]]) -> Remade:
-    """The encodings that groups of segments make up. Reads their descriptions again, one group at a time.
+    """Build the encodings that groups of segments form. Reads their descriptions again, one group at a time.
 
-    Raises `StorageError`: the medium failed, and not because of one object.
+    Raises:
+        StorageError: the medium failed, and not because of one object.
     """
     made = Remade()
     for (node, _), members in sorted(groups.items(), key=lambda item: item[0]):

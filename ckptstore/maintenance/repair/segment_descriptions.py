@@ -1,4 +1,4 @@
-"""What every segment below ``seg/`` says of itself, without a look at the log (SPEC 5.1, Making the log again)."""
+"""Reads every segment's own description below ``seg/``, without the log (SPEC 5.1, Making the log again)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Told", "survey"]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A segment's own words, without its tensors and trees.
+    """A segment's own description, without its tensors and trees.
 
     Attributes:
         entry: what a COMMIT would say of it.
-        run: whose it is.
-        parents: term -> what it continues from.
+        run: its run.
+        parents: term -> the checkpoint it continues from.
         steps: step -> how it is encoded here.
-        stored: step -> bytes that its encoding costs here.
-        rank: step -> the rank whose segment it is, and `ranks`: how many segments each rank has (SPEC 5.1).
+        stored: step -> bytes of its encoding here.
+        rank: step -> the rank that wrote the segment, and `ranks`: number of segments of each rank (SPEC 5.1).
     """
 
     entry: SegmentEntry
@@ -40,9 +40,10 @@ class Told:
 
 
 def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, Told], list[Damage]]:
-    """Read the description of every segment -> by id; and what cannot be read.
+    """Read the description of every segment. Return them by id, and the damage of those that cannot be read.
 
-    Raises `StorageError`: the medium failed, and not because of this one object.
+    Raises:
+        StorageError: the medium failed, and not because of this one object.
     """
     found: dict[str, Told] = {}
     damage: list[Damage] = []
@@ -80,7 +81,7 @@ def _told(source: SegmentSource, key: str) -> Told:
 
 
 def _shares(doc: SegmentDoc, size: int) -> dict[int, int]:
-    """What each step costs: its chunks, and an equal share of the rest; the last has what is left."""
+    """Return the bytes of each step: its chunks, and an equal share of the rest; the last gets the remainder."""
     stored = {step: sum(tensor.stored for tensor in doc.tensors.get(step, {}).values()) for step in doc.steps}
     rest, left = divmod(max(0, size - sum(stored.values())), len(stored))
     return {step: nbytes + rest + (left if step == doc.steps[-1] else 0) for step, nbytes in stored.items()}

@@ -1,12 +1,12 @@
-"""``repair``: what is intact of a damaged store, in another place. The damaged one is only read.
+"""Repairs a store: copies what is intact of a damaged one to another place. The damaged one is only read.
 
-1. Read what every segment says of itself, and what is left of the log (`segment_descriptions`, `evidence`).
-2. Put both together (`candidates`): what the log promises, and where it is not whole what segments make up.
-3. Read every byte of that, compare every description, decode every state (`verify.examine`): only then it is kept.
-4. Copy it (`copies.transfer`), verified again on the way; write anew what is intact in a segment that is not, and what
-   a load restores although something of the way is damaged.
+1. Read every segment's own description, and what is left of the log (`segment_descriptions`, `evidence`).
+2. Combine both (`candidates`): what the log promises, and what segments yield where it is damaged.
+3. Read every byte of that, compare every description, decode every state (`verify.examine`). Only what passes is kept.
+4. Copy it (`copies.transfer`), verified again on the way. Rewrite what is intact in a damaged segment, and what a load
+   restores in spite of damage in its chain.
 
-Killed at any instant, it leaves a place that is no store yet; the same command goes on with it.
+A kill at any instant leaves a place that is not yet a store; the same command continues there.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ LogState = Literal["whole", "damaged", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class Repaired(HtmlTable):
-    """What `repair` found, and what it made.
+    """What `repair` found and made.
 
     Attributes:
         run: the run's uuid.
-        log: what the log was like: ``whole``; ``damaged``: read as far as possible; ``gone``.
-        kept: REFs of the checkpoints that are in the new store, ascending. Each was restored.
-        lost: REF -> why, of every checkpoint that something tells of and nothing restores.
-        found: those of `kept` of which the log says nothing: segments alone do.
-        unproven: those of `found` whose hash nothing else repeats. Their tensors are what was saved; a change of the
-            rest of the state, in an uncompressed segment, would not have been noticed.
-        rewritten: those of `kept` that were written anew, because their segment is damaged elsewhere, or because what
-            leads to them is damaged where they do not need it.
-        tags: tags that are lost, with the REF of the checkpoint that is.
+        log: state of the log: ``whole``; ``damaged``: read as far as possible; ``gone``.
+        kept: REFs of the checkpoints in the new store, ascending. Each was restored.
+        lost: REF -> why, of every checkpoint that is recorded somewhere and cannot be restored.
+        found: those of `kept` that only segments describe, not the log.
+        unproven: those of `found` whose hash is recorded nowhere else. Their tensors are what was saved; a change of
+            the rest of the state, in an uncompressed segment, would not have been noticed.
+        rewritten: those of `kept` that were rewritten, because their segment is damaged elsewhere, or because their
+            chain is damaged where they do not need it.
+        tags: lost tags, with the REF of the lost checkpoint.
         damage: everything that is wrong with the old store's objects.
         latest: REF of the new store's latest checkpoint; None: it has none, or ``latest`` is an error there, too.
-        segments, nbytes: what was written this time.
+        segments, nbytes: what was written by this call.
     """
 
     run: str
@@ -92,7 +92,7 @@ def repair(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Repaired:
-    """Make a store of what is intact of a damaged one. See `ckptstore.repair`."""
+    """Make a new store from the intact parts of a damaged one. See `ckptstore.repair`."""
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(source, target)
     look = _look(source, run)
@@ -126,7 +126,7 @@ def repair(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What a damaged place holds of one run."""
+    """What a damaged place contains of one run."""
 
     format_file: FormatFile
     log: Log
@@ -135,13 +135,13 @@ class _Look:
 
 
 def _look(source: Backend, run: str | None) -> _Look:
-    """Read what segments say, and what is left of the log. Raises as `repair`."""
+    """Read the segments' descriptions, and what is left of the log. Raises as `repair`."""
     keys = every_object(source, "Nothing was repaired: check the endpoint and the proxies, then run repair again")
     told, damage = survey(source, keys)
     run = choose_run(source, keys, told, run)
     format_file, bad = format_of(source, run)
     log = read_log(source, format_file, keys)
-    # A writer may be at work beside this. What it was writing a moment ago is whole by now, or not committed.
+    # A writer may be active. What it was writing a moment ago is complete by now, or not committed.
     again, damage = survey(source, [one.key for one in damage])
     told |= again
     damage = [one for one in damage if not on_its_way(log, one.key)]
@@ -153,9 +153,9 @@ def _look(source: Backend, run: str | None) -> _Look:
 
 
 def _examined(journal: Journal, everything: Catalog, found: Findings, threads: int) -> Verdict:
-    """What is intact. Every encoding that is kept was decoded on a base that is kept.
+    """Decide what is intact. Every kept encoding was decoded on a kept base.
 
-    Where a planned encoding is damaged and another of its checkpoint is not, what builds on it is examined once more.
+    If a planned encoding is damaged and another one of its checkpoint is not, what builds on it is examined again.
     """
     lost: dict[Node, str] = {}
     catalog, gone, restorable = everything, None, dict[Node, Plan]()
@@ -182,12 +182,12 @@ def _examined(journal: Journal, everything: Catalog, found: Findings, threads: i
 
 
 def _reduced(catalog: Catalog, verdict: Verdict) -> Catalog:
-    """What is kept so far."""
+    """Return the catalog of what is kept so far."""
     part = Catalog(term=catalog.term, terms=catalog.terms)
     for edge in (*verdict.edges, *verdict.rewritten):
         node = edge.checkpoint
         entry = catalog.find(node)
-        assert entry is not None, node  # or nothing would lead to it
+        assert entry is not None, node  # otherwise no kept encoding would restore it
         (part.checkpoints if node in catalog.checkpoints else part.held)[node] = entry
         part.encodings[node] = (*part.encodings.get(node, ()), edge)
         part.segments.update((segment, catalog.segments[segment]) for segment in edge.segments)
@@ -195,22 +195,22 @@ def _reduced(catalog: Catalog, verdict: Verdict) -> Catalog:
 
 
 class _Supply(Copies):
-    """Copies what was not written anew."""
+    """Copies segments that were not rewritten."""
 
     there: set[str]
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
-        """See `Copies.bring`."""
+        """Copy the segments, except rewritten ones. See `Copies.bring`."""
         super().bring([entry for entry in segments if entry.id not in self.there])
 
 
 def _part(options: Candidates, log: Log, verdict: Verdict, written: Rewritten, there: Catalog) -> Catalog:
-    """The history that is kept: what is promised, and what that builds on."""
+    """Return the history to keep: promised checkpoints, and what they build on."""
     catalog = options.catalog
     edges: dict[Node, list[Encoding]] = {}
     for edge in (*verdict.edges, *written.encodings):
         edges.setdefault(edge.checkpoint, []).append(edge)
-    for node in written.present:  # of an earlier try, which was killed
+    for node in written.present:  # from an earlier try that was killed
         edges.setdefault(node, []).extend(there.encodings[node])
     segments = {**dict(there.segments.items()), **dict(catalog.segments.items())}
     segments |= {entry.id: entry for entry in written.segments}
@@ -245,7 +245,7 @@ def _report(
     lost = {**options.broken, **verdict.lost}
     try:
         newest = made.latest()
-    except CorruptionError:  # a term continues from a state that is not the one that is there
+    except CorruptionError:  # a term continues from another state than the one that exists
         newest = None
     catalog, (supply, written) = options.catalog, work
     return Repaired(
