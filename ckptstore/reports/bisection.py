@@ -208,7 +208,7 @@ def judged(load: Callable[[str], Any], predicate: Predicate) -> Ask:
     def ask(entry: CheckpointEntry) -> tuple[Answer, str]:
         try:
             state = load(entry.ref)
-        except (CorruptionError, CheckpointNotFoundError) as error:  # retired meanwhile
+        except (CorruptionError, CheckpointNotFoundError) as error:  # it was retired in the meantime
             return "skipped", str(error)
         found = predicate(state)
         if found is None:

@@ -147,7 +147,7 @@ class _Planner:
             if found:
                 _, rewrites, drops = max(found, key=lambda choice: choice[0])
                 count = len(component)
-                bases = f"{count:,} base{'s' if count > 1 else ''} that nobody keeps"
+                bases = f"{count:,} held base{'s' if count > 1 else ''}"
                 kind: Kind = "materialize" if rewrites else "drop"
                 self._moves.append(self._store.move(kind, f"frees {bases}", rewrites, drops, spared=spared))
 

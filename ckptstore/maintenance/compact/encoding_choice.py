@@ -110,7 +110,7 @@ class Chooser:
     def reason(self, node: Node, seconds: float, refused: bool) -> str:
         """Explain in words why no rewrite helps."""
         if refused:
-            return "; it cannot be stored anew"
+            return "; it cannot be rewritten"
         full = self._after(self._full(node), {})
         exceeded = self._limits.exceeded(*full)
         if exceeded and full[1] < seconds:

@@ -236,7 +236,7 @@ def _besides(catalog: Catalog, move: Move) -> list[Plan]:
         try:
             found.append(plan(catalog, catalog.checkpoints[node].id, avoid=frozenset(move.drops)))
         except CorruptionError as error:
-            raise UsageError(f"{ref_of(node)} has no other encoding any more: {error}") from error
+            raise UsageError(f"{ref_of(node)} no longer has another encoding: {error}") from error
     return found
 
 

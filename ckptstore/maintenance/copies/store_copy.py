@@ -146,8 +146,7 @@ class _Copying:
 
         replica = Replica(self.target, Origin(self.journal.format, "copy", _request(self.names, self.form)))
         went_on = not replica.begun or bool(replica.catalog.term)
-        # Prevents: tags, rules and promises of a view that is older than that from which another process has made what
-        # is there.
+        # Prevents: tags, rules and promises from a view that is older than the one that another process has copied.
         self.view = read(self.journal, self.view)
         claimed = claim(self.journal, choose, lambda chosen: tuple(chosen[2].segments), since=self.view)
         with claimed as (_, (source, nodes, wanted)):
@@ -209,7 +208,7 @@ def _check_copyable(journal: Journal, catalog: Catalog) -> None:
     """Raise `CorruptLogError` if the log is damaged, `ReadOnlyError` if a newer version wrote it."""
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged: nobody knows what belongs to it; `ckpt repair` copies what is intact"
+            f"{journal.url}: the log is damaged, so its content is unknown; `ckpt repair` copies what is intact"
         )
     check_known(journal.url, journal.format, catalog)
 

@@ -106,17 +106,17 @@ class Transfer:
                 continue  # of checkpoints that are not requested this time
             if ours is None or ours.nonce != opened.nonce:
                 raise UsageError(
-                    f"{url}: it went on by itself in term {number}, a branch of the run by now; copy to another place"
+                    f"{url}: it was written to in term {number}, and is now a branch of the run; copy to another place"
                 )
         if self._replica.begun and self._source is not None:
             known = known_to(self._source)
             for node in there.checkpoints:
                 if not known(node):
-                    # Prevents: what was copied of a store that has more of the run, perhaps by somebody who is at it
-                    # now, taken for something that is not promised any more, and retired.
+                    # Prevents: a checkpoint that was copied from a store that has more of the run, perhaps by a copy
+                    # in progress, taken for a retired one, and retired.
                     raise UsageError(
                         f"{url}: the unfinished copy that is there has {ref_of(node)}, which this store never had: it "
-                        "is made of one that has gone on further; finish it from there, or copy to another place"
+                        "comes from a store with newer checkpoints; finish it from there, or copy to another place"
                     )
         for node, entry in (*self._wanted.checkpoints.items(), *self._wanted.held.items()):
             found = there.find(node)
@@ -125,9 +125,7 @@ class Transfer:
         late = [number for number, units in self._orders.items() if number < there.term and _left(units, there)]
         unpromised = [node for node in self._wanted.checkpoints if node in there.held]
         if late or unpromised:
-            what = (
-                f"what is to be added is of term {late[0]}" if late else f"{ref_of(unpromised[0])} is there as a base"
-            )
+            what = f"the additions are of term {late[0]}" if late else f"{ref_of(unpromised[0])} is there as a base"
             raise UsageError(f"{url}: it has term {there.term} already, and {what}; copy to an empty place")
 
     def _open(self, opened: TermEntry) -> None:
@@ -151,8 +149,8 @@ class Transfer:
     def _note_lacking(self, number: int) -> None:
         """Record which steps of a term are omitted, before anything of a newer term is there.
 
-        Prevents: whoever opens the next term, on whatever machine and after whatever crash, says that the term had come
-        further than that, and what was never here is taken for something that was retired here.
+        Prevents: the next term, opened on any machine and after any crash, records that this term had reached a later
+        step, so that a checkpoint that was never here is taken for one that was retired here.
         """
         there, step = self._replica.catalog, self._lacks.get(number)
         if step is None or number != there.term:

@@ -99,7 +99,7 @@ class _Judging:
         for segment in edge.segments:
             entry = self._catalog.segments.get(segment)
             if entry is None:
-                return f"the log does not have its segment {segment} any more"
+                return f"the log no longer has its segment {segment}"
             if segment in self._found.bad_segments:
                 return f"{entry.key}: {self._what.get(entry.key, 'it cannot be read')}"
         flaw = self._found.flaws.get(edge_of(edge))

@@ -116,7 +116,7 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
     judged: dict[int, str] = {}
     try:
         journal = Journal(backend, format_file)
-        # Prevents: steps that are cut off, because somebody folds the log while it is read: then it is read again.
+        # Prevents: steps that are cut off, because the log is folded while it is read: then it is read again.
         view = read(journal, look_above=True, tell=False)
         catalog = view.catalog
         if view.end - 1 in view.damage:

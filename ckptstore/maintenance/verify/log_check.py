@@ -145,7 +145,7 @@ def _unexplained(
         if _listing_lacks(journal, lost, top):
             raise contradiction(journal.backend, f"a request for {slot_key(lost[0])}", "it", "the listing", UNSAID)
     if 0 < len(folds) < KEEP:
-        # Prevents: a deleted fold that is taken for lost slots, although the other fold has what they said.
+        # Prevents: a deleted fold that is taken for lost slots, although the other fold has their contents.
         covered = [seq for seq in lost if seq not in opens and deletable(seq, folds[0])]
         if covered:
             found.add("fold/", _fold_missing(covered, folds[0]))
@@ -169,8 +169,8 @@ def _fold_missing(slots: Sequence[int], left: int) -> CorruptionError:
     ]
     shown = ", ".join(runs[:_SHOWN]) + (f" and {len(runs) - _SHOWN} more" if runs[_SHOWN:] else "")
     return CorruptionError(
-        f"a fold is missing: slots are deleted ({shown}), which takes {KEEP} folds that go beyond them, and one is "
-        f"there (through {slot_key(left)}). That one has all that they said, so nothing is lost while it is intact; a "
+        f"a fold is missing: slots are deleted ({shown}), which needs {KEEP} folds beyond them, and only one is there "
+        f"(through {slot_key(left)}). It has the contents of all of them, so nothing is lost while it is intact; a "
         "writer makes another as it saves"
     )
 
@@ -178,7 +178,7 @@ def _fold_missing(slots: Sequence[int], left: int) -> CorruptionError:
 def _is_gone(journal: Journal, seq: int, found: Findings) -> bool:
     """Tell whether a slot above all intact ones is absent, by name: it may have been written since the listing.
 
-    Prevents: a lost slot that nobody reports, because a fold ends with it, so that readers do without it.
+    Prevents: a lost slot that is not reported, because a fold ends with it, so that readers do not need it.
     """
     try:
         return not exists(journal.backend, slot_key(seq))
