@@ -193,7 +193,7 @@ def _places(incomplete: str) -> list[CompletionItem]:
     return [CompletionItem(incomplete, type="dir")]
 
 
-class _Place(ParamType):
+class _PlaceParam(ParamType):
     """A path or URL, existing or to be created."""
 
     name = "place"
@@ -347,7 +347,7 @@ class _Rule(ParamType):
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
 STORE_OR_NOTHING = click.argument("store", metavar="[STORE]", type=_Store(), required=False)
-PLACE = _Place()
+PLACE = _PlaceParam()
 """A path or URL: a folder, another store, or the target of a copy."""
 REF = _InStore("REF", _refs)
 RANGE = _Range()

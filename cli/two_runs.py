@@ -14,7 +14,7 @@ from ckptstore.cli.range_text import counted
 if TYPE_CHECKING:
     from ckptstore.log.checkpoint_info import CheckpointInfo
     from ckptstore.reports.lineage import Lineage
-    from ckptstore.reports.run_comparison import Pair, SideBySide
+    from ckptstore.reports.run_comparison import SideBySide, StepPair
 
 __all__ = ["document", "text"]
 
@@ -92,7 +92,7 @@ def _answers(found: SideBySide) -> Iterator[str]:
         yield f"states: the same up to step {parting.same_until:,}, not at step {parting.differ_from:,}"
 
 
-def _table(found: SideBySide, pairs: list[Pair]) -> str:
+def _table(found: SideBySide, pairs: list[StepPair]) -> str:
     measured = any(value is not None for pair in found.pairs for value in pair.values)
     name = found.metric.upper()
     headings = [">STEP", *([f">A {name}", f">B {name}", ">B-A"] if measured else [])]

@@ -70,7 +70,7 @@ def set_rules(
 
     Raises:
         UsageError: a rule is invalid; or the store was never written to, and `take_over` is not given.
-        as `changing.change`.
+        as `catalog_changes.change`.
     """
     chosen = checked(wanted)
     view = look(journal, take_over=take_over)
@@ -109,7 +109,7 @@ def prune(
     Raises:
         UsageError: a rule is invalid, or there are none; or this version does not know all of the store's rules.
         CorruptLogError: the log is damaged, so that it is unknown what others build on. Nothing was changed.
-        as `changing.change`; records committed before the failure stay.
+        as `catalog_changes.change`; records committed before the failure stay.
     """
     chosen = None if wanted is None else checked(wanted)
     if chosen == ():
@@ -123,7 +123,7 @@ def prune(
         after = before.apply(record, before.next_seq) if found else before
         return _report(after, _rules_for(journal, before, chosen), [found], drained)
     crash_point("prune.planned")
-    done: list[_Plan] = []
+    done: list[_PrunePlan] = []
     # Checkpoints that a live writer saves meanwhile are left to a later prune. Otherwise this loop might never end.
     until = math.inf if timeout is None else time.monotonic() + timeout
     full = True
@@ -144,7 +144,7 @@ def _tell_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _PrunePlan:
     """What one record retires and drops: id -> (key, bytes)."""
 
     retires: tuple[Node, ...] = ()
@@ -171,14 +171,14 @@ def _retire_some(
     take_over: bool,
     until: float,
     drained: Callable[[Node], bool] | None,
-) -> tuple[_Plan, View]:
+) -> tuple[_PrunePlan, View]:
     """Commit one record that retires. Return its plan, and a view that has it; an empty plan: nothing to do.
 
     Args:
         view: the log as it was last seen.
         before: the catalog when `prune` began: nothing newer is retired.
     """
-    found = _Plan()
+    found = _PrunePlan()
 
     def plan(catalog: Catalog) -> Change | None:
         nonlocal found
@@ -208,7 +208,7 @@ def _plan(
     all_at_once: bool = False,
     among: Catalog | None = None,
     drained: Callable[[Node], bool] | None = None,
-) -> _Plan:
+) -> _PrunePlan:
     _, gone = reasons_of(catalog, _rules_for(journal, catalog, chosen))
     if drained is not None:
         gone = [node for node in gone if drained(node)]
@@ -221,7 +221,7 @@ def _plan(
         for one in droppable(catalog, [*retires, *catalog.held])
         if one in catalog.segments and (among is None or one in among.segments)
     ]
-    return _Plan(retires, {one.id: (one.key, one.size) for one in dropped})
+    return _PrunePlan(retires, {one.id: (one.key, one.size) for one in dropped})
 
 
 def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | Non
 
 
 def _report(
-    after: Catalog, chosen: tuple[str, ...], done: Sequence[_Plan], drained: Callable[[Node], bool] | None
+    after: Catalog, chosen: tuple[str, ...], done: Sequence[_PrunePlan], drained: Callable[[Node], bool] | None
 ) -> Pruned:
     kept, others = reasons_of(after, chosen)
     if drained is not None and (waiting := [node for node in others if not drained(node)]):

@@ -50,7 +50,7 @@ def retire(
     Raises:
         UsageError: none is named; or one is the latest, or has a tag.
         CheckpointNotFoundError: a REF names no checkpoint.
-        as `changing.change`.
+        as `catalog_changes.change`.
     """
     if not wanted:
         raise UsageError("nothing to retire: name the checkpoints")
@@ -58,7 +58,7 @@ def retire(
     nodes = list(dict.fromkeys(refs.resolve(view.catalog, ref).node for ref in wanted))
     found = _plan(view.catalog, nodes)
     if not dry_run:
-        done: list[_Plan] = []
+        done: list[_RetirePlan] = []
 
         def plan(catalog: Catalog) -> Change:
             done.append(_plan(catalog, nodes))
@@ -71,7 +71,7 @@ def retire(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RetirePlan:
     retires: tuple[Node, ...]
     kept: tuple[str, ...]
     drops: tuple[str, ...]
@@ -79,7 +79,7 @@ class _Plan:
     nbytes: int
 
 
-def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _Plan:
+def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _RetirePlan:
     latest = catalog.latest()
     for node in nodes:
         if node not in catalog.checkpoints:
@@ -97,4 +97,4 @@ def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _Plan:
         if any(gone.isdisjoint(edge.segments) for edge in catalog.encodings.get(node, ()))
     )
     segments = [catalog.segments[segment] for segment in drops]
-    return _Plan(tuple(nodes), kept, drops, tuple(one.key for one in segments), sum(one.size for one in segments))
+    return _RetirePlan(tuple(nodes), kept, drops, tuple(one.key for one in segments), sum(one.size for one in segments))

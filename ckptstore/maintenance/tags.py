@@ -24,7 +24,7 @@ def tag(
     Raises:
         UsageError: `name` is not a valid tag name.
         CheckpointNotFoundError: `ref` names no checkpoint.
-        as `changing.change`.
+        as `catalog_changes.change`.
     """
     refs.check_new_tag(name)
     # Resolve once: `latest` may be another checkpoint by the time the writer answers.
@@ -45,7 +45,7 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
 
     Raises:
         CheckpointNotFoundError: there is no such tag.
-        as `changing.change`.
+        as `catalog_changes.change`.
     """
     wanted = Ref(tag=name)
     view = look(journal, take_over=take_over)

@@ -126,7 +126,7 @@ def search(
     """
     if not line:
         raise CheckpointNotFoundError("there is no checkpoint to test")
-    searching = _Search(line, ask, low, len(line) if high is None else high, on_probe)
+    searching = _BisectSearch(line, ask, low, len(line) if high is None else high, on_probe)
     count = searching.high - low - 1
     searching.run()
     contradictions = searching.check(low, checks)
@@ -141,7 +141,7 @@ def search(
     )
 
 
-class _Search:
+class _BisectSearch:
     """State of a search: as far as known, all up to `low` are good, and all from `high` on are bad."""
 
     def __init__(

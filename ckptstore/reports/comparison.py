@@ -132,7 +132,7 @@ def compare(
                 in_one, in_other = changed[name]
                 assert in_one is not None  # a tensor in only one of them is not "changed"
                 assert in_other is not None
-                sums = _Sums(dtypes.get(in_other.dtype))
+                sums = _DifferenceSums(dtypes.get(in_other.dtype))
                 for a, b in zip(chunks_a(in_one.name), chunks_b(in_other.name), strict=True):
                     sums.add(a, b)
                     tally.advance(len(a) + len(b))
@@ -222,7 +222,7 @@ def _without_tensors(tree: Any) -> bytes:
     return jsontext.dumps(select(of_rank(tree, None), set()))
 
 
-class _Sums:
+class _DifferenceSums:
     """Running sums over a pair of tensors of one dtype."""
 
     def __init__(self, dtype: DType) -> None:

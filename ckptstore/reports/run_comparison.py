@@ -13,11 +13,11 @@ from ckptstore.reports.lineage import Lineage, lineage
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["Pair", "Parting", "SideBySide", "side_by_side"]
+__all__ = ["Divergence", "SideBySide", "StepPair", "side_by_side"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class StepPair:
     """The checkpoints of both runs at one step.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """Where the states of two runs diverge.
 
     Attributes:
@@ -64,10 +64,10 @@ class SideBySide:
 
     runs: tuple[Lineage, Lineage]
     metric: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[StepPair, ...]
 
     @property
-    def parting(self) -> Parting:
+    def parting(self) -> Divergence:
         """Where their states diverge."""
         common = [pair for pair in self.pairs if pair.same is not None]
         until, differ = None, None
@@ -76,14 +76,14 @@ class SideBySide:
                 differ = pair.step
                 break
             until = pair.step
-        return Parting(len(common), until, differ)
+        return Divergence(len(common), until, differ)
 
     @property
-    def last_common(self) -> Pair | None:
+    def last_common(self) -> StepPair | None:
         """The highest step at which both have the metric; None: there is none."""
         return next((pair for pair in reversed(self.pairs) if None not in pair.values), None)
 
-    def lowest(self, run: int) -> Pair | None:
+    def lowest(self, run: int) -> StepPair | None:
         """Return the step at which a run (0 or 1) has the lowest metric; None: it has no metric."""
         found = [(value, pair) for pair in self.pairs if (value := pair.values[run]) is not None]
         return min(found, key=lambda one: one[0])[1] if found else None
@@ -103,7 +103,7 @@ def side_by_side(first: Journal, second: Journal, metric: str = "loss") -> SideB
     sides = [{info.step: info for info in _line(run)} for run in runs]
     steps: Sequence[int] = sorted(sides[0].keys() | sides[1].keys())
     pairs = [
-        Pair(step, (a := sides[0].get(step), b := sides[1].get(step)), (_value(a, metric), _value(b, metric)))
+        StepPair(step, (a := sides[0].get(step), b := sides[1].get(step)), (_value(a, metric), _value(b, metric)))
         for step in steps
     ]
     return SideBySide(runs, metric, tuple(pairs))

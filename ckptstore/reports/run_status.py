@@ -18,7 +18,7 @@ from ckptstore.formats.tables import Table
 from ckptstore.log.change_committer import WriterState, known_writer, last_writer
 from ckptstore.log.log_reader import View
 
-__all__ = ["Pace", "RunStatus", "changes_between", "status_of"]
+__all__ = ["RunPace", "RunStatus", "changes_between", "status_of"]
 
 WINDOW: Final = 64
 """Number of checkpoints of the newest term over which speeds are computed."""
@@ -98,7 +98,7 @@ class _Point:
     value: float | None
 
 
-class Pace:
+class RunPace:
     """The newest checkpoints in the history of the newest one. They are remembered after retention retired them.
 
     Attributes:
@@ -177,7 +177,7 @@ def _value(entry: CheckpointEntry, metric: str) -> float | None:
     return value if isinstance(value, float) and math.isnan(value) else None
 
 
-def status_of(url: str, run: str, now: float, view: View, pace: Pace) -> RunStatus:
+def status_of(url: str, run: str, now: float, view: View, pace: RunPace) -> RunStatus:
     """Make a status of a view that `pace` has taken. ``changes``, ``free`` and ``requests`` are left empty.
 
     Raises:

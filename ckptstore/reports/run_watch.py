@@ -16,7 +16,7 @@ from ckptstore.log.change_committer import known_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.log.log_watch import Looks
-from ckptstore.reports.run_status import Pace, RunStatus, changes_between, status_of
+from ckptstore.reports.run_status import RunPace, RunStatus, changes_between, status_of
 
 __all__ = ["LONGEST", "SHORTEST", "watch"]
 
@@ -60,7 +60,7 @@ class _Watcher:
         self._place = journal.backend
         self._looks = Looks(journal)
         self._view: View | None = None
-        self._pace = Pace(metric)
+        self._pace = RunPace(metric)
         self._last: RunStatus | None = None
 
     def close(self) -> None:

@@ -181,11 +181,11 @@ class Upkeep(Handle):
             ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
             FencedError, CommitUnknownError: another writer took the store over; whether it was committed is not known.
         """
-        from ckptstore.maintenance.compact import Limits, compact
+        from ckptstore.maintenance.compact import CompactLimits, compact
 
         return compact(
             self.journal,
-            Limits(max_depth, max_restore_seconds, target_bytes),
+            CompactLimits(max_depth, max_restore_seconds, target_bytes),
             only=only,
             bandwidth=bandwidth,
             dry_run=dry_run,

@@ -31,12 +31,12 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.maintenance.compact.compaction_plan import plan_moves
 from ckptstore.maintenance.compact.compaction_report import CompactMove, CompactReport, Result
-from ckptstore.maintenance.compact.move_execution import Made, Maker
-from ckptstore.maintenance.compact.moves import Limits, Move, Planned
+from ckptstore.maintenance.compact.move_execution import ExecutedMove, MoveExecutor
+from ckptstore.maintenance.compact.moves import CompactLimits, Move, Planned
 from ckptstore.maintenance.compact.size_estimates import known_sizes
-from ckptstore.maintenance.compact.size_samples import Measured, measure
+from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
 from ckptstore.maintenance.merge.merge_range import outside
-from ckptstore.maintenance.merge.rewrite_context import Workshop
+from ckptstore.maintenance.merge.rewrite_context import RewriteContext
 from ckptstore.restore.restore_plan import plan_all, restore_seconds
 
 __all__ = ["compact", "make_moves", "planned_moves"]
@@ -46,7 +46,7 @@ _TRIES: Final = 3
 
 def compact(
     journal: Journal,
-    limits: Limits,
+    limits: CompactLimits,
     *,
     only: str | None = None,
     bandwidth: int | None = None,
@@ -90,8 +90,8 @@ def compact(
 
 
 def planned_moves(
-    journal: Journal, limits: Limits, *, only: str | None = None, owned: bool = False
-) -> tuple[View, Measured, Planned]:
+    journal: Journal, limits: CompactLimits, *, only: str | None = None, owned: bool = False
+) -> tuple[View, SampledSizes, Planned]:
     """Read the log, measure samples of the store, and plan the moves.
 
     Args:
@@ -141,11 +141,11 @@ def make_moves(
     Raises:
         ReadOnlyError, StorageError, FencedError, CommitUnknownError: as `compact`; and anything `held_back` raises.
     """
-    with Workshop(journal, progress, dry_run=False, held_back=held_back) as shop:
-        return _make_all(Maker(journal, author, shop), author, planned)
+    with RewriteContext(journal, progress, dry_run=False, held_back=held_back) as shop:
+        return _make_all(MoveExecutor(journal, author, shop), author, planned)
 
 
-def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMove, ...]:
+def _make_all(maker: MoveExecutor, author: Author, planned: Planned) -> tuple[CompactMove, ...]:
     found: list[CompactMove] = []
     for place, move in enumerate(planned.moves):
         found.append(_make(maker, author, move))
@@ -155,7 +155,7 @@ def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMo
     return tuple(found)
 
 
-def _make(maker: Maker, author: Author, move: Move) -> CompactMove:
+def _make(maker: MoveExecutor, author: Author, move: Move) -> CompactMove:
     """Make one move. Retry if a newer term begins: segments written for one term are useless in the next."""
     for left in reversed(range(_TRIES)):
         try:
@@ -180,7 +180,7 @@ def _make(maker: Maker, author: Author, move: Move) -> CompactMove:
     raise AssertionError("every try ends in an answer")
 
 
-def _told(move: Move, result: Result, reason: str, made: Made | None) -> CompactMove:
+def _told(move: Move, result: Result, reason: str, made: ExecutedMove | None) -> CompactMove:
     stored = {rewrite.node: rewrite.base for rewrite in move.rewrites}
     after = move.bytes_after
     if made is not None:
@@ -226,7 +226,7 @@ def _freed(catalog: Catalog, move: Move) -> int:
     return sum(catalog.segments[one].size for one in move.drops if one in catalog.segments)
 
 
-def _slowest(catalog: Catalog, measured: Measured) -> float:
+def _slowest(catalog: Catalog, measured: SampledSizes) -> float:
     cost = restore_seconds(catalog, measured.rates)
     chains = [one for one in plan_all(catalog).values() if not isinstance(one, CkptError)]
     return max((sum(map(cost, chain.encodings)) for chain in chains), default=0.0)

@@ -20,12 +20,12 @@ from ckptstore.errors import CorruptionError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.commit_checks import users
 from ckptstore.formats.records import Node, ref_of
-from ckptstore.maintenance.compact.delta_moves import Reencoding
-from ckptstore.maintenance.compact.encoding_choice import Chooser
-from ckptstore.maintenance.compact.moves import Kind, Limits, Move, Planned, Rewrite, Unmet
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.delta_moves import DeltaMoves
+from ckptstore.maintenance.compact.encoding_choice import EncodingChooser
+from ckptstore.maintenance.compact.moves import CompactLimits, Kind, Move, Planned, Rewrite, Unmet
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes
-from ckptstore.maintenance.compact.writer_bases import built_on
+from ckptstore.maintenance.compact.writer_bases import writer_bases
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan_all, restore_seconds
 
 __all__ = ["plan_moves"]
@@ -41,7 +41,7 @@ _RUN: Final = 8
 
 def plan_moves(
     catalog: Catalog,
-    limits: Limits,
+    limits: CompactLimits,
     sizes: Sizes,
     *,
     rates: Rates = TYPICAL,
@@ -68,7 +68,7 @@ class _Planner:
     def __init__(
         self,
         catalog: Catalog,
-        limits: Limits,
+        limits: CompactLimits,
         sizes: Sizes,
         rates: Rates,
         stays: Callable[[Node], bool],
@@ -79,10 +79,10 @@ class _Planner:
         self._rates = rates
         self._stays = stays
         self._refused = refused
-        self._store = Imagined(catalog, rates)
-        self._chooser = Chooser(self._store, limits, sizes)
-        self._reencoding = Reencoding(self._store, limits, sizes)
-        self._busy = frozenset[Node]() if owned else built_on(catalog)
+        self._store = SimulatedStore(catalog, rates)
+        self._chooser = EncodingChooser(self._store, limits, sizes)
+        self._reencoding = DeltaMoves(self._store, limits, sizes)
+        self._busy = frozenset[Node]() if owned else writer_bases(catalog)
         self._moves: list[Move] = []
 
     def run(self) -> Planned:
@@ -155,12 +155,12 @@ class _Planner:
         """Return the nodes that need no rewrite: another encoding, apart from `component`, restores them as fast."""
         found = {}
         for node in sorted(nodes):
-            besides, now = self._store.apart(node, component), self._store.chain(node)
-            if besides is None or now is None:
+            others, now = self._store.apart(node, component), self._store.chain(node)
+            if others is None or now is None:
                 continue
-            no_longer = len(besides.encodings) <= max(2, len(now.encodings))
-            if no_longer and self._store.seconds(besides.encodings) <= self._store.seconds(now.encodings):
-                found[node] = besides
+            no_longer = len(others.encodings) <= max(2, len(now.encodings))
+            if no_longer and self._store.seconds(others.encodings) <= self._store.seconds(now.encodings):
+                found[node] = others
         return found
 
     def _worth(
@@ -180,8 +180,8 @@ class _Planner:
         self, chosen: frozenset[Node], spared: Mapping[Node, Plan], kept_bases: Collection[Node] = ()
     ) -> tuple[str, ...]:
         """Return the segments freed if `chosen` are rewritten, and `spared` keep only their other encodings."""
-        reached = [edge.checkpoint for besides in spared.values() for edge in besides.encodings[:-1]]
-        kept = {segment for besides in spared.values() for segment in besides.segments}
+        reached = [edge.checkpoint for others in spared.values() for edge in others.encodings[:-1]]
+        kept = {segment for others in spared.values() for segment in others.segments}
         drops = self._store.freed(chosen | spared.keys(), [*kept_bases, *reached])
         return tuple(segment for segment in drops if segment not in kept)
 

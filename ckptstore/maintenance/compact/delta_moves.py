@@ -14,11 +14,11 @@ from typing import Final
 
 from ckptstore.formats.commit_checks import users
 from ckptstore.formats.records import Encoding, Node
-from ckptstore.maintenance.compact.moves import Limits, Move, Rewrite
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.moves import CompactLimits, Move, Rewrite
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes
 
-__all__ = ["Reencoding"]
+__all__ = ["DeltaMoves"]
 
 _SHARE: Final = 0.8
 """Maximum size of a rewritten checkpoint, as a share of its old size."""
@@ -37,10 +37,10 @@ class _Candidate:
         return (-self.saved / max(self.slower, 1e-9), self.rewrite.node)
 
 
-class Reencoding:
+class DeltaMoves:
     """Finds the fulls to re-encode."""
 
-    def __init__(self, store: Imagined, limits: Limits, sizes: Sizes) -> None:
+    def __init__(self, store: SimulatedStore, limits: CompactLimits, sizes: Sizes) -> None:
         self._store = store
         self._limits = limits
         self._sizes = sizes

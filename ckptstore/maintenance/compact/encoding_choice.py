@@ -6,21 +6,21 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from ckptstore.formats.records import Encoding, Node
-from ckptstore.maintenance.compact.moves import Limits, Rewrite
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.moves import CompactLimits, Rewrite
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes
 from ckptstore.restore.restore_plan import Plan
 
-__all__ = ["Chooser"]
+__all__ = ["EncodingChooser"]
 
 _MOST: Final = 4096
 """Maximum number of checkpoints that one move rewrites: it is one record, and starts again after a crash."""
 
 
-class Chooser:
+class EncodingChooser:
     """Chooses encodings within limits."""
 
-    def __init__(self, store: Imagined, limits: Limits, sizes: Sizes) -> None:
+    def __init__(self, store: SimulatedStore, limits: CompactLimits, sizes: Sizes) -> None:
         self._store = store
         self._limits = limits
         self._sizes = sizes

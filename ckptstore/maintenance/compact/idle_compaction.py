@@ -27,7 +27,7 @@ from ckptstore.log.log_reader import read
 from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.compaction import make_moves, planned_moves
 from ckptstore.maintenance.compact.compaction_report import CompactMove
-from ckptstore.maintenance.compact.moves import Limits
+from ckptstore.maintenance.compact.moves import CompactLimits
 from ckptstore.write.local import LocalWriter
 
 __all__ = ["CompactOptions", "CompactPass", "begin"]
@@ -84,19 +84,19 @@ class CompactOptions:
             raise UsageError(f"on_pass: {self.on_pass!r}; it takes a function of one CompactPass")
         self.limits()
 
-    def limits(self) -> Limits:
+    def limits(self) -> CompactLimits:
         """Return the limits to reach. Raises `UsageError`."""
-        return Limits(self.max_depth, self.max_restore_seconds, self.target_bytes)
+        return CompactLimits(self.max_depth, self.max_restore_seconds, self.target_bytes)
 
 
 def begin(journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
     """Start compacting a writer's store in its idle time, until the writer is closed."""
-    idle = _Idle(journal, writer, options)
+    idle = _IdleCompactor(journal, writer, options)
     writer.accompany(idle)
     idle.start()
 
 
-class _Idle:
+class _IdleCompactor:
     """The companion that compacts. See `write.companion.Companion`."""
 
     def __init__(self, journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
@@ -148,7 +148,7 @@ class _Idle:
         _, _, planned = planned_moves(self._journal, self._options.limits())
         moves: tuple[CompactMove, ...] = ()
         if planned.moves:
-            author = _Within(self._journal, self._writer)
+            author = _WriterAuthor(self._journal, self._writer)
             moves = make_moves(self._journal, author, planned, self._held_back)
             # Its own records are no reason for another pass, but saves in the meantime are.
             end += sum(move.result == "done" for move in moves)
@@ -196,7 +196,7 @@ class _Idle:
             warn(f"on_pass raised {type(error).__name__}: {error}")
 
 
-class _Within:
+class _WriterAuthor:
     """The author of the changes: the writer itself (`log.change_committer.Author`)."""
 
     owned: int | None = None  # the writer may build on the bases of the newest checkpoint, so they are left alone

@@ -27,19 +27,19 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.moves import Move, Rewrite
-from ckptstore.maintenance.compact.writer_bases import built_on
+from ckptstore.maintenance.compact.writer_bases import writer_bases
 from ckptstore.maintenance.merge.chunk_copies import copied_bytes, copy_encodings, merged_draft
-from ckptstore.maintenance.merge.delta_merge import recode
+from ckptstore.maintenance.merge.delta_merge import reencode
 from ckptstore.maintenance.merge.merge_check import opened_plan
 from ckptstore.maintenance.merge.merge_range import unneeded
-from ckptstore.maintenance.merge.rewrite_context import Workshop
+from ckptstore.maintenance.merge.rewrite_context import RewriteContext
 from ckptstore.restore.restore_plan import Plan, plan
 
-__all__ = ["Made", "Maker"]
+__all__ = ["ExecutedMove", "MoveExecutor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ExecutedMove:
     """What one move did, or asked for.
 
     Attributes:
@@ -55,22 +55,22 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _ReadPlans:
     """The checkpoints of a move, with the plans that restore them now."""
 
     plans: dict[Node, Plan]
-    besides: tuple[Plan, ...] = ()
+    others: tuple[Plan, ...] = ()
 
     @property
     def segments(self) -> tuple[str, ...]:
-        read = (*self.plans.values(), *self.besides)
+        read = (*self.plans.values(), *self.others)
         return tuple(dict.fromkeys(segment for chosen in read for segment in chosen.segments))
 
 
-class Maker:
+class MoveExecutor:
     """Makes moves, one by one."""
 
-    def __init__(self, journal: Journal, author: Author, shop: Workshop) -> None:
+    def __init__(self, journal: Journal, author: Author, shop: RewriteContext) -> None:
         """
         Args:
             author: commits the record, or asks the live writer to.
@@ -81,7 +81,7 @@ class Maker:
         self._author = author
         self._shop = shop
 
-    def make(self, move: Move) -> Made:
+    def make(self, move: Move) -> ExecutedMove:
         """Make a move.
 
         Raises:
@@ -99,31 +99,31 @@ class Maker:
             if self._author.owned is not None and catalog.term != self._author.owned:
                 raise FencedError(f"{self._journal.url}: term {catalog.term} began after term {self._author.owned}")
             shop.term = catalog.term
-            with shop.nothing_left_behind(), shop.term_goes_on():
+            with shop.removing_on_failure(), shop.fenced_if_newer_term():
                 segments, encodings = self._write(catalog, chosen, move)
                 shop.remove({segment.id for segment in segments})
-                self._prove(catalog, chosen.besides)
-                change = self._change(catalog, move, chosen.besides, segments, encodings)
+                self._prove(catalog, chosen.others)
+                change = self._change(catalog, move, chosen.others, segments, encodings)
                 crash_point("compact.verified")
             shop.told()
         outcome = self._author.commit(catalog.term, f"compact: {move.kind}", change)
         crash_point("compact.committed")
-        return Made(
+        return ExecutedMove(
             outcome,
             {edge.checkpoint: None if edge.base is None else edge.base.node for edge in encodings},
             tuple(segments),
             tuple(catalog.segments[segment] for segment in change.drops),
         )
 
-    def _prove(self, catalog: Catalog, besides: Sequence[Plan]) -> None:
+    def _prove(self, catalog: Catalog, others: Sequence[Plan]) -> None:
         """Read what the spared checkpoints are restored from after the move: it may never have been checked."""
-        for one in besides:
+        for one in others:
             entry = _entry(catalog, one.target.node)
             self._shop.tally.total += entry.nbytes
             with opened_plan(self._backend, catalog, entry, one.encodings) as found:
                 self._shop.check(found)
 
-    def _write(self, catalog: Catalog, chosen: _Chosen, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
+    def _write(self, catalog: Catalog, chosen: _ReadPlans, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         if move.kind == "drop":
             return [], []
         if move.kind == "merge":
@@ -156,7 +156,7 @@ class Maker:
             if rewrite.base is not None:
                 other = _entry(catalog, rewrite.base)
                 base = stack.enter_context(opened_plan(self._backend, catalog, other, below, before))
-            written, edge, state = recode(
+            written, edge, state = reencode(
                 self._shop.session,
                 found,
                 base,
@@ -169,7 +169,7 @@ class Maker:
             self._shop.check(again)
         return written, chain
 
-    def _copy(self, catalog: Catalog, chosen: _Chosen, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
+    def _copy(self, catalog: Catalog, chosen: _ReadPlans, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         edges = [chosen.plans[rewrite.node].encodings[-1] for rewrite in move.rewrites]
         last = move.rewrites[-1].node
         shop = self._shop
@@ -188,21 +188,21 @@ class Maker:
         self,
         catalog: Catalog,
         move: Move,
-        besides: Sequence[Plan],
+        others: Sequence[Plan],
         segments: Sequence[SegmentEntry],
         encodings: Sequence[Encoding],
     ) -> Change:
         if move.kind == "drop" and not move.spared:
             drops = droppable(catalog, catalog.held)
         else:
-            kept = {segment for one in besides for segment in one.segments}
-            given_up = {edge.checkpoint for edge in encodings} | {one.target.node for one in besides}
-            last = [one.encodings[-1] for one in besides]
+            kept = {segment for one in others for segment in one.segments}
+            given_up = {edge.checkpoint for edge in encodings} | {one.target.node for one in others}
+            last = [one.encodings[-1] for one in others]
             drops = unneeded(catalog, (), given_up, [*encodings, *last])
             drops = tuple(one for one in drops if one not in kept)
         if self._author.owned is None:
             # A live writer may be about to build on them.
-            busy = {node for node in built_on(catalog) if node not in catalog.checkpoints}
+            busy = {node for node in writer_bases(catalog) if node not in catalog.checkpoints}
             drops = tuple(one for one in drops if busy.isdisjoint(users(catalog, one)))
         drops = tuple(one for one in drops if one in catalog.segments)
         new, old = sum(one.size for one in segments), sum(catalog.segments[one].size for one in drops)
@@ -215,7 +215,7 @@ class Maker:
         return change
 
 
-def _choose(catalog: Catalog, move: Move) -> _Chosen:
+def _choose(catalog: Catalog, move: Move) -> _ReadPlans:
     """Return the plans of what a move reads. Raises `UsageError` if the move is out of date."""
     nodes = [node for rewrite in move.rewrites for node in (rewrite.node, rewrite.base) if node is not None]
     if move.kind == "merge":
@@ -224,10 +224,10 @@ def _choose(catalog: Catalog, move: Move) -> _Chosen:
         if node not in catalog.checkpoints:
             raise UsageError(f"{ref_of(node)} was retired meanwhile")
     plans = {node: plan(catalog, catalog.checkpoints[node].id) for node in dict.fromkeys(nodes)}
-    return _Chosen(plans, tuple(_besides(catalog, move)))
+    return _ReadPlans(plans, tuple(_other_plans(catalog, move)))
 
 
-def _besides(catalog: Catalog, move: Move) -> list[Plan]:
+def _other_plans(catalog: Catalog, move: Move) -> list[Plan]:
     """Return plans that restore the spared without the dropped segments. Raises `UsageError` if there are none now."""
     found = []
     for node in move.spared:

@@ -8,13 +8,13 @@ from typing import Literal
 from ckptstore.formats.records import Node
 from ckptstore.host.option_checks import seconds, whole
 
-__all__ = ["Kind", "Limits", "Move", "Planned", "Rewrite", "Unmet"]
+__all__ = ["CompactLimits", "Kind", "Move", "Planned", "Rewrite", "Unmet"]
 
 Kind = Literal["drop", "materialize", "re-encode", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CompactLimits:
     """The limits that a compaction has to reach.
 
     Attributes:

@@ -12,13 +12,13 @@ from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, N
 from ckptstore.maintenance.compact.moves import Kind, Move, Rewrite
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan, restore_seconds
 
-__all__ = ["Imagined"]
+__all__ = ["SimulatedStore"]
 
 _MADE: Final = "c0ffee00c0ffee00"
 """Prefix of the ids of simulated segments."""
 
 
-class Imagined:
+class SimulatedStore:
     """A store after the moves so far.
 
     Attributes:

@@ -22,13 +22,13 @@ from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan
 from ckptstore.restore.restore_rates import measure_rates
 from ckptstore.write.encoding import Choices, choose_all
 
-__all__ = ["Measured", "measure"]
+__all__ = ["SampledSizes", "measure"]
 
 _Pair = tuple[Node, Node]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class SampledSizes:
     """The result of measuring samples.
 
     Attributes:
@@ -43,7 +43,7 @@ class Measured:
 _PAIRS: Final = 3
 
 
-def measure(journal: Journal, catalog: Catalog) -> Measured:
+def measure(journal: Journal, catalog: Catalog) -> SampledSizes:
     """Encode a few samples of a few checkpoints in memory. Unreadable ones are skipped.
 
     Raises:
@@ -51,7 +51,7 @@ def measure(journal: Journal, catalog: Catalog) -> Measured:
     """
     pairs = _pairs(catalog)
     if not pairs:
-        return Measured()
+        return SampledSizes()
     full: float | None = None
     rates = TYPICAL
     deltas: dict[int, float] = {}
@@ -65,7 +65,7 @@ def measure(journal: Journal, catalog: Catalog) -> Measured:
                     deltas[node[1] - base[1]] = _ratio(found, below)
         except CorruptionError:
             continue
-    return Measured(None if full is None else Samples(full, tuple(sorted(deltas.items()))), rates)
+    return SampledSizes(None if full is None else Samples(full, tuple(sorted(deltas.items()))), rates)
 
 
 def _opened(journal: Journal, node: Node, base: Node, stack: ExitStack) -> tuple[Opened, Opened]:

@@ -7,10 +7,10 @@ from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.records import Node
 from ckptstore.restore.restore_plan import plan
 
-__all__ = ["built_on"]
+__all__ = ["writer_bases"]
 
 
-def built_on(catalog: Catalog) -> frozenset[Node]:
+def writer_bases(catalog: Catalog) -> frozenset[Node]:
     """Return the bases that are stored only for the newest checkpoint; empty, if the term says that its writer ended.
 
     A writer may encode the next checkpoint against the newest, or against the newest one's base. Without such a base it

@@ -24,14 +24,14 @@ from ckptstore.restore.restore_plan import plan
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["Written", "copy_as_fulls", "write_anew"]
+__all__ = ["WrittenFulls", "copy_as_fulls", "rewrite_as_full"]
 
 _TOGETHER: Final = 16
 """Number of fulls that one round commits."""
 
 
 @dataclass
-class Written:
+class WrittenFulls:
     """The number of written segments, and their bytes."""
 
     brought: int = 0
@@ -46,7 +46,7 @@ def copy_as_fulls(
     catalog: Catalog,
     nodes: Sequence[Node],
     replica: Replica,
-    done: Written,
+    done: WrittenFulls,
     lacks: Mapping[int, int],
     progress: Progress | None,
     threads: int,
@@ -80,7 +80,7 @@ def copy_as_fulls(
         session = SegmentSession(replica.backend, staging, blocks.pool, coders, lambda _: None, tally.advance)
         for begin in range(0, max(1, len(left)), _TOGETHER):
             for entry in left[begin : begin + _TOGETHER]:
-                segments, edge = write_anew(session, journal, catalog, entry, plan(catalog, entry.id).encodings)
+                segments, edge = rewrite_as_full(session, journal, catalog, entry, plan(catalog, entry.id).encodings)
                 done.brought += len(segments)
                 done.nbytes += sum(segment.size for segment in segments)
                 part.segments.update((segment.id, segment) for segment in segments)
@@ -97,7 +97,7 @@ def _merged(catalog: Catalog, there: Catalog) -> Catalog:
     return Catalog(checkpoints=catalog.checkpoints, segments=there.segments, tags=catalog.tags)
 
 
-def write_anew(
+def rewrite_as_full(
     session: SegmentSession,
     journal: Journal,
     catalog: Catalog,

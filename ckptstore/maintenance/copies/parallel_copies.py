@@ -12,11 +12,11 @@ from ckptstore.host.progress import Advance
 from ckptstore.host.task_pool import Task, sweep
 from ckptstore.maintenance.copies.segment_copy import BLOCKS, copy_segment
 
-__all__ = ["Copies"]
+__all__ = ["SegmentCopies"]
 
 
 @dataclass
-class Copies:
+class SegmentCopies:
     """A `Supply` that copies from another store.
 
     Attributes:

@@ -36,9 +36,9 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import Origin, Replica, TakenError
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import claim
-from ckptstore.maintenance.copies.copies_as_fulls import Written, copy_as_fulls
+from ckptstore.maintenance.copies.copies_as_fulls import WrittenFulls, copy_as_fulls
 from ckptstore.maintenance.copies.copy_selection import chosen_nodes, left_out, part_of
-from ckptstore.maintenance.copies.parallel_copies import Copies
+from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.transfer import Transfer
 
 __all__ = ["As", "Copied", "check_apart", "check_known", "copy"]
@@ -100,7 +100,7 @@ def copy(
     check_apart(journal.backend, target)
     view = read(journal)
     _chosen(journal, view.catalog, names)  # raises before anything is written
-    copying = _Copying(journal, view, target, tuple(names), form, progress, threads)
+    copying = _CopyRun(journal, view, target, tuple(names), form, progress, threads)
     with alone(target, make=True):
         tries = 0
         while True:
@@ -120,7 +120,7 @@ def _chosen(journal: Journal, catalog: Catalog, names: Sequence[str | int]) -> t
 
 
 @dataclass
-class _Copying:
+class _CopyRun:
     """A copy in progress. It may have to start again, if another process has added to the target.
 
     Attributes:
@@ -168,7 +168,7 @@ class _Copying:
 
     def _write(self, source: Catalog, nodes: Sequence[Node], replica: Replica, lacks: Mapping[int, int]) -> int:
         """Write each checkpoint as a full. Return the number of segments that were already there."""
-        done = Written()
+        done = WrittenFulls()
         try:
             copy_as_fulls(self.journal, source, nodes, replica, done, lacks, self.progress, self.threads)
         finally:
@@ -179,7 +179,7 @@ class _Copying:
     def _bring(self, source: Catalog, wanted: Catalog, replica: Replica, lacks: Mapping[int, int]) -> int:
         """Copy every segment unchanged. Return the number of those that were already there."""
         tally = Tally(self.progress)
-        done = Copies(self.journal.backend, self.target, self.journal.run, self.threads, tally.advance)
+        done = SegmentCopies(self.journal.backend, self.target, self.journal.run, self.threads, tally.advance)
         transfer = Transfer(wanted, replica, done, lacks, source)
         tally.total = sum(entry.size for entry in transfer.missing())
         self.target.check_space(tally.total)
@@ -189,7 +189,7 @@ class _Copying:
             self._count(done)
         return len(wanted.segments) - done.brought
 
-    def _count(self, done: Written | Copies) -> None:
+    def _count(self, done: WrittenFulls | SegmentCopies) -> None:
         self.brought += done.brought
         self.nbytes += done.nbytes
 

@@ -6,7 +6,7 @@ Imports what `maintenance` may import.
 from __future__ import annotations
 
 from ckptstore.maintenance.merge.diff_merge import Merged, merge
-from ckptstore.maintenance.merge.merge_range import Range, Selection, select_range
+from ckptstore.maintenance.merge.merge_range import MergeSelection, Range, select_range
 from ckptstore.maintenance.merge.restore_cost import RestoreCost
 
-__all__ = ["Merged", "Range", "RestoreCost", "Selection", "merge", "select_range"]
+__all__ = ["MergeSelection", "Merged", "Range", "RestoreCost", "merge", "select_range"]

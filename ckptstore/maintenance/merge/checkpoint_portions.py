@@ -30,7 +30,7 @@ Write = Callable[
     [int, Callable[[int], Sequence[SegmentDoc]]],
     tuple[tuple[SegmentEntry, ...], list[TensorEntry]],
 ]
-"""Writes the portion of this number; called with a function that makes its documents. Example: `plain.write_plain`."""
+"""Writes the portion of this number, and gets a function that makes its documents, as `plain_segments.write_plain`."""
 
 
 class ChainSource:
@@ -140,7 +140,7 @@ def write_portions(
 
     Args:
         session: the session that `write` writes with.
-        draft: the description that its segments get; see `packed.drafts`.
+        draft: the description that its segments get; see `packed_segments.drafts`.
         write: writes one portion.
 
     Raises:

@@ -2,8 +2,8 @@
 
 Entries describe themselves, so any codec can be copied: deltas, optimizer steps, sparse gradients. Only the offsets of
 the chunks change. Memory is one chunk and the stream's blocks, plus the descriptions. If steps have shards, there are
-as many segments as a tensor has shards of one step (`portions`). What was in one segment stays together, because an
-optimizer step encodes the tensors beside it, too.
+as many segments as a tensor has shards of one step (`checkpoint_portions`). What was in one segment stays together,
+because an optimizer step encodes the tensors beside it, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Entries = tuple[tuple[str, TensorEntry], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _StepCopy:
     """One step as its segments store it: its entries, grouped by the segment to copy them to."""
 
     edge: Encoding
@@ -121,12 +121,14 @@ def copy_encodings(
     return written, encodings
 
 
-def _count(pieces: Sequence[_Piece]) -> int:
+def _count(pieces: Sequence[_StepCopy]) -> int:
     """Return the number of segments that they take."""
     return max((len(piece.portions) for piece in pieces), default=1)
 
 
-def _draft(own: Sequence[_Piece], catalog: Catalog, run: str, term: int, ids: Sequence[str], number: int) -> SegmentDoc:
+def _draft(
+    own: Sequence[_StepCopy], catalog: Catalog, run: str, term: int, ids: Sequence[str], number: int
+) -> SegmentDoc:
     """Return the description of segment `number` of `ids`, which contains that portion of each of `own`."""
     draft = merged_draft([piece.edge for piece in own], catalog, run, term)
     counts = {piece.edge.checkpoint[1]: len(piece.portions) for piece in own}
@@ -145,7 +147,7 @@ def _copy_portion(
     session: SegmentSession,
     backend: Backend,
     catalog: Catalog,
-    own: Sequence[_Piece],
+    own: Sequence[_StepCopy],
     draft: SegmentDoc,
     number: int,
 ) -> SegmentEntry:
@@ -181,7 +183,7 @@ def _is_known(catalog: Catalog, term: int) -> bool:
     return term in catalog.terms and catalog.terms[term].known
 
 
-def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
+def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _StepCopy:
     """Read one step from the segments of its encoding."""
     step = edge.checkpoint[1]
     trees: list[Any] = []
@@ -204,10 +206,10 @@ def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
     portions: list[list[tuple[str, TensorEntry]]] = [[] for _ in range(max(places, default=0) + 1)]
     for place, (segment, tensors) in zip(places, held.items(), strict=True):
         portions[place] += [(segment, entry) for entry in tensors.values()]
-    return _Piece(edge, trees[0], tuple(map(tuple, portions)), extra)
+    return _StepCopy(edge, trees[0], tuple(map(tuple, portions)), extra)
 
 
-def _common(group: Sequence[_Piece]) -> dict[str, Any]:
+def _common(group: Sequence[_StepCopy]) -> dict[str, Any]:
     """Return the members that this version does not know and that all pieces agree on.
 
     Raises:
@@ -224,8 +226,8 @@ def _common(group: Sequence[_Piece]) -> dict[str, Any]:
     return found
 
 
-def _groups(pieces: Sequence[_Piece], limit: int) -> Iterator[list[_Piece]]:
-    group: list[_Piece] = []
+def _groups(pieces: Sequence[_StepCopy], limit: int) -> Iterator[list[_StepCopy]]:
+    group: list[_StepCopy] = []
     stored = index = 0
     for piece in pieces:
         if group and (stored + piece.stored > limit or index + piece.index > _INDEX_BYTES):

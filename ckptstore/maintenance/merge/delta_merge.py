@@ -13,10 +13,10 @@ from ckptstore.restore.open_checkpoint import Opened
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Choices, write_coded
 
-__all__ = ["recode"]
+__all__ = ["reencode"]
 
 
-def recode(
+def reencode(
     session: SegmentSession,
     found: Opened,
     below: Opened | None,
@@ -30,7 +30,7 @@ def recode(
         found: the checkpoint. A tensor in shards stays cut as it is, and each shard is encoded against the same shard
             of `below`, if that has it.
         below: the base, or None.
-        draft: returns the description of an encoding's segments (`copying.merged_draft`).
+        draft: returns the description of an encoding's segments (`chunk_copies.merged_draft`).
 
     Returns:
         The segments, the encoding that they make, and the hash of the state that was read.

@@ -25,7 +25,7 @@ from ckptstore.log.change import Change
 from ckptstore.log.change_committer import Author, Requester, Successor
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
-from ckptstore.maintenance.merge.merge_preparation import Work
+from ckptstore.maintenance.merge.merge_preparation import MergePreparation
 from ckptstore.maintenance.merge.merge_range import Range, select_range, unneeded
 from ckptstore.maintenance.merge.prepared_merge import Method, Prepared
 from ckptstore.maintenance.merge.restore_cost import RestoreCost
@@ -122,14 +122,14 @@ def merge(
     if not dry_run:
         author = Successor(journal, "merge", several=True) if take_over else Requester(journal, timeout, view)
     owned = None if author is None else author.owned
-    with Work(journal, owned, progress, dry_run=dry_run) as work:
+    with MergePreparation(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, chosen_range, tries=1 if owned is not None else _TRIES)
     if author is None:
         return _merged(prepared, "planned", "")
     return _merged(prepared, *_commit(author, prepared, f"merge {chosen_range.text}"))
 
 
-def _prepare(work: Work, wanted: Range, *, tries: int) -> Prepared:
+def _prepare(work: MergePreparation, wanted: Range, *, tries: int) -> Prepared:
     """Prepare, and retry if a newer term begins: segments written for one term are useless in the next."""
     while True:
         try:

@@ -19,7 +19,7 @@ from ckptstore.formats.retention_rules import known, reasons_of
 from ckptstore.log import refs
 from ckptstore.restore.restore_plan import Plan, plan, plan_all
 
-__all__ = ["Range", "Selection", "outside", "select_range", "unneeded"]
+__all__ = ["MergeSelection", "Range", "outside", "select_range", "unneeded"]
 
 _OF_FULLS: Final = (
     ". Fulls are merged only on request (fulls=True, --fulls): then only B stays. To keep every one, in fewer "
@@ -33,7 +33,7 @@ _NOT_BOTH: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class MergeSelection:
     """What a merge does with a range.
 
     Attributes:
@@ -96,7 +96,7 @@ class Range:
             raise UsageError(_NOT_BOTH)
 
 
-def select_range(catalog: Catalog, wanted: Range) -> Selection:
+def select_range(catalog: Catalog, wanted: Range) -> MergeSelection:
     """Choose what a merge does.
 
     Raises:
@@ -142,7 +142,7 @@ def _members(catalog: Catalog, text: str) -> tuple[CheckpointEntry, CheckpointEn
 
 def _all_kept(
     catalog: Catalog, first: CheckpointEntry, last: CheckpointEntry, diffs: Sequence[Node], fulls: tuple[str, ...]
-) -> Selection:
+) -> MergeSelection:
     plans = plan_all(catalog)  # in one pass: separate plans would take quadratic time in a long chain
     edges: dict[Node, Encoding] = {}
     for node in diffs:
@@ -161,7 +161,7 @@ def _all_kept(
         raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")
     target = catalog.checkpoints[max(edges)]
     merged = tuple(edges[node] for node in sorted(edges))
-    return Selection(first, last, target, plan(catalog, target.id), merged, True, (), {}, fulls)
+    return MergeSelection(first, last, target, plan(catalog, target.id), merged, True, (), {}, fulls)
 
 
 def _last_kept(
@@ -172,7 +172,7 @@ def _last_kept(
     whole: Collection[Node],
     *,
     fulls: bool,
-) -> Selection:
+) -> MergeSelection:
     going = [node for node in members if fulls or node not in whole]
     if last.node != going[-1]:
         raise UsageError(
@@ -200,7 +200,7 @@ def _last_kept(
     # A full is a file that other tools read, so its chunks are not copied into a segment of diffs.
     copyable = all(edge.checkpoint in catalog.checkpoints and edge.base is not None for edge in merged)
     there = tuple(ref_of(node) for node in members if node in whole and node not in retired)
-    return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, there)
+    return MergeSelection(first, last, last, chain, tuple(merged), copyable, retired, holders, there)
 
 
 def _why(holders: Mapping[str, str]) -> str:

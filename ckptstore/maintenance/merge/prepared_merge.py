@@ -7,16 +7,16 @@ from typing import Literal
 
 from ckptstore.formats.records import Encoding, Node, SegmentEntry
 from ckptstore.log.change import Change
-from ckptstore.maintenance.merge.merge_range import Selection
+from ckptstore.maintenance.merge.merge_range import MergeSelection
 from ckptstore.maintenance.merge.restore_cost import RestoreCost
 
-__all__ = ["Made", "Method", "Prepared"]
+__all__ = ["MergedSegments", "Method", "Prepared"]
 
 Method = Literal["concatenated", "materialized", "kept"]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MergedSegments:
     """Durable segments that no log names yet, and how they are read.
 
     Attributes:
@@ -52,8 +52,8 @@ class Prepared:
     """
 
     term: int
-    selection: Selection
-    made: Made
+    selection: MergeSelection
+    made: MergedSegments
     change: Change
     later: tuple[Node, ...]
     dropped: tuple[SegmentEntry, ...]

@@ -21,10 +21,10 @@ from ckptstore.maintenance.merge.merge_check import check_copies, check_state
 from ckptstore.restore.open_checkpoint import Opened
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["Workshop"]
+__all__ = ["RewriteContext"]
 
 
-class Workshop:
+class RewriteContext:
     """Threads and memory for rewriting, for the length of a ``with``.
 
     Attributes:
@@ -73,7 +73,7 @@ class Workshop:
         self._stack.close()
 
     @contextlib.contextmanager
-    def nothing_left_behind(self) -> Iterator[None]:
+    def removing_on_failure(self) -> Iterator[None]:
         """Remove written segments if the block raises: no log or writer knows of them."""
         try:
             yield
@@ -83,7 +83,7 @@ class Workshop:
             raise
 
     @contextlib.contextmanager
-    def term_goes_on(self) -> Iterator[None]:
+    def fenced_if_newer_term(self) -> Iterator[None]:
         """Raise `FencedError` if the block fails because a newer term began and gc took uncommitted segments."""
         try:
             yield
@@ -111,5 +111,5 @@ class Workshop:
         check_state(found, self._pool, self._staging, self.advance)
 
     def check_copies(self, catalog: Catalog, segments: Sequence[SegmentEntry], encodings: Sequence[Encoding]) -> None:
-        """Read back copied segments. Raises as `checking.check_copies`."""
+        """Read back copied segments. Raises as `merge_check.check_copies`."""
         check_copies(self._backend, catalog, segments, encodings, self._pool, self._staging, self.advance)

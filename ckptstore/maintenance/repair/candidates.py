@@ -10,8 +10,8 @@ from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, ref_of
 from ckptstore.maintenance.repair.evidence import Log
-from ckptstore.maintenance.repair.log_rebuild import Whole, groups_of, remake
-from ckptstore.maintenance.repair.segment_descriptions import Told
+from ckptstore.maintenance.repair.log_rebuild import CompleteEncoding, groups_of, rebuild
+from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 
 __all__ = ["Candidates", "candidates"]
 
@@ -33,8 +33,8 @@ class Candidates:
     broken: dict[Node, str] = field(default_factory=dict)
 
 
-def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -> Candidates:
-    """Combine what the log and the segments of a run say. Raises as `remaking.remake`."""
+def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, SegmentDescription]) -> Candidates:
+    """Combine what the log and the segments of a run say. Raises as `log_rebuild.rebuild`."""
     known = log.catalog
     own = [one for one in told.values() if one.run == run]
     groups = {
@@ -42,7 +42,7 @@ def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -
         for (node, first), members in groups_of(own).items()
         if _is_news(log, node, [one.entry.id for one in members])
     }
-    made = remake(backend, groups)
+    made = rebuild(backend, groups)
     parents: dict[int, CheckpointId | None] = {}
     for one in own:
         parents |= one.parents
@@ -94,7 +94,9 @@ def _is_news(log: Log, node: Node, segments: Iterable[str]) -> bool:
     return node[0] == catalog.term and node[1] > below and node[1] not in catalog.spent
 
 
-def _named(told: Iterable[Told], known: Catalog, parents: Mapping[int, CheckpointId | None]) -> dict[CheckpointId, str]:
+def _named(
+    told: Iterable[SegmentDescription], known: Catalog, parents: Mapping[int, CheckpointId | None]
+) -> dict[CheckpointId, str]:
     """Map checkpoints whose state hash is recorded elsewhere to where it is recorded, in words."""
     named: dict[CheckpointId, str] = {}
     for term, parent in parents.items():
@@ -111,10 +113,10 @@ def _named(told: Iterable[Told], known: Catalog, parents: Mapping[int, Checkpoin
 
 
 def _one_state_each(
-    whole: Iterable[Whole], named: Mapping[CheckpointId, str], broken: dict[Node, str], known: Catalog
-) -> list[Whole]:
+    whole: Iterable[CompleteEncoding], named: Mapping[CheckpointId, str], broken: dict[Node, str], known: Catalog
+) -> list[CompleteEncoding]:
     """Choose encodings of one state for each checkpoint: the log's, else a recorded one, else the newest."""
-    by_node: dict[Node, list[Whole]] = {}
+    by_node: dict[Node, list[CompleteEncoding]] = {}
     for one in whole:
         by_node.setdefault(one.entry.node, []).append(one)
     chosen = []

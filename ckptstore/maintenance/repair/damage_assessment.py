@@ -14,11 +14,11 @@ from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Assessment", "assess"]
 
 
 @dataclass
-class Verdict:
+class Assessment:
     """What is kept.
 
     Attributes:
@@ -39,19 +39,19 @@ class Verdict:
         return {edge.checkpoint for edge in (*self.edges, *self.rewritten)}
 
 
-def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
+def assess(backend: Backend, catalog: Catalog, found: Findings) -> Assessment:
     """Decide, after every byte was read and every encoding decoded.
 
     Args:
         catalog: the candidates.
-        found: what `verify.examine` found wrong with them.
+        found: what `segment_scan.examine` found wrong with them.
     """
-    judging = _Judging(backend, catalog, found)
-    verdict = Verdict()
+    assessor = _Assessor(backend, catalog, found)
+    assessment = Assessment()
     waiting: dict[Node | None, list[Encoding]] = {}
     for edges in catalog.encodings.values():
         for edge in edges:
-            if not judging.reason(edge):
+            if not assessor.reason(edge):
                 waiting.setdefault(None if edge.base is None else edge.base.node, []).append(edge)
     # Start with fulls and work upwards. An encoding that is never reached builds on something that is lost.
     reached: list[Node | None] = [None]
@@ -61,19 +61,19 @@ def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
             base = None if edge.base is None else catalog.find(edge.base.node)
             if edge.base is not None and (base is None or base.state != edge.base.state):
                 continue
-            (verdict.rewritten if judging.torn(edge) else verdict.edges).append(edge)
+            (assessment.rewritten if assessor.torn(edge) else assessment.edges).append(edge)
             if edge.checkpoint not in seen:
                 seen.add(edge.checkpoint)
                 reached.append(edge.checkpoint)
-    whole = {edge.checkpoint for edge in verdict.edges}
-    verdict.rewritten = [edge for edge in verdict.rewritten if edge.checkpoint not in whole]
+    whole = {edge.checkpoint for edge in assessment.edges}
+    assessment.rewritten = [edge for edge in assessment.rewritten if edge.checkpoint not in whole]
     for node in catalog.checkpoints:
         if node not in seen:
-            verdict.lost[node] = judging.why(node, seen)
-    return verdict
+            assessment.lost[node] = assessor.why(node, seen)
+    return assessment
 
 
-class _Judging:
+class _Assessor:
     def __init__(self, backend: Backend, catalog: Catalog, found: Findings) -> None:
         self._backend = backend
         self._catalog = catalog

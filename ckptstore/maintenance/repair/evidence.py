@@ -25,10 +25,10 @@ from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import damaged_folds, read
 from ckptstore.log.partial_objects import slot_bytes, text_bytes
-from ckptstore.maintenance.repair.segment_descriptions import Told
+from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 from ckptstore.maintenance.verify.verify_findings import Damage
 
-__all__ = ["Log", "choose_run", "format_of", "on_its_way", "read_log"]
+__all__ = ["Log", "choose_run", "format_of", "in_progress", "read_log"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class Log:
     judged: Mapping[int, str] = field(default_factory=dict)
 
 
-def choose_run(backend: Backend, keys: Sequence[str], told: Mapping[str, Told], wanted: str | None) -> str:
+def choose_run(
+    backend: Backend, keys: Sequence[str], told: Mapping[str, SegmentDescription], wanted: str | None
+) -> str:
     """Return the run to repair.
 
     Args:
@@ -74,7 +76,7 @@ def choose_run(backend: Backend, keys: Sequence[str], told: Mapping[str, Told], 
     raise UsageError(f"{backend.url}: {wanted!r} names {len(matching)} of the runs that are here: {said}")
 
 
-def _claims(backend: Backend, keys: Sequence[str], told: Mapping[str, Told]) -> list[tuple[str, str]]:
+def _claims(backend: Backend, keys: Sequence[str], told: Mapping[str, SegmentDescription]) -> list[tuple[str, str]]:
     claims = []
     for key in keys:
         if key == FORMAT_KEY or slot_of(key) is not None:
@@ -123,7 +125,7 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
             judged[view.end - 1] = catalog.last
         damage += [Damage(key, "the fold is damaged") for key in damaged_folds(journal, view)]
     except CorruptLogError as error:
-        catalog = _whatever(backend, format_file, keys)
+        catalog = _readable_records(backend, format_file, keys)
         damage.append(Damage("log", str(error).removeprefix(f"{backend.url}: ")))
     present = set(keys)
     for seq in catalog.damage:
@@ -136,13 +138,13 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
     return Log(catalog, bool(catalog.term) and not damage, tuple(damage), judged)
 
 
-def on_its_way(log: Log, key: str) -> bool:
+def in_progress(log: Log, key: str) -> bool:
     """Tell whether an unreadable segment is not one of a whole log: a writer is writing it, or was killed doing so."""
     place = object_of(key)
     return log.whole and place is not None and place[0] >= log.catalog.term and place[1] not in log.catalog.segments
 
 
-def _whatever(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
+def _readable_records(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
     """Apply the newest readable fold, and every record above it that may continue it, across gaps."""
     builder = CatalogBuilder(_fold(backend, format_file.run, keys))
     slots = sorted(seq for key in keys if (seq := slot_of(key)) is not None)

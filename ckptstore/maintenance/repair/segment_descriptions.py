@@ -14,11 +14,11 @@ from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from ckptstore.formats.segment_steps import StepEncoding, read_ranks
 from ckptstore.maintenance.verify.verify_findings import Damage, is_bad_medium
 
-__all__ = ["Told", "survey"]
+__all__ = ["SegmentDescription", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SegmentDescription:
     """A segment's own description, without its tensors and trees.
 
     Attributes:
@@ -39,13 +39,13 @@ class Told:
     ranks: Mapping[int, tuple[int, ...]]
 
 
-def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, Told], list[Damage]]:
+def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, SegmentDescription], list[Damage]]:
     """Read the description of every segment. Return them by id, and the damage of those that cannot be read.
 
     Raises:
         StorageError: the medium failed, and not because of this one object.
     """
-    found: dict[str, Told] = {}
+    found: dict[str, SegmentDescription] = {}
     damage: list[Damage] = []
     for key in keys:
         place = object_of(key)
@@ -67,7 +67,7 @@ def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, Told], list
     return found, damage
 
 
-def _told(source: SegmentSource, key: str) -> Told:
+def _told(source: SegmentSource, key: str) -> SegmentDescription:
     def read(offset: int, length: int) -> bytes:
         out = bytearray(length)
         source.read_into(offset, memoryview(out))
@@ -77,7 +77,9 @@ def _told(source: SegmentSource, key: str) -> Told:
     header = read(0, header_length(read(0, min(8, size)), size, key))
     doc = parse(header, size, key, read)
     entry = SegmentEntry(doc.segment, doc.term, size, len(header), checksums.header_hash(header))
-    return Told(entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *read_ranks(doc.extra, doc.steps, key))
+    return SegmentDescription(
+        entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *read_ranks(doc.extra, doc.steps, key)
+    )
 
 
 def _shares(doc: SegmentDoc, size: int) -> dict[int, int]:

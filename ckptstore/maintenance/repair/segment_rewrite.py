@@ -18,7 +18,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.threads import Workers, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import Replica
-from ckptstore.maintenance.copies.copies_as_fulls import write_anew
+from ckptstore.maintenance.copies.copies_as_fulls import rewrite_as_full
 from ckptstore.maintenance.merge.chunk_copies import copy_encodings
 from ckptstore.maintenance.merge.merge_check import check_copies
 from ckptstore.restore.restore_plan import Plan
@@ -95,7 +95,7 @@ def rewrite_as_fulls(
     with _session(replica.backend, threads) as (session, _, _):
         for node, plan in left.items():
             entry = catalog.checkpoints[node]
-            segments, encoding = write_anew(session, source, catalog, entry, plan.encodings)
+            segments, encoding = rewrite_as_full(session, source, catalog, entry, plan.encodings)
             crash_point("repair.rewritten")
             done.segments += segments
             done.encodings.append(encoding)

@@ -16,11 +16,11 @@ from ckptstore.restore.chain import master_of
 from ckptstore.restore.chain_link import Link
 from ckptstore.restore.replay import Cell
 
-__all__ = ["Column", "Step", "cell_of", "columns_of"]
+__all__ = ["Column", "ColumnStep", "cell_of", "columns_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ColumnStep:
     """What one encoding does to a column.
 
     Attributes:
@@ -45,7 +45,7 @@ class Column:
     """
 
     cells: list[Cell] = field(default_factory=list)
-    steps: dict[Branch, Step] = field(default_factory=dict)
+    steps: dict[Branch, ColumnStep] = field(default_factory=dict)
     paired: bool = False
     sums: dict[tuple[Branch, str], tuple[int, int]] = field(default_factory=dict)
     left: int = 0
@@ -72,7 +72,7 @@ def cell_of(link: Link) -> Cell:
 
 def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
     """Return the columns of a tree, from the tensors of each of its encodings."""
-    joined = _Joined()
+    joined = _TensorSets()
     paired: list[Cell] = []
     for tensors in held.values():
         for link in tensors.values():
@@ -94,7 +94,7 @@ def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
     return list(columns.values())
 
 
-def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined: _Joined) -> None:
+def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined: _TensorSets) -> None:
     for branch, tensors in held.items():
         links: dict[Cell, tuple[list[Link], list[Link]]] = {}
         for link in tensors.values():
@@ -102,10 +102,10 @@ def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined:
                 column = links.setdefault(joined.find(cell_of(link)), ([], []))
                 column[link.base_ratio == 2].append(link)
         for top, (alone, copies) in links.items():
-            columns[top].steps[branch] = Step(tuple(alone), tuple(copies))
+            columns[top].steps[branch] = ColumnStep(tuple(alone), tuple(copies))
 
 
-class _Joined:
+class _TensorSets:
     """Disjoint sets of tensors that need each other (union-find)."""
 
     def __init__(self) -> None:

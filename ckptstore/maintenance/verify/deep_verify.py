@@ -25,7 +25,7 @@ from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import Encoding
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.task_pool import Task, sweep
-from ckptstore.maintenance.verify.decode_groups import Column, Step, cell_of, columns_of
+from ckptstore.maintenance.verify.decode_groups import Column, ColumnStep, cell_of, columns_of
 from ckptstore.maintenance.verify.encoding_trees import Branch
 from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.assembly import Held, held_by
@@ -51,7 +51,7 @@ def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Fi
     """Decode and replay every encoding. Compare every chunk's hash and every state digest with the recorded one.
 
     Args:
-        roots: see `branches.trees`.
+        roots: see `encoding_trees.trees`.
         found: known errors, whose encodings are skipped; collects new ones.
         threads: number of threads; each has two payloads and its columns in memory.
 
@@ -258,7 +258,7 @@ class _Decoding:
     outcome: _Outcome
     memory: _Memory = field(default_factory=dict)
 
-    def run(self, step: Step) -> _Memory:
+    def run(self, step: ColumnStep) -> _Memory:
         """Return the column's memory after this encoding."""
         for link in step.links:
             for index in self.column.chunks(cell_of(link), self.place):

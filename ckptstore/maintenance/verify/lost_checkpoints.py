@@ -41,7 +41,7 @@ _EVERYTHING: Final = _Everything()
 
 
 @dataclass(frozen=True, slots=True)
-class _After:
+class _Loss:
     """What is lost after an encoding was applied.
 
     Attributes:
@@ -55,8 +55,8 @@ class _After:
     closed: bool = False
 
 
-_WHOLE: Final = _After(frozenset(), False)
-_NOTHING: Final = _After(_EVERYTHING, True, True)
+_WHOLE: Final = _Loss(frozenset(), False)
+_NOTHING: Final = _Loss(_EVERYTHING, True, True)
 _SOUND: Final = Flaw()
 
 
@@ -66,9 +66,9 @@ class _Damage:
     catalog: Catalog
     found: Findings
     decoded: bool
-    known: dict[Node, _After] = field(default_factory=dict)
+    known: dict[Node, _Loss] = field(default_factory=dict)
 
-    def after(self, encoding: Encoding, below: _After) -> _After:
+    def after(self, encoding: Encoding, below: _Loss) -> _Loss:
         """Return what is lost of the state that `encoding` restores from a base that has lost `below`."""
         flaw = self.found.flaws.get(edge_of(encoding), _SOUND)
         if flaw.whole or any(segment in self.found.bad_segments for segment in encoding.segments):
@@ -76,7 +76,7 @@ class _Damage:
         hit = any(segment in self.found.bad_chunks for segment in encoding.segments)
         flawed = flaw.names | flaw.decoded if self.decoded else flaw.names
         if not (below.lost or hit or flawed):
-            return _After(below.lost, True) if flaw.state else _WHOLE
+            return _Loss(below.lost, True) if flaw.state else _WHOLE
         try:
             with ExitStack() as stack:
                 readers = []
@@ -89,9 +89,9 @@ class _Damage:
                     return _NOTHING
                 lost = self._lost(held, below.lost, flawed)
                 if not lost:
-                    return _After(frozenset(), flaw.state)
+                    return _Loss(frozenset(), flaw.state)
                 named = tensor_names(tree_of(readers, encoding))
-                return _After(lost, flaw.state or not {name_of(key) for key in lost}.isdisjoint(named))
+                return _Loss(lost, flaw.state or not {name_of(key) for key in lost}.isdisjoint(named))
         except CkptError:  # a load fails, too
             return _NOTHING
 
@@ -139,7 +139,7 @@ def lost_checkpoints(
 
     Args:
         catalog: the log.
-        plans: from one call of `plan.plan_all`: plans through the same state share the chain to it.
+        plans: from one call of `restore_plan.plan_all`: plans through the same state share the chain to it.
         found: unreadable segments, damaged chunks, and errors of encodings.
         threads: number of threads that read and decode in trial restores.
     """
