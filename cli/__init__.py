@@ -1,4 +1,4 @@
-"""The ``ckpt`` command: arguments in, text or JSON out. What it shows is computed by libraries of the engine.
+"""The ``ckpt`` command: parses arguments and prints text or JSON.
 
-Imports `analysis`, `doctor`, `tuning` and what is below them.
+Libraries of the engine compute what it prints. It imports `analysis`, `doctor`, `tuning` and the rooms below them.
 """

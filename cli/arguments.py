@@ -1,9 +1,9 @@
-"""Arguments and options that several commands share, and what gives each command ``--json`` and examples.
+"""Defines the arguments and options that several commands share, and adds ``--json`` and examples to each command.
 
-**Where STORE comes from.** It is the first argument. If ``CKPT_STORE`` is set, it may be left out where nothing else is
-given, and where the first argument is *written* like a REF (or, for a merge, a range) and the command takes one next:
-then it is that. This depends on nothing but the text, never on what exists: a folder named ``100`` is ``./100``.
-``-`` is ``CKPT_STORE`` anywhere.
+**Where STORE comes from.** STORE is the first argument. If ``CKPT_STORE`` is set, STORE may be omitted in two cases:
+no other argument is given, or the first argument is *written* like a REF (for ``merge``: like a range) and the command
+takes a REF (a range) next. The decision depends only on the text, never on which files exist: a folder named ``100``
+is written ``./100``. ``-`` stands for ``CKPT_STORE`` everywhere.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ __all__ = [
 ]
 
 DEFAULT_STORE: Final = "CKPT_STORE"
-"""The environment variable."""
+"""The environment variable that names the default store."""
 
 
 class _Command(click.Command):
-    """A command whose STORE may come from the environment."""
+    """A command that can take STORE from the environment."""
 
     examples: Sequence[str] = ()
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
-        """The examples, in lines that fit and can be pasted."""
+        """Write the examples, in lines that fit the terminal and can be pasted."""
         with formatter.section("Examples"):
             indent = " " * formatter.current_indent
             for example in self.examples:
@@ -57,7 +57,7 @@ class _Command(click.Command):
                     formatter.write(f"{indent}{line}\n")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, with STORE put where it was left out."""
+        """Parse arguments as click does, after inserting STORE if it was omitted."""
         store = os.environ.get(DEFAULT_STORE)
         arguments = [param for param in self.params if isinstance(param, click.Argument)]
         if store and arguments and isinstance(arguments[0].type, _Store) and self._left_out(ctx, args, arguments[1:]):
@@ -65,7 +65,7 @@ class _Command(click.Command):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click does; what was typed is remembered, for the hint of an error."""
+        """Invoke the command as click does. Keeps the typed arguments for the hint of an error."""
         from ckptstore.cli.hints import TYPED
 
         TYPED.set(dict(ctx.params))
@@ -83,12 +83,12 @@ class _Command(click.Command):
     def _left_out(self, ctx: click.Context, args: Sequence[str], rest: Sequence[click.Argument]) -> bool:
         words = self._words(ctx, args)
         like = {id(REF): LIKE_A_REF, id(RANGE): LIKE_A_RANGE}.get(id(rest[0].type)) if rest else None
-        if not words:  # a shell that completes the first word gets folders where that cannot be a REF
+        if not words:  # completing the first word: offer folders unless the next argument is a REF or a range
             return words is not None and (like is not None or not ctx.resilient_parsing)
         return like is not None and like.match(words[0]) is not None
 
     def _words(self, ctx: click.Context, args: Sequence[str]) -> list[str] | None:
-        """The arguments among `args`, which are no options; None if that cannot be said, and click will say why."""
+        """Return the arguments among `args` without the options; None if they do not parse (click reports why)."""
         options = click.Command(
             self.name, params=[one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         )
@@ -100,7 +100,7 @@ class _Command(click.Command):
 
 
 def _example(example: str, room: int) -> Iterator[str]:
-    """A command in lines of `room` columns: its remark above it, and its options in lines of their own."""
+    """Yield the lines of an example: the remark above the command, wrapped at `room` columns before an option."""
     line, _, remark = example.partition("  # ")
     if len(example) <= room:
         yield example
@@ -119,7 +119,7 @@ def command(
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a function the command `name`, with ``--json`` (passed as ``as_json``), ``--debug`` and `examples`.
 
-    Typed without anything behind it, it shows its help, unless it can stand `alone`.
+    Without arguments the command prints its help, unless `alone` is True.
     """
 
     def decorate(function: Callable[..., Any]) -> click.Command:
@@ -128,10 +128,10 @@ def command(
             click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text."),
         ):
             function = option(function)
-        # click lists the option that was added last first; these two belong at the end of the list.
+            # click lists the option added last first. Move these two to the end of the list.
         params: list[Any] = function.__click_params__  # type: ignore[attr-defined]
         params[:] = params[-2:] + params[:-2]
-        epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)  # of man pages
+        epilog = "\b\nExamples:\n" + "\n".join(f"  {example}" for example in examples)  # for man pages
         made = click.command(name, cls=_Command, epilog=epilog, no_args_is_help=not alone)(function)
         made.examples = examples
         return made
@@ -140,19 +140,19 @@ def command(
 
 
 def opened(store: str, *, create: bool = False) -> Store:
-    """Open the store at a path or URL; the engine is imported here and not before."""
+    """Open the store at a path or URL. The engine is imported here, not earlier, so that ``--help`` stays fast."""
     import ckptstore
 
     return ckptstore.open(store, create=create)
 
 
 def select_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--select GLOB``, which may be given several times; the function receives a tuple."""
+    """Return the option ``--select GLOB``. It may be given several times; the function receives a tuple."""
     return click.option("--select", multiple=True, metavar="GLOB", help=help_text)
 
 
 def answer_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--take-over`` and ``--timeout``, of commands that change the log beside a run that may be writing."""
+    """Add ``--take-over`` and ``--timeout``, for commands that change the log while a run may be writing."""
     for option in (
         click.option(
             "--timeout",
@@ -164,7 +164,7 @@ def answer_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--take-over",
             is_flag=True,
-            help="No run is writing: commit it here. Opens a new term; a run that does write is stopped by that.",
+            help="No run is writing: commit here. Opens a new term, which stops a run that is writing after all.",
         ),
     ):
         function = option(function)
@@ -174,11 +174,11 @@ def answer_options(function: Callable[..., Any]) -> Callable[..., Any]:
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
 else:
-    ParamType = click.ParamType  # generic only since click 8.2
+    ParamType = click.ParamType  # generic since click 8.2
 
 
 def _places(incomplete: str) -> list[CompletionItem]:
-    """Folders; and the beginnings of URLs, where no folder begins so. What is in a bucket is not looked up."""
+    """Complete folders, and URL schemes if no folder name starts that way. Does not list buckets."""
     from pathlib import Path
 
     from click.shell_completion import CompletionItem
@@ -193,8 +193,8 @@ def _places(incomplete: str) -> list[CompletionItem]:
     return [CompletionItem(incomplete, type="dir")]
 
 
-class _Place(ParamType):
-    """A path or URL where something is, or will be."""
+class _PlaceParam(ParamType):
+    """A path or URL, existing or to be created."""
 
     name = "place"
 
@@ -228,14 +228,14 @@ class _Store(ParamType):
 
 
 def _typed(ctx: click.Context, position: int) -> str | None:
-    """STORE (0) or REF (1) as typed so far. After an option without its value click has not assigned them yet."""
+    """Return STORE (0) or REF (1) as typed so far. click has not assigned them yet after an option without a value."""
     words = [ctx.params.get("store"), ctx.params.get("ref")] if ctx.params.get("store") else ctx.args
     word = words[position] if position < len(words) else None
     return os.environ.get(DEFAULT_STORE) if word == "-" and not position else word
 
 
 def _of_store(ctx: click.Context, names: Callable[[Store], list[str]], incomplete: str) -> list[CompletionItem]:
-    """Completions that are read from the store already typed; none if it cannot be read."""
+    """Return completions read from the store typed before; none if that store cannot be read."""
     from click.shell_completion import CompletionItem
 
     from ckptstore.errors import CkptError
@@ -245,12 +245,12 @@ def _of_store(ctx: click.Context, names: Callable[[Store], list[str]], incomplet
     try:
         found = names(opened(store))
     except (CkptError, OSError):
-        return []  # a shell has no place for an error message
+        return []  # shell completion cannot show an error message
     return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
 
 class _InStore(ParamType):
-    """The name of something that is in the store already typed, which a shell completes."""
+    """The name of something in the store typed before. The shell completes it."""
 
     def __init__(self, name: str, names: Callable[[click.Context, Store], Iterable[str]]) -> None:
         self.name = name
@@ -264,7 +264,7 @@ class _InStore(ParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        if self is REF and "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
+        if self is REF and "/" in incomplete:  # with CKPT_STORE set, this may also be a STORE
             return [CompletionItem(incomplete, type="dir")]
         return _of_store(ctx, lambda store: list(self._names(ctx, store)), incomplete)
 
@@ -274,7 +274,7 @@ def _refs(_: click.Context, store: Store) -> Iterable[str]:
 
 
 class _Range(ParamType):
-    """``A..B``: first A is completed, with the dots, then B."""
+    """``A..B``: completes A with the dots first, then B."""
 
     name = "A..B"
 
@@ -286,7 +286,7 @@ class _Range(ParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        if "/" in incomplete:  # with CKPT_STORE set, this may be a STORE as well
+        if "/" in incomplete:  # with CKPT_STORE set, this may also be a STORE
             return [CompletionItem(incomplete, type="dir")]
         first, dots, _ = incomplete.partition("..")
         if dots:
@@ -308,7 +308,7 @@ class _Size(ParamType):
         try:
             amount = float(digits) * _UNITS[text[len(digits) :].strip()]
         except (ValueError, KeyError):
-            self.fail(f"{value!r} is no size: write 5GB, 500MiB or a number of bytes", param, ctx)
+            self.fail(f"{value!r} is not a size: write 5GB, 500MiB or a number of bytes", param, ctx)
         if not 1 <= amount < 2**63:
             self.fail(f"{value!r} is out of range", param, ctx)
         return int(amount)
@@ -327,7 +327,7 @@ class _Step(ParamType):
 
 
 class _Rule(ParamType):
-    """A rule of retention; its beginning is completed."""
+    """A retention rule. The shell completes its name."""
 
     name = "RULE"
 
@@ -347,8 +347,8 @@ class _Rule(ParamType):
 
 STORE = click.argument("store", metavar="STORE", type=_Store())
 STORE_OR_NOTHING = click.argument("store", metavar="[STORE]", type=_Store(), required=False)
-PLACE = _Place()
-"""A path or URL: a folder, another store, where a copy goes."""
+PLACE = _PlaceParam()
+"""A path or URL: a folder, another store, or the target of a copy."""
 REF = _InStore("REF", _refs)
 RANGE = _Range()
 RULE = _Rule()

@@ -1,7 +1,7 @@
-"""What a command raises when nobody reads its output any more."""
+"""Defines the error for a closed stdout."""
 
 from __future__ import annotations
 
 
 class ClosedPipeError(Exception):
-    """Whoever read our stdout has gone, as with ``| head``."""
+    """The process that read our stdout has exited, as with ``| head``."""

@@ -1,4 +1,4 @@
-"""Requests and bytes of an object store, as people and scripts read them; money at the prices that they give."""
+"""Prints requests and bytes of an object store as text or JSON, with their cost at given prices."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 __all__ = ["Prices", "parsed", "show_costs"]
 
 Prices = tuple[float, float, float]
-"""Of a million reads (GET, HEAD), of a million writes and listings, and of a GB that is received."""
+"""Price of a million reads (GET, HEAD), of a million writes and listings, and of a GB received."""
 _READS: Final = ("get", "range", "head")
 _FREE: Final = ("delete",)
 
 
 def parsed(text: str) -> Prices:
-    """``READ,WRITE,GB``. Raises `click.UsageError`."""
+    """Parse ``READ,WRITE,GB``. Raises `click.UsageError` if `text` has another form."""
     try:
         read, write, gigabyte = (float(part) for part in text.split(","))
     except ValueError:
         raise click.UsageError(f"--prices: {text!r:.80}; three numbers are needed, as in 0.4,5,0.09") from None
     if not all(0 <= price < 1e9 for price in (read, write, gigabyte)):
-        raise click.UsageError(f"--prices: {text!r:.80}; numbers from 0 on are needed")
+        raise click.UsageError(f"--prices: {text!r:.80}; numbers must be 0 or more")
     return read, write, gigabyte
 
 
 def show_costs(found: RequestCosts | None, prices: Prices | None, as_json: bool) -> None:
-    """Print what a command and a restore take."""
+    """Print the requests and bytes of a restore and of this command."""
     if found is None:
         if as_json:
             emit({"ref": None, "restore": None, "command": None})

@@ -1,6 +1,6 @@
-"""Where the ``ckpt`` script begins. Ctrl-C while Python is importing ends it as a later one does, without a traceback.
+"""Entry point of the ``ckpt`` script: Ctrl-C exits without a traceback even while Python is still importing.
 
-Importing this module takes SIGINT over, if nobody has: that is what it is for, and only the script does it.
+Importing this module installs a SIGINT handler, unless another one is installed. Only the script imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _INTERRUPTED = 130
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    os._exit(_INTERRUPTED)  # nothing was printed yet, and nothing is open
+    os._exit(_INTERRUPTED)  # nothing has been printed or opened yet
 
 
 _OURS = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -26,12 +26,12 @@ if _OURS:
 
 
 def main() -> NoReturn:
-    """Run the command: see `ckptstore.cli.main.main`."""
+    """Run the command. See `ckptstore.cli.main.main`."""
     from ckptstore.cli.main import main as run
 
     try:
         if _OURS:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
-    except KeyboardInterrupt:  # before the command had begun, which tells of it by itself
+    except KeyboardInterrupt:  # the command had not started; once started it reports the interrupt itself
         sys.exit(_INTERRUPTED)

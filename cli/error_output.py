@@ -1,4 +1,4 @@
-"""Errors as a person or a script sees them: one line and a hint on stderr, an exit code, a JSON document on request."""
+"""Reports errors: a line and a hint on stderr, an exit code, and a JSON document with ``--json``."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from ckptstore.cli.closed_pipe import ClosedPipeError
 from ckptstore.cli.hints import hint_for
 
 INTERNAL = 70
-"""Exit code of an error that is not one of ours: a bug (``EX_SOFTWARE`` of sysexits.h)."""
+"""Exit code of an unexpected error, which is a bug (``EX_SOFTWARE`` of sysexits.h)."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 TERMINATED = 143
 """Exit code after SIGTERM: 128 + SIGTERM."""
 CLOSED_PIPE = 141
-"""Exit code when the reader of stdout went away (``| head``): 128 + SIGPIPE."""
+"""Exit code after the reader of stdout exited (``| head``): 128 + SIGPIPE."""
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:
-    """Print `error` the way this command line asks for, and return the exit code.
+    """Print `error` as this command line asks for it, and return the exit code.
 
-    With ``--debug`` among `arguments` every exception is raised again. Under ``--json`` stdout still gets one
+    With ``--debug`` among `arguments` every exception is raised again. With ``--json`` stdout still gets one
     document: ``{"error": {...}}``.
     """
     if isinstance(error, SystemExit):
         raise error
-    # click makes an Abort of both. Prevents: a file that ends too early, reported as "interrupted".
+    # click turns both into an Abort. Prevents: a file that ends too early, reported as "interrupted".
     if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
         error = error.__cause__
     if isinstance(error, ClosedPipeError):
-        # Nobody reads stdout any more. Point it elsewhere, or the interpreter complains when it flushes at exit.
+        # Redirect stdout to /dev/null. Otherwise the interpreter reports an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
     if "--debug" in arguments and not isinstance(error, click.exceptions.Abort | click.ClickException):
@@ -50,7 +50,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     if "--json" in arguments and message:
         from ckptstore.cli.output import emit_line
 
-        with contextlib.suppress(OSError):  # stdout may be what failed, as on a full disk: stderr has it
+        with contextlib.suppress(OSError):  # stdout itself may have failed (full disk); stderr has the message
             emit_line({"error": {"type": _name(error), "message": message, "hint": hint, "exit_code": code}})
     return code
 
@@ -58,16 +58,16 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
 def _said(text: str, hanging: int, color: bool | None) -> None:
     from ckptstore.cli.text_wrap import columns, fitted
 
-    with contextlib.suppress(OSError):  # stderr may be full as well: the exit code still says what happened
+    with contextlib.suppress(OSError):  # stderr may have failed as well; the exit code still reports the error
         click.echo(fitted(text, columns(err=True), hanging), err=True, color=color)
 
 
 def describe(error: BaseException) -> tuple[int, str, str | None]:
-    """Exit code, one-line message and hint for any exception."""
+    """Return the exit code, the one-line message and the hint of any exception."""
     if isinstance(error, click.exceptions.Abort | KeyboardInterrupt):
         return INTERRUPTED, "interrupted", None
     if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click >= 8.2
-        click.echo(str(error), err=True)  # a bare `ckpt` or `ckpt log`: the help is the message
+        click.echo(str(error), err=True)  # `ckpt` or `ckpt log` without arguments: the help is the message
         return errors.UsageError.exit_code, "", None
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
@@ -86,7 +86,7 @@ def describe(error: BaseException) -> tuple[int, str, str | None]:
 
 
 def _rules(message: str) -> str | None:
-    """What to type where the rules of `ckpt prune` were written as `ckpt keep` takes them."""
+    """Return a hint if rules were passed to `ckpt prune` the way `ckpt keep` takes them."""
     extra = re.match(r"Got unexpected extra arguments? \((.*)\)", message)
     words = extra[1].split() if extra else []
     if not words:
@@ -95,7 +95,7 @@ def _rules(message: str) -> str | None:
 
     if not all(kind_of(word) is not None for word in words):
         return None
-    return "each rule has its --keep: " + " ".join(f"--keep {word}" for word in words)
+    return "pass each rule with its own --keep: " + " ".join(f"--keep {word}" for word in words)
 
 
 def _one_line(error: BaseException) -> str:

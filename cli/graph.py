@@ -1,4 +1,4 @@
-"""A forest of checkpoints as text columns, as ``git log --graph`` draws commits."""
+"""Draws a forest of checkpoints as text columns, as ``git log --graph`` draws commits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Node = TypeVar("Node", bound=Hashable)
 def draw(
     nodes: Sequence[Node], parents: Mapping[Node, Node | None], known: Container[Node] | None = None
 ) -> Iterator[tuple[str, Node | None]]:
-    """Lines of the graph: (columns, node), or (columns, None) for a line that only joins branches.
+    """Yield the lines of the graph: (columns, node), or (columns, None) for a line that only joins branches.
 
     Args:
         nodes: newest first; a node's parent comes after it.
-        parents: the node each continues from; a parent that is not known counts as none.
-        known: nodes that exist, although the drawing may end before them; by default those of `nodes`.
+        parents: the parent of each node; an unknown parent counts as none.
+        known: nodes that exist even if the drawing ends before them; default: those of `nodes`.
 
-    Every column ("lane") waits for the next node of its branch; lanes that wait for one node are joined above it.
+    Each column ("lane") waits for the next node of its branch. Lanes that wait for the same node are joined above it.
     """
     known = set(nodes) if known is None else known
     lanes: list[Node | None] = []
@@ -44,7 +44,7 @@ def draw(
 
 
 def _join(lanes: Sequence[Node | None], into: int, lane: int) -> str:
-    """The line on which `lane` joins `into` and the lanes right of it move one column left."""
+    """Return the line on which `lane` joins `into` and the lanes to its right move one column left."""
     marks = ["|" if waiting is not None else " " for waiting in lanes]
     text = " ".join(marks[: into + 1])
     for index in range(into + 1, lane):

@@ -1,6 +1,6 @@
-"""What to do about an error, with the names that were typed, ready to paste.
+"""Suggests what to do about an error, as a command ready to paste.
 
-Nothing here may fail: whoever asks for a hint has an error already.
+Nothing here may fail: the caller is already handling an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ckptstore.cli.ref_syntax import like_a_ref
 __all__ = ["TYPED", "hint_for", "near_names", "note_damage"]
 
 TYPED: ContextVar[Mapping[str, Any] | None] = ContextVar("TYPED", default=None)
-"""The arguments and options of the command that runs."""
+"""The arguments and options of the running command."""
 
 _REFS = ("ref", "refs", "ref_a", "ref_b", "rest")
-"""Arguments of commands that take a STORE and REFs, in which the STORE stands if they were written the other way."""
+"""Arguments of commands that take a STORE and REFs. If the user swapped the order, STORE is in one of these."""
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.CheckpointNotFoundError, "`ckpt log {store}` lists the checkpoints"),
@@ -32,17 +32,17 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
     (errors.KeyNotFoundError, "`ckpt verify {store}` names what is damaged and what is still restorable"),
     (errors.IncompatibleFormatError, "a newer version of ckptstore wrote this; upgrade"),
     (errors.CommitUnknownError, "`ckpt log {store}` shows whether the checkpoint is there"),
-    (errors.StoreReplacedError, "the store may have been moved: look for it where it was moved to"),
-    (errors.RequestRefusedError, "nothing was changed; the same command asks anew"),
-    (errors.RequestTimeoutError, "asking again does no harm; if no run is writing: --take-over"),
-    (errors.FencedError, "another writer took the store over; `ckpt log {store}` shows its term"),
+    (errors.StoreReplacedError, "the store may have been moved: look for it in its new place"),
+    (errors.RequestRefusedError, "nothing was changed; run the same command to ask again"),
+    (errors.RequestTimeoutError, "it is safe to ask again; if no run is writing: --take-over"),
+    (errors.FencedError, "another writer took over the store; `ckpt log {store}` shows its term"),
 )
 
 
 def hint_for(error: BaseException) -> str | None:
-    """The hint for an error: what it says itself, else what its kind tells."""
-    # What a script would call next is of no use in a shell: the command is named below.
-    notes = [note for note in getattr(error, "__notes__", ()) if "does not need the damaged data: load(" not in note]
+    """Return the hint for an error: the error's own note, or the hint of its class."""
+    # A note that says which Python call to make does not help in a shell. The command is named below instead.
+    notes = [note for note in getattr(error, "__notes__", ()) if "needs nothing of this: load(" not in note]
     if notes:
         return str(notes[-1])
     typed = TYPED.get() or {}
@@ -55,7 +55,7 @@ def hint_for(error: BaseException) -> str | None:
         return f"did you mean {shlex.quote(folders[0])}?" if folders else None
     if "has no rules of retention" in str(error) and isinstance(store, str):
         name = shlex.quote(store)
-        return f"`ckpt prune {name} --keep last:100` for once, or `ckpt keep {name} last:100` for good"
+        return f"`ckpt prune {name} --keep last:100` prunes once; `ckpt keep {name} last:100` sets the rule for good"
     text = next((text for kind, text in _HINTS if isinstance(error, kind)), None)
     if text is None:
         return None
@@ -72,7 +72,7 @@ def hint_for(error: BaseException) -> str | None:
 
 
 def _became(message: str, store: str) -> str | None:
-    """What the log says of a step that is not there."""
+    """Return what the log says of a missing step."""
     wanted = re.match(r"no checkpoint (?:of )?(?:step )?([0-9]{1,16})(?:@([0-9]{1,10}))?\b", message)
     if wanted is None:
         return None
@@ -86,7 +86,7 @@ def _became(message: str, store: str) -> str | None:
 
 
 def note_damage(store: str, damage: Sequence[str]) -> int:
-    """Say what a command that went on all the same found wrong with a store's log -> its exit code; 0: nothing."""
+    """Print the damage that a command found in a store's log and tolerated. Return the exit code; 0: no damage."""
     from ckptstore.cli.output import note
 
     if not damage:
@@ -99,7 +99,7 @@ def note_damage(store: str, damage: Sequence[str]) -> int:
 
 
 def near_names(path: str) -> list[str]:
-    """Folders and files beside `path` whose names are like it; none if it is there, or is no path."""
+    """Return names beside `path` that resemble it; none if `path` exists or is not a local path."""
     place = Path(path).expanduser()
     try:
         if "://" in path or place.exists():
@@ -111,12 +111,12 @@ def near_names(path: str) -> list[str]:
 
 
 def _store_first(store: Any, typed: Mapping[str, Any]) -> str | None:
-    """What to type where a REF was written before the STORE."""
+    """Return what to type if a REF was written before the STORE."""
     if not isinstance(store, str) or not like_a_ref(store):
         return None
     words = [word for name in _REFS for word in _words(typed.get(name))]
     stores: list[str] = []
-    with suppress(OSError, RuntimeError):  # a name too long, the home of nobody
+    with suppress(OSError, RuntimeError):  # a name that is too long, or ~ of an unknown user
         stores = [one for one in words if Path(one).expanduser().joinpath("FORMAT").is_file()]
     return f"STORE comes before the REF: {shlex.quote(stores[0])} {shlex.quote(store)}" if stores else None
 
@@ -136,12 +136,12 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
             if Path(path).suffix in _FILES
             else "`ckpt ls` lists those that are here"
         )
-    if "bucket" in str(error):  # nothing here makes one
+    if "bucket" in str(error):  # ckpt does not create buckets
         return None
-    if "ckpt repair" in str(error):  # a store that has lost its FORMAT is no place for another one
+    if "ckpt repair" in str(error):  # the folder is a store without its FORMAT file: do not suggest another store here
         return f"`ckpt repair {shlex.quote(path)} DST` makes a store of what is there"
     stores = [near for near in near_names(path) if Path(near, "FORMAT").is_file()]
-    if "://" not in path and not stores:  # a folder of a store is no place for another one
+    if "://" not in path and not stores:  # inside the folder of a store: do not suggest another store here
         with suppress(OSError):
             stores = [str(one) for one in Path(path).expanduser().parents if (one / "FORMAT").is_file()]
     if stores:
@@ -158,9 +158,9 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
 
 
 def _instead(near: str, store: str, out: Any) -> str:
-    """The checkpoint to be had in place of a damaged one, and the command that restores it."""
+    """Return the command that restores an intact checkpoint instead of a damaged one."""
     name = shlex.quote(str(out)) if out is not None else "FILE"
     return (
-        f"{near} is the nearest before it that does not need this segment: "
+        f"{near} is the nearest earlier checkpoint that does not need this segment: "
         f"`ckpt restore {shlex.quote(store)} {near} --out {name}`; "
     )

@@ -1,4 +1,4 @@
-"""The ``ckpt`` command group. It imports click and nothing else, so that ``ckpt --help`` costs what click costs."""
+"""Defines the ``ckpt`` command group. Imports only click, so that ``ckpt --help`` starts as fast as click does."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from ckptstore.errors import EXIT_CODES
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
-        "ls": ("ls", "List the runs below a folder: how far, how large, how old."),
+        "ls": ("ls", "List the runs below a folder: steps, size, age."),
         "log": ("log", "List checkpoints, newest first, with forks as a graph."),
         "inspect": ("inspect", "Show the tensors, the chain and the state of a checkpoint."),
         "diff": ("diff", "Compare two checkpoints tensor by tensor."),
         "watch": ("watch", "Follow a run that is being written."),
-        "follow": ("follow", "Keep up with a run that another process or machine writes."),
+        "follow": ("follow", "Fetch each new checkpoint of a run that another process or machine writes."),
         "stats": ("stats", "Show where a store's bytes are, and how it grows."),
     },
     "Check": {
         "verify": ("verify", "Check every byte and hash of a store, or of one checkpoint."),
         "bisect": ("bisect", "Find the checkpoint at which something began."),
-        "repair": ("repair", "Make a store of what is intact of a damaged one."),
+        "repair": ("repair", "Make a new store from the intact parts of a damaged one."),
     },
     "Get in and out": {
         "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
         "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
         "copy": ("copy", "Copy checkpoints to another place."),
-        "sync": ("sync", "Bring to a second tier what it lacks."),
+        "sync": ("sync", "Copy to a second tier what is missing there."),
     },
     "Name, and make smaller": {
         "tag": ("tag", "Name a checkpoint, or list the tags."),
-        "keep": ("keep", "Say which checkpoints a store keeps, or show it."),
-        "prune": ("prune", "Give up the checkpoints that no rule keeps."),
+        "keep": ("keep", "Set which checkpoints a store keeps, or show it."),
+        "prune": ("prune", "Retire the checkpoints that no rule keeps."),
         "retire": ("retire", "Give up checkpoints, so that gc may delete them."),
-        "compact": ("compact", "Store kept checkpoints anew, so that bases that nobody keeps can go."),
+        "compact": ("compact", "Rewrite kept checkpoints, so that bases that are only held can be deleted."),
         "merge": ("merge", "Merge the diffs of a range into one segment."),
         "gc": ("gc", "Delete the segments that nothing needs."),
     },
     "Decide": {
-        "analyze": ("analyze", "Say what each codec and interval would make of checkpoints."),
+        "analyze": ("analyze", "Estimate the size of checkpoints for each codec and interval."),
         "tune": ("tune", "Choose how often to save, how often to store fulls, how to batch diffs."),
     },
     "The command itself": {
-        "doctor": ("doctor", "Say what works on this machine and medium, what is slow, and what to do."),
+        "doctor": ("doctor", "Report what works on this machine and medium, what is slow, and what to do."),
         "completion": ("completion", "Print the completion script of a shell."),
     },
 }
-"""What commands are for -> command -> (module under ``commands/``, first line of its help), as in ``ckpt --help``.
+"""Group title -> command -> (module under ``commands/``, first line of its help), as in ``ckpt --help``.
 
-The line stands here too because the listing must not import the modules; a test compares the two.
+The line is repeated here because the listing must not import the modules. A test compares the two.
 """
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -67,7 +67,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Command -> (module, first line of its help)."""
 
 _ALIASES: dict[str, str] = {"rm": "retire"}
-"""What people type -> the command that it is, which names itself in its help."""
+"""Alias -> command. The command names itself in its help."""
 
 _TRIED: dict[str, str] = {
     "delete": "`ckpt retire` gives up checkpoints; `ckpt gc` frees the space",
@@ -82,14 +82,14 @@ _TRIED: dict[str, str] = {
     "du": "`ckpt stats` shows where the bytes are",
     "squash": "`ckpt merge` puts the diffs of a range into one segment",
 }
-"""What people try -> what there is."""
+"""Command names of other tools -> what to use instead."""
 
 _REPORT_DAMAGE = frozenset({"gc", "log", "stats", "watch"})
-"""Commands whose own output names damaged slots: they need no warning of them."""
+"""Commands whose own output names damaged slots: they print no warning about them."""
 
 EPILOG = """\b
 REF names a checkpoint: latest | STEP | STEP@TERM | tag:NAME
-STORE is a path or a URL. With CKPT_STORE set it may be left out before a REF
+STORE is a path or a URL. If CKPT_STORE is set, it may be omitted before a REF
 or at the end, and `-` stands for it anywhere.
 
 \b
@@ -98,14 +98,14 @@ Exit codes:
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when that command is invoked, and turns errors into exit codes."""
+    """A group that imports a command's module when the command is invoked, and turns errors into exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
-        """Names, in the order of `COMMANDS`."""
+        """Return the names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  # click's signature
-        """Import and return the command; None if there is none of this name."""
+        """Import and return the command; None if the name is unknown."""
         name = _ALIASES.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
@@ -116,7 +116,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, but suggest from `COMMANDS` (click would look among registered commands: there are none)."""
+        """Resolve as click does, but suggest from `COMMANDS`: no command is registered with click."""
         name = args[0]
         if name in COMMANDS or name in _ALIASES or name.startswith("-"):
             return super().resolve_command(ctx, args)
@@ -131,7 +131,7 @@ class LazyGroup(click.Group):
         raise click.UsageError(f"there is no command {name!r}{meant}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
-        """List the commands by what they are for, without importing them."""
+        """List the commands by group, without importing them."""
         width = max(map(len, COMMANDS))
         for title, group in GROUPS.items():
             with formatter.section(title):
@@ -145,7 +145,7 @@ class LazyGroup(click.Group):
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a closed stdout becomes an error of our own, before click turns it into exit code 1."""
+        """Run the command. Turns a closed stdout into our own error before click turns it into exit code 1."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:
@@ -159,7 +159,7 @@ class LazyGroup(click.Group):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command line; in standalone mode report errors as ``error: message`` and exit with their code."""
+        """Run a command line. In standalone mode report errors as ``error: message`` and exit with their code."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
@@ -172,13 +172,13 @@ class LazyGroup(click.Group):
         except BaseException as error:  # noqa: BLE001  # the boundary: every error becomes a line and an exit code
             from ckptstore.cli.error_output import report
 
-            # Nothing is swallowed: report() raises SystemExit again, and with --debug every error.
+            # No error is swallowed: report() raises SystemExit again, and with --debug every error.
             sys.exit(report(error, arguments))
         sys.exit(result if isinstance(result, int) else 0)
 
 
 def _remark(message: Warning | str, *_where: Any, **_how: Any) -> None:
-    """Warnings are for whoever typed the command: no place in the source."""
+    """Print a warning without its place in the source: the reader is the user of the command."""
     from ckptstore.cli.output import note
     from ckptstore.host.caller_warnings import DamagedLogWarning
 
@@ -214,16 +214,16 @@ def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
 )
 @click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 def cli() -> None:
-    """Look into, check, restore and fill checkpoint stores.
+    """Inspect, check, restore and fill checkpoint stores.
 
     \b
-    ckpt log runs/gpt                          what is there
+    ckpt log runs/gpt                          list the checkpoints
     ckpt restore runs/gpt --out model.safetensors
     """
 
 
 def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
-    # SystemExit unwinds the stack, so that temporary files are removed; 143 is what a shell reports.
+    # SystemExit unwinds the stack, so that temporary files are removed. Shells report 143.
     sys.exit(128 + signal.SIGTERM)
 
 
@@ -235,7 +235,7 @@ def _unraisable(ignored: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(ignored)
     else:
         # Prevents: a command that never ends, because its signal came while a finalizer ran. Python ignores
-        # what a finalizer raises. By then the finalizer has returned.
+        # exceptions raised in a finalizer. When the timer fires, the finalizer has returned.
         background_threads.after(0.05, lambda: os.kill(os.getpid(), number))
 
 
@@ -245,27 +245,27 @@ def open_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # Prevents: a file of a store that gets number 1 or 2, so that what is printed is written into it.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number: this one
-        if getattr(sys, name) is None:  # so Python says that it was closed; `sys.__stdout__` stays None
+            # Prevents: a file of a store that gets descriptor 1 or 2, so that printed text is written into it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open() returns the lowest free number: this one
+        if getattr(sys, name) is None:  # Python marks a closed stream this way; `sys.__stdout__` stays None
             stream = open(os.devnull, "w" if number else "r", encoding="utf-8")  # noqa: SIM115  # until the process ends
             setattr(sys, name, stream)
 
 
 def heed_signals() -> None:
-    """Have SIGTERM end this process as Ctrl-C does, whatever it is doing."""
+    """Let SIGTERM end this process as Ctrl-C does, at any point."""
     signal.signal(signal.SIGTERM, _terminated)
     sys.unraisablehook = _unraisable
 
 
 def main() -> NoReturn:
-    """Entry point of the ``ckpt`` script."""
+    """Run the ``ckpt`` script."""
     open_standard_streams()
     heed_signals()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name or a sign that the terminal cannot show is no error
-    if "_CKPT_COMPLETE" in os.environ:  # a shell asks
+            stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is no error
+    if "_CKPT_COMPLETE" in os.environ:  # a shell asks for completions
         from ckptstore.cli import shell_completion
 
         shell_completion.register()

@@ -1,4 +1,4 @@
-"""What the commands print: JSON, aligned tables, sizes, progress bars. rich is imported only to draw a bar."""
+"""Formats command output: JSON, aligned tables, sizes, progress bars. rich is imported only to draw a bar."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ __all__ = [
 ]
 
 SCHEMA: Final = 1
-"""Of every JSON document that the command prints (docs/json.md)."""
+"""Schema version of every JSON document that the command prints (docs/json.md)."""
 _MINUTE: Final = 60
 
 
 def emit(document: dict[str, Any]) -> None:
-    """Print one JSON document to stdout: a member per line, and within a list of objects an object per line.
+    """Print one JSON document to stdout: a member per line, and an object per line within a list of objects.
 
-    Numbers that JSON cannot hold (NaN, infinities) become null.
+    Numbers that JSON cannot represent (NaN, infinities) become null.
     """
     import json
 
@@ -75,19 +75,19 @@ def emit(document: dict[str, Any]) -> None:
 
 
 def emit_line(document: dict[str, Any]) -> None:
-    """Print one JSON document in one line, for documents that come one after the other."""
+    """Print one JSON document on one line, for streams of documents."""
     import json
 
     click.echo(_encodable(json.dumps(_finite(_with_schema(document)), ensure_ascii=False, allow_nan=False)))
 
 
 def _encodable(text: str) -> str:
-    """JSON without lone surrogates (a file's name that is no UTF-8 has them): JSON's own escapes stand for them."""
+    """Escape lone surrogates in JSON text. File names that are not UTF-8 contain them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _with_schema(document: dict[str, Any]) -> dict[str, Any]:
-    """Every document says which form it has: a member that is taken away or changes its meaning makes it 2."""
+    """Add the schema version. Removing a member or changing its meaning raises it to 2."""
     return {"schema": SCHEMA, **document}
 
 
@@ -102,12 +102,12 @@ def _finite(value: Any) -> Any:
 
 
 def note(message: str) -> None:
-    """Print a remark to stderr: it must not end up in a pipe."""
+    """Print a note to stderr, so that it does not end up in a pipe."""
     say(f"{click.style('note:', bold=True)} {message}", hanging=6, err=True)
 
 
 def tell_asked(host: str | None, pid: int | None, timeout: float | None) -> None:
-    """Say that a writer was asked, and how long its answer is waited for."""
+    """Print that a writer was asked, and how long the command waits for its answer."""
     process = [printable(host)] if host is not None else []
     process += [f"pid {pid}"] if pid is not None else []
     who_is = f" ({', '.join(process)})" if process else ""
@@ -116,7 +116,7 @@ def tell_asked(host: str | None, pid: int | None, timeout: float | None) -> None
 
 
 def number(value: float | None) -> str:
-    """A measured number in four digits, an integer in full, ``-`` for none."""
+    """Format a measured number with four digits, an integer in full, None as ``-``."""
     if value is None:
         return "-"
     if isinstance(value, int):
@@ -125,24 +125,24 @@ def number(value: float | None) -> str:
 
 
 def ratio(before: int, after: int) -> str:
-    """How many times smaller `after` is: ``1.00x``."""
+    """Format how many times smaller `after` is: ``1.00x``."""
     return f"{before / after:.2f}x" if after else "-"
 
 
 def some(names: Sequence[str], most: int = 8) -> str:
-    """Names in a row, the middle of a long row left out."""
+    """Join names with commas. The middle of a long list is omitted."""
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[: most // 2])} ... {', '.join(names[-most // 2 :])} ({len(names):,} in all)"
 
 
 def shape(dimensions: Sequence[int]) -> str:
-    """``50257x768``; a 0-d tensor is a ``scalar``."""
+    """Format a shape: ``50257x768``; a 0-d tensor is a ``scalar``."""
     return "x".join(map(str, dimensions)) if dimensions else "scalar"
 
 
 def short_key(key: str, *, short: bool) -> str:
-    """The key of a segment; `short` for a terminal, as term and the beginning of its name: ``6/ad8eac53``."""
+    """Format a segment's key; `short`, for a terminal, is the term and the start of its name: ``6/ad8eac53``."""
     parts = key.removesuffix(".safetensors").split("/")
     if not short or len(parts) != 3 or not parts[1].isdecimal():
         return key
@@ -150,7 +150,7 @@ def short_key(key: str, *, short: bool) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Local date and time of a unix time stamp; information only, so an absurd one is printed as it stands."""
+    """Format a Unix time stamp as local date and time. An absurd one is printed as a number: it is only informative."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
@@ -158,7 +158,7 @@ def moment(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``0.41 s``, ``3 min 20 s``, ``2 h 12 min``, ``3 d 4 h``; what is nothing is left out: ``4 h``."""
+    """Format seconds: ``0.41 s``, ``3 min 20 s``, ``2 h 12 min``, ``3 d 4 h``. A second part of zero is omitted."""
     if seconds < 60:
         return f"{seconds:.2f} s"
     whole = int(seconds)
@@ -170,7 +170,7 @@ def duration(seconds: float) -> str:
 
 
 def between(span: tuple[float, float] | None) -> str:
-    """An estimate: ``less than 1 s``, ``about 12 s``, ``3 to 8 s``, ``40 s to 2 min 10 s``; empty: there is none."""
+    """Format an estimate: ``less than 1 s``, ``about 12 s``, ``3 to 8 s``, ``40 s to 2 min 10 s``; empty for None."""
     if span is None:
         return ""
     low, high = (math.ceil(value) for value in span)
@@ -186,7 +186,7 @@ def _whole(seconds: int) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long ago: ``12 s``, ``3 min``, ``5 h``, ``8 d``; ``0 s`` of a time to come."""
+    """Format how long ago: ``12 s``, ``3 min``, ``5 h``, ``8 d``; ``0 s`` for a time in the future."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{int(seconds // length)} {unit}"
@@ -194,12 +194,12 @@ def age(seconds: float) -> str:
 
 
 def _named(host: str | None, pid: int | None) -> tuple[str, str]:
-    """A process, and where it is: ``process 411`` and `` on node-7``."""
+    """Format a process and its host: ``process 411`` and `` on node-7``."""
     return (f"process {pid}" if pid is not None else "somebody", f" on {printable(host)}" if host is not None else "")
 
 
 def who(writer: str, host: str | None, pid: int | None) -> str:
-    """What is known of who writes (see `ckptstore.RunInfo`): ``process 411 is writing``, ``closed, ...``."""
+    """Describe the writer's state (see `ckptstore.RunInfo`): ``process 411 is writing``, ``closed, ...``."""
     process, where = _named(host, pid)
     return {
         "alive": f"{process} is writing",
@@ -211,12 +211,12 @@ def who(writer: str, host: str | None, pid: int | None) -> str:
 
 
 def writing(last: LastWriter) -> str:
-    """Who writes, or since when nobody does: ``writer: process 411 is writing``, ``no writer: it was closed, ...``."""
+    """Describe who writes, or since when nobody does: ``writer: process 411 is writing``, ``no writer: ...``."""
     process, where = _named(last.host, last.pid)
     if last.state == "none":
         return "no writer yet"
     since = "" if last.time is None else f"{age(time.time() - last.time)} ago"
-    if last.purpose is not None:  # a command did something while nobody wrote
+    if last.purpose is not None:  # a command took over while no run was writing
         before = {"closed": "; the run was closed", "gone": "; the run had not closed (killed?)"}.get(last.state, "")
         return f"no writer: taken over {since or 'once'} to {printable(last.purpose)}{before}"
     said = {
@@ -229,14 +229,14 @@ def writing(last: LastWriter) -> str:
 
 
 def printable(text: str) -> str:
-    """A text of somebody else's without what a terminal would obey."""
+    """Replace unprintable characters, such as terminal escapes, in text from elsewhere."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def spark(values: Sequence[float], width: int, encoding: str | None) -> str:
-    """The last `width` numbers as little bars, the lowest and highest of them at the ends of the scale.
+    """Draw the last `width` numbers as small bars, scaled from their lowest to their highest.
 
-    One that is not finite is a ``!``. Where the terminal's encoding has no such bars, signs of ASCII.
+    A number that is not finite is a ``!``. If the terminal's encoding has no bars, ASCII characters are used.
     """
     shown = list(values)[-width:]
     finite = [value for value in shown if math.isfinite(value)]
@@ -246,7 +246,7 @@ def spark(values: Sequence[float], width: int, encoding: str | None) -> str:
     except (UnicodeEncodeError, LookupError):
         bars = "_.-~=+*#"
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    # Halves: the difference of two finite numbers may not be one.
+    # Halve first: the difference of two finite numbers may overflow.
     span = high / 2 - low / 2
 
     def bar(value: float) -> str:
@@ -258,30 +258,30 @@ def spark(values: Sequence[float], width: int, encoding: str | None) -> str:
 
 
 _LEAST: Final = 16
-"""Columns of a terminal below which the last column of a table is not broken into lines."""
+"""Minimum columns for the last column of a table to be wrapped on a terminal."""
 _INDENT: Final = "  "
-"""Of what stands below the first column, where a terminal is too narrow for both."""
+"""Indentation of the other columns, if the first one stands on a line of its own."""
 
 
 def breadth(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> int:
-    """Columns that a table would take, if nothing in it were broken."""
+    """Return the width in columns of a table without wrapping."""
     cells = [[heading.removeprefix(">") for heading in headings], *rows]
     return sum(max(width(row[i]) for row in cells) for i in range(len(headings))) + 2 * (len(headings) - 1)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, fit: bool = True) -> str:
-    """Aligned columns, two spaces apart, nothing cut off, so that it can be searched. ``>HEADING`` aligns right.
+    """Draw aligned columns, two spaces apart, without cutting text off, so that it can be searched.
 
-    Without any non-empty heading the heading line is left out. On a terminal that is too narrow for them the texts of
-    the last column, if they are aligned left, take several lines; else those of the first stand above the others.
-    Without `fit` each row is a line whatever happens.
+    ``>HEADING`` aligns right. If all headings are empty, the heading line is omitted. On a narrow terminal the last
+    column is wrapped if it is aligned left; otherwise the first column stands on a line above the others.
+    Without `fit` each row is one line in any case.
     """
     drawn = _drawn(headings, [list(row) for row in rows], columns() if fit else None)
     return "\n".join(drawn if any(heading.removeprefix(">") for heading in headings) else drawn[1:])
 
 
 def _drawn(headings: Sequence[str], body: Sequence[Sequence[str]], room: int | None) -> list[str]:
-    """The heading, and each row: in a line, or several, of at most `room` columns."""
+    """Return the heading and each row, wrapped to at most `room` columns."""
     right = [heading.startswith(">") for heading in headings]
     names = [heading.removeprefix(">") for heading in headings]
     widths = [max([len(name), *(width(row[i]) for row in body)]) for i, name in enumerate(names)]
@@ -306,11 +306,11 @@ def _drawn(headings: Sequence[str], body: Sequence[Sequence[str]], room: int | N
 
 
 def tables(headings: Sequence[str], rows: Sequence[Sequence[str]], first: int = 1, together: int = 1) -> str:
-    """A table; on a terminal that is too narrow for its columns several, each with the first columns again.
+    """Draw a table. On a terminal that is too narrow, draw several, each starting with the first columns.
 
     Args:
-        first: columns that every part begins with.
-        together: columns that belong together; the others are a multiple of it.
+        first: number of columns that every part begins with.
+        together: columns that belong together; the number of other columns is a multiple of it.
     """
     room = columns()
     if room is None or breadth(headings, rows) <= room:
@@ -331,7 +331,7 @@ def tables(headings: Sequence[str], rows: Sequence[Sequence[str]], first: int = 
 
 
 def paged(lines: Sequence[str], *, pager: bool = True) -> None:
-    """Print lines; what is longer than the screen of a terminal goes through a pager (``PAGER``)."""
+    """Print lines. Text longer than the terminal's screen goes through a pager (``PAGER``)."""
     if pager and sys.stdout.isatty() and len(lines) >= shutil.get_terminal_size().lines:
         click.echo_via_pager("\n".join(lines))
     else:
@@ -340,9 +340,9 @@ def paged(lines: Sequence[str], *, pager: bool = True) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """A progress bar on stderr while the block runs, if stderr is a terminal; silence otherwise.
+    """Show a progress bar on stderr while the block runs, if stderr is a terminal; otherwise print nothing.
 
-    It appears with the first word of progress, so that a question can be asked before.
+    The bar appears with the first report of progress, so that the command can ask a question before.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -355,13 +355,13 @@ def progress(label: str) -> Iterator[Progress]:
 
 
 def pause(advance: Progress) -> None:
-    """Take a bar off the screen, before a line is printed in the middle of the work."""
+    """Remove a bar from the screen, before a line is printed during the work."""
     if isinstance(advance, _Bar):
         advance.stop()
 
 
 class _Bar:
-    """``restoring`` with MiB and a rate; phases by name: ``planning 120/284 checkpoints``."""
+    """A bar, such as ``restoring`` with MiB and a rate; phases by name: ``planning 120/284 checkpoints``."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -375,7 +375,7 @@ class _Bar:
         self._show(self._label, done, total, text)
 
     def phase(self, name: str, done: int, total: int, unit: str) -> None:
-        """See `ckptstore.host.progress.phase`."""
+        """Show a phase. See `ckptstore.host.progress.phase`."""
         self._show(name, done, total, f"{done:,}/{total:,} {unit}")
         self._began = time.monotonic()
 
@@ -393,7 +393,7 @@ class _Bar:
         self._bar.update(self._task, description=label, completed=done, total=total, text=text)
 
     def stop(self) -> None:
-        """Take the bar off the screen; the next word of progress draws it anew."""
+        """Remove the bar from the screen. The next report of progress draws it again."""
         if self._bar is not None:
             self._bar.stop()
         self._bar = self._task = None

@@ -1,4 +1,4 @@
-"""Restore plans as people and machines read them; shared by ``ckpt restore --explain`` and ``ckpt inspect``."""
+"""Prints restore plans as text and JSON, for ``ckpt restore --explain`` and ``ckpt inspect``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["plan_line", "plan_step", "plan_table"]
 
 
 def plan_step(step: PlanStep) -> dict[str, Any]:
-    """One step as JSON."""
+    """Return one step as JSON."""
     return {
         "ref": step.ref,
         "kind": step.kind,
@@ -31,14 +31,14 @@ def plan_step(step: PlanStep) -> dict[str, Any]:
 
 
 _SHOWN: Final = 10
-"""Steps that a table shortened has from its beginning, and from its end."""
+"""Number of steps at each end of a shortened table."""
 
 
 def plan_table(found: Explanation, *, whole: bool = True) -> str:
-    """The plan as a table, base first. On a terminal segments have short names.
+    """Return the plan as a table, base first. On a terminal segments have short names.
 
     Args:
-        whole: False: of a long chain the first and last steps, with a line between that says how many are left out.
+        whole: False: show only the first and last steps of a long chain, with a line that says how many are omitted.
     """
     if whole or len(found.steps) <= 2 * _SHOWN + 1:
         return _table(found.steps)
@@ -70,7 +70,7 @@ def _table(steps: Sequence[PlanStep]) -> str:
 
 
 def plan_line(found: Explanation) -> str:
-    """The plan in a line: ``restores from: 181@6 full > 241@6 delta > 59 step diffs (reads 106 MiB, 2 to 5 s)``."""
+    """Return the plan as a line: ``restores from: 181@6 full > 241@6 delta > 59 step diffs (reads 106 MiB, 2 s)``."""
     costs = ", ".join(filter(None, (f"reads {size(found.bytes_read)}", between(found.span))))
     return f"restores from: {' > '.join(_forms(found))} ({costs})"
 

@@ -1,4 +1,4 @@
-"""Quantities with units as options: times, amounts of bytes, bandwidths."""
+"""Parses quantities with units as options: times, sizes, bandwidths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AMOUNT", "RATE", "TIME", "Typed"]
 
 
 class Typed(float):
-    """A quantity that remembers how it was typed."""
+    """A quantity that keeps the text that the user typed."""
 
     text: str
 
@@ -44,4 +44,4 @@ class _Quantity(ParamType):
 
 
 TIME, AMOUNT, RATE = _Quantity("TIME", "seconds"), _Quantity("SIZE", "nbytes"), _Quantity("RATE", "bandwidth")
-"""``500ms``; ``5GB``, 0 allowed; ``10Gbit/s``."""
+"""``500ms``; ``5GB`` (0 is allowed); ``10Gbit/s``."""

@@ -1,4 +1,4 @@
-"""Checkpoints in a row, as ranges, and with the noun that goes with their number: ``46..70@2, 144@3``."""
+"""Formats lists of checkpoints as ranges and with the right noun: ``46..70@2, 144@3``."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from ckptstore.formats.checkpoint_ref import node_of
 __all__ = ["checkpoints", "counted", "kind_name", "ranges"]
 
 _SHORTEST = (3, 4)
-"""Checkpoints that make a range, if they are neighbours and if not: of fewer each is named."""
+"""Minimum number of checkpoints in a range: of consecutive steps, of evenly spaced ones. Fewer are named one by one."""
 _KINDS = {"gradient": "step diff"}
 
 
 def counted(count: int, noun: str, *verb: str) -> str:
-    """``1 checkpoint``, ``1,204 checkpoints``; with a verb for one and for many: ``1 file is``, ``2 files are``."""
+    """Format a count with its noun: ``1,204 checkpoints``; with a singular and a plural verb: ``1 file is``."""
     said = f" {verb[count != 1]}" if verb else ""
     return f"{count:,} {noun}{'' if count == 1 else 's'}{said}"
 
 
 def checkpoints(refs: Sequence[str]) -> str:
-    """``29 checkpoints: 46..70@2, 144@3``; one is named alone."""
+    """Format ``29 checkpoints: 46..70@2, 144@3``; a single one by its REF alone."""
     return refs[0] if len(refs) == 1 else f"{counted(len(refs), 'checkpoint')}: {ranges(refs)}"
 
 
 def kind_name(kind: str) -> str:
-    """How people call what the format calls `kind`: a ``gradient`` is a step diff."""
+    """Return the user's name for the format's `kind`: a ``gradient`` is a step diff."""
     return _KINDS.get(kind, kind)
 
 
 def ranges(refs: Iterable[str]) -> str:
-    """REFs by term and step, evenly spaced ones as a range; whatever is no ``STEP@TERM`` comes last, as it is.
+    """Format REFs by term and step, evenly spaced ones as a range. Text that is no ``STEP@TERM`` comes last, unchanged.
 
-    Nothing is left out: ``46..70@2, 144@3``; steps that are not neighbours say how far apart they are:
+    Nothing is omitted: ``46..70@2, 144@3``. Ranges of steps that are not consecutive state the distance:
     ``5..30@1 by 5``.
     """
     nodes, others = [], []

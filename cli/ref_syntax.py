@@ -1,4 +1,4 @@
-"""How REFs and ranges of them are written: what a word of a command line is taken for."""
+"""Recognizes words of a command line that are written like a REF or a range."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["LIKE_A_RANGE", "LIKE_A_REF", "like_a_ref"]
 
 
 def like_a_ref(word: str) -> bool:
-    """Whether `word` is written like a REF."""
+    """Tell whether `word` is written like a REF."""
     return LIKE_A_REF.match(word) is not None

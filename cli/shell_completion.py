@@ -1,9 +1,9 @@
-"""Completion in bash, zsh and fish: what click gives, and what these shells want besides.
+"""Completes in bash, zsh and fish: click's completion plus fixes that these shells need.
 
-bash takes ``tag:best`` and ``1000@2`` apart at the signs in COMP_WORDBREAKS, and puts in place of the last part what it
-is given. So the script hands over the line as it was typed, and cuts off what bash has already. zsh and fish take a
-word as a word, also ``--like=5@3``, of which click completes what follows the sign. Nothing that has to be gone on with
-(``1@1..``, ``last:``) is followed by a space.
+bash splits ``tag:best`` and ``1000@2`` at the characters in COMP_WORDBREAKS, and replaces only the last part with the
+completion. So the script passes the line as typed, and cuts off the part that bash already has. zsh and fish do not
+split words, not even ``--like=5@3``, of which click completes the text after the ``=``. A completion that has to be
+continued (``1@1..``, ``last:``) is not followed by a space.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from click.shell_completion import (
 __all__ = ["LINE", "register"]
 
 LINE: Final = "CKPT_COMP_LINE"
-"""Environment variable: what is typed, up to the cursor."""
+"""Environment variable: the typed line, up to the cursor."""
 _SCRIPT: Final = """\
 %(complete_func)s() {
     local IFS=$'\\n'
@@ -35,7 +35,7 @@ _SCRIPT: Final = """\
     for sign in : = @; do
         [[ $COMP_WORDBREAKS == *"$sign"* ]] && breaks+="$sign"
     done
-    # What bash takes for words of their own stays as it is: it replaces what follows the last of these signs.
+    # Keep the text before the last of these signs: bash replaces only what follows it.
     [[ -n $breaks && $word == *[$breaks]* ]] && prefix="${word%%"${word##*[$breaks]}"}"
     prefix="${prefix%%@}" # this sign belongs to what follows it
     COMPREPLY=()
@@ -117,14 +117,14 @@ end
 complete --no-files --keep-order --command %(prog_name)s --arguments "(%(complete_func)s)"
 """
 _PLAIN: Final = re.compile(r"[\w./@%+=:,-]*\Z")
-"""A path that a shell needs no quotes for. bash itself completes any other."""
+"""A path that needs no quotes in a shell. bash itself completes any other path."""
 
 
 class _Bash(BashComplete):
     source_template = _SCRIPT.replace("@LINE@", LINE)
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the one at the cursor, and that one; as click does it for a script of its own."""
+        """Return the words before the cursor's word, and that word, split as click splits its own script's."""
         line = os.environ.get(LINE)
         if line is None:
             return super().get_completion_args()
@@ -133,7 +133,7 @@ class _Bash(BashComplete):
         return words[1:], incomplete
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[Any]]:
-        """Folders become what is in them: stores, and folders where there may be some."""
+        """Replace folders with their contents: stores, and folders that may contain some."""
         found: list[CompletionItem[Any]] = []
         for item in super().get_completions(args, incomplete):
             found += _folders(item.value) if item.type == "dir" else [item]
@@ -144,7 +144,7 @@ class _Zsh(ZshComplete):
     source_template = _ZSH
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
-        """As click does since 8.1.8: `_describe` ends a value at the first colon that is not escaped."""
+        """Format as click does since 8.1.8: `_describe` ends a value at the first colon that is not escaped."""
         value = item.value.replace(":", r"\:") if item.help else item.value
         return f"{item.type}\n{value}\n{item.help or '_'}"
 
@@ -172,6 +172,6 @@ def _folders(typed: str) -> list[CompletionItem[Any]]:
 
 
 def register() -> None:
-    """Have click use these."""
+    """Register these classes with click."""
     for kind in (_Bash, _Zsh, _Fish):
         add_completion_class(kind)

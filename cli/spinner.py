@@ -1,4 +1,4 @@
-"""What a terminal shows while a command works and has nothing to count: what it does, and for how long already."""
+"""Shows on a terminal what a command is doing and for how long, while there is nothing to count."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["over", "patience"]
 
 
 def over(text: str) -> None:
-    """Write a line of stderr, a terminal, anew. Not by click, which leaves out with NO_COLOR what erases it."""
+    """Rewrite the current line of stderr, a terminal. Not through click: with NO_COLOR it strips the erase sequence."""
     sys.stderr.write(f"\r\033[K{text}")
     sys.stderr.flush()
 
 
 @contextmanager
 def patience(label: str, every: float = 1.0) -> Iterator[None]:
-    """``inspecting: 3 s`` on stderr while the block runs, if stderr is a terminal; silence otherwise.
+    """Show ``inspecting: 3 s`` on stderr while the block runs, if stderr is a terminal; otherwise print nothing.
 
     Args:
-        every: seconds until it is shown first, and between two times.
+        every: seconds until the line is first shown, and between two updates.
     """
     if not sys.stderr.isatty():
         yield
@@ -36,7 +36,7 @@ def patience(label: str, every: float = 1.0) -> Iterator[None]:
         over(f"{label}: {time.monotonic() - began:.0f} s")
 
     ticking = Periodic(every, tell, "patience")
-    with suppress(RuntimeError):  # no thread is to be had: then nothing is shown
+    with suppress(RuntimeError):  # no thread could be started: show nothing
         ticking.start()
     try:
         yield

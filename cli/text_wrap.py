@@ -1,6 +1,6 @@
-"""Text that fits a terminal: broken between words, never within a command in backticks, a REF or a range.
+"""Wraps text to the terminal: between words, never inside a command in backticks, a REF or a range.
 
-In a pipe nothing is broken: a line is a line there, so that it can be searched.
+Text in a pipe is not wrapped: a line stays one line, so that it can be searched.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ __all__ = ["columns", "fitted", "say", "say_all", "width"]
 
 _UNIT: Final = r"(?:[KMGTP]?i?B(?:/s)?|ms|s|min|h|d|times)\b[^\s\w]*"
 _WORD: Final = re.compile(rf"(\s*)((?:`[^`\n]*`|\S)+(?:(?<=[0-9]) (?:by [0-9]+\S*|{_UNIT}))?)")
-"""A gap, and what stays in one piece after it: a command, a range with its distance, a number with its unit, a word."""
+"""A gap, and the text after it that is never broken: a command, a range with distance, a number with unit, a word."""
 
 
 def columns(*, err: bool = False) -> int | None:
-    """How wide the terminal is that stdout (or stderr) is; None: it is none."""
+    """Return the width of the terminal on stdout (or stderr); None if it is not a terminal."""
     stream = sys.stderr if err else sys.stdout
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def width(text: str) -> int:
-    """Columns that a text takes: colours take none."""
+    """Return the columns that a text takes. Color codes take none."""
     return len(click.unstyle(text)) if "\x1b" in text else len(text)
 
 
 def fitted(text: str, room: int | None, hanging: int = 2) -> str:
-    """The text in lines of at most `room` columns, those that go on indented by `hanging`; None: as it is.
+    """Wrap a text at `room` columns and indent continuation lines by `hanging`. None: return it unchanged.
 
-    What stays in one piece and is wider has a line of its own.
+    A unit that is wider than `room` gets a line of its own.
     """
     if room is None or width(text) <= room:
         return text
@@ -54,14 +54,15 @@ def _lines(text: str, room: int, hanging: int) -> Iterator[str]:
 
 
 def say(text: str, *, hanging: int = 2, err: bool = False) -> None:
-    """Print a line; on a terminal in as many as it takes."""
+    """Print a line. On a terminal it is wrapped."""
     click.echo(fitted(text, columns(err=err), hanging), err=err)
 
 
 def say_all(blocks: Iterable[str]) -> None:
     """Print sentences and tables, one below the other.
 
-    What has several lines is a table, which was made to fit; what is indented is to be copied. Both stay as they are.
+    A block with several lines is a table that already fits; an indented block is meant for copying. Both are printed
+    unchanged.
     """
     for block in blocks:
         if "\n" in block or block.startswith("  "):

@@ -1,4 +1,4 @@
-"""``ckpt log A B``: two runs side by side, as text and as JSON."""
+"""Prints two runs side by side for ``ckpt log A B``, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ckptstore.cli.range_text import counted
 if TYPE_CHECKING:
     from ckptstore.log.checkpoint_info import CheckpointInfo
     from ckptstore.reports.lineage import Lineage
-    from ckptstore.reports.run_comparison import Pair, SideBySide
+    from ckptstore.reports.run_comparison import SideBySide, StepPair
 
 __all__ = ["document", "text"]
 
 _SHOWN: Final = 12
-"""Steps that a terminal shows unless it is asked for all."""
+"""Number of steps that a terminal shows without --all."""
 
 
 def text(found: SideBySide, stores: tuple[str, str], limit: int | None, *, everything: bool) -> Iterator[str]:
-    """Lines: what they come to, then step by step, newest first.
+    """Yield the summary lines, then a table step by step, newest first.
 
     Args:
-        limit: only so many of the newest steps.
-        everything: every step, on a terminal too.
+        limit: show only this many of the newest steps.
+        everything: show every step, on a terminal too.
     """
     for letter, store, run in zip("AB", stores, found.runs, strict=True):
         yield f"{click.style(letter, bold=True)}  {store}: {_facts(run)}"
@@ -56,7 +56,7 @@ def _facts(run: Lineage) -> str:
 
 
 def _no_metric(found: SideBySide) -> str:
-    """Where neither has the metric: what there is."""
+    """Say that neither run has the metric, and which metrics there are."""
     from ckptstore.formats.rule_rankings import number as ranked
 
     there: set[str] = set()
@@ -68,7 +68,7 @@ def _no_metric(found: SideBySide) -> str:
 
 
 def _answers(found: SideBySide) -> Iterator[str]:
-    """The metric, then the states."""
+    """Yield the comparison of the metric, then of the states."""
     last = found.last_common
     if last is not None:
         a, b = last.values
@@ -92,7 +92,7 @@ def _answers(found: SideBySide) -> Iterator[str]:
         yield f"states: the same up to step {parting.same_until:,}, not at step {parting.differ_from:,}"
 
 
-def _table(found: SideBySide, pairs: list[Pair]) -> str:
+def _table(found: SideBySide, pairs: list[StepPair]) -> str:
     measured = any(value is not None for pair in found.pairs for value in pair.values)
     name = found.metric.upper()
     headings = [">STEP", *([f">A {name}", f">B {name}", ">B-A"] if measured else [])]
@@ -109,7 +109,7 @@ def _table(found: SideBySide, pairs: list[Pair]) -> str:
 
 
 def document(found: SideBySide, stores: tuple[str, str], limit: int | None) -> dict[str, Any]:
-    """The same as JSON, steps ascending."""
+    """Return the same as JSON, steps ascending."""
     parting = found.parting
     first = 0 if limit is None else max(0, len(found.pairs) - limit)
     return {

@@ -1,8 +1,8 @@
-"""A small change of the log from outside of its writer: tags, retirements. Nothing is written for it but the record.
+"""Commits a small change of the log from outside its writer, such as a tag or a retirement. Writes only the record.
 
-The writer of the newest term is asked (SPEC.md: REQUESTS), and the answer waited for; or, by ``take_over``, a term is
-opened and the change committed there. The log is read once, by `look`: what follows fetches only newer slots, and a
-slot that somebody took meanwhile ends in a new reading (`log.term`).
+The writer of the newest term is asked to commit it (SPEC 10, REQUESTS), and the caller waits for the answer. With
+``take_over`` a term is opened and the change committed there. `look` reads the log once; later steps fetch only newer
+slots. If another process takes a slot in the meantime, the log is read again (`log.term`).
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ __all__ = ["Planner", "change", "look"]
 _TRIES: Final = 3
 
 Planner = Callable[[Catalog], Change | None]
-"""What is to be changed in a catalog; None: it is as it should be already."""
+"""Returns the change to make to a catalog; None: no change is needed."""
 
 
 def look(journal: Journal, *, take_over: bool) -> View:
-    """READ, as far as `change` needs it. Raises as `read`."""
+    """READ (SPEC 10), as far as `change` needs it. Raises as `read`."""
     return read(journal, look_above=True if take_over else None)
 
 
 def change(journal: Journal, view: View, what: str, plan: Planner, *, take_over: bool, timeout: float | None) -> View:
-    """Have a change committed -> a view of the log that has it.
+    """Have a change committed, and return a view of the log that has it.
 
     Args:
         view: the log as `look` has just read it.
         what: one line for people.
-        plan: called with every newer view of the log; what it raises ends the matter.
+        plan: called with every newer view of the log. If it raises, the change is abandoned.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-        timeout: seconds to wait for the live writer's answer; None or infinity: as long as it takes.
+        timeout: seconds to wait for the live writer's answer; None or infinity: without limit.
 
     Raises:
-        UsageError: `timeout` is no time.
-        RequestRefusedError: the writer said no, and why. Nothing was changed.
-        RequestTimeoutError: nobody answered; a live writer may still accept it. Or nobody is there who could: then at
-            once, and nothing was posted.
-        RequestError: newer terms began again and again before it was answered. Nothing was changed.
+        UsageError: `timeout` is not a time.
+        RequestRefusedError: the writer refused, with its reason. Nothing was changed.
+        RequestTimeoutError: there was no answer in time; a live writer may still accept the request. Or there is no
+            live writer: then it is raised at once, and no request was posted.
+        RequestError: newer terms began again and again before the answer. Nothing was changed.
         ReadOnlyError, StorageError: the medium cannot be written, or failed.
-        FencedError, CommitUnknownError: with `take_over`: another writer took the store over at the same time.
+        FencedError, CommitUnknownError: with `take_over`: another writer took over the store at the same time.
         anything `plan` raises.
     """
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be changed")
     with journal.backend.upkeep():
-        wanted = plan(view.catalog)  # says what is wrong before anybody is asked or fenced
+        wanted = plan(view.catalog)  # raises what is wrong before a writer is asked or fenced
         if wanted is None:
             return view
         if take_over:
@@ -84,7 +84,7 @@ def _asked(
 
 
 def _commit(author: TakeOver, what: str, plan: Planner) -> View:
-    # Once more: another term may have come between the reading and this one.
+    # Plan again: another term may have begun between the reading and this one.
     # Prevents: naming a checkpoint that was retired meanwhile, or dropping what others build on since.
     catalog = author.catalog()
     if (wanted := plan(catalog)) is not None:
@@ -97,7 +97,7 @@ def _unanswered(journal: Journal, catalog: Catalog, what: str, timeout: float | 
     about = ", ".join(f"{name} {opened.writer[name]}" for name in ("host", "pid") if name in opened.writer)
     return (
         f"{journal.url}: the writer of term {catalog.term}{f' ({about})' if about else ''} did not answer the request "
-        f"to {what} in {timeout:g} s. A writer that is alive looks for requests every 5 s and after each save, and may "
-        "still accept it; the next writer does not: a newer term makes it void. If no writer is alive, take_over=True "
+        f"to {what} in {timeout:g} s. A live writer looks for requests every 5 s and after each save, and may still "
+        "accept it; the next writer does not: a newer term makes it void. If no writer is alive, take_over=True "
         "(--take-over) makes the change here"
     )

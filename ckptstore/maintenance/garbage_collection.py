@@ -1,19 +1,20 @@
-"""GC: deleting the segments that nothing needs any more (design: GC, PINS).
+"""Deletes the segments that nothing needs (SPEC 10, GC and PINS).
 
 1. READ.
-2. List the pins: only now, so that whoever pinned what was live in this view is seen, and whoever pins later finds out
-   by its own second READ. If no pin is found and something would be deleted, a listing that has the
-   segments has to have no pins, either.
-3. Delete segments dropped in that view, or unreferenced in it with a term below its newest, unless pinned. Never the
-   current term's: its writer, and who prepares a request to it, may be about to name them.
+2. List the pins, and only now: a pin made before this view of the log is seen, and a later reader notices the drop in
+   its own second READ. If no pin is found and something would be deleted, a listing that includes the segments has to
+   show no pins, either.
+3. Delete segments dropped in that view, or unreferenced in it with a term below its newest, unless pinned. Segments of
+   the current term are never deleted: its writer, or a process that prepares a request to it, may be about to name
+   them.
 
-Deleted is only what has a name that the format gives, and is a file: what else lies below ``seg/`` is a stranger,
-put there by somebody, and is reported. No link is followed: nothing outside the store can go.
+Only regular files with a name of the format are deleted. Anything else below ``seg/`` is a foreign file (a stranger),
+and is reported. No link is followed: nothing outside the store can be deleted.
 
-Deleting a segment may mean that the medium keeps its space for new ones (`Backend.release`), up to a limit. Not so
-where a pin that was taken for dead claimed it: whoever made that may read on, and keeps what he has open.
+The medium may keep the space of deleted segments for new ones (`Backend.release`), up to a limit. It does not if a pin
+that was treated as dead claimed the segment: its reader may still read, from the file it has open.
 
-Any number of collectors may run, beside writers and readers; whoever may write to the store may collect.
+Any number of collectors may run, beside writers and readers. Any process that may write to the store may collect.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from ckptstore.log.stale_listings import LOOKS, contradiction
 __all__ = ["SHORTEST_TTL", "Collected", "Holder", "collect", "collect_patiently"]
 
 SHORTEST_TTL: Final = 2 * REFRESH_EVERY
-"""Seconds without renewal below which nobody may be taken for dead: a living reader may miss one renewal."""
+"""Minimum seconds without renewal to treat a pin as dead: a living reader may miss one renewal."""
 _LONGEST_PAUSE: Final = 5.0
 _SPARE_CHECKPOINTS: Final = 3
-"""How many checkpoints' worth of deleted segments a medium may keep: those written at once, and one (N + 1)."""
+"""Number of checkpoints' worth of deleted segments that a medium may keep: those written at once, and one (N + 1)."""
 _ENTRY: Final = 512
 _HEADER: Final = 64 << 10
-"""Bytes of a segment's header, generously: for each tensor, and for the rest."""
+"""Upper estimates of a segment header's bytes: for each tensor, and for the rest."""
 _SEGMENT: Final = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A living pin that keeps garbage from being deleted.
+    """A living pin that protects garbage from deletion.
 
     Attributes:
         key: the pin's key.
-        reader: what it says about who reads (host, pid); information only.
+        reader: what the pin says about its reader (host, pid); information only.
         segments: keys of the garbage that it claims.
     """
 
@@ -66,21 +67,21 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Collected(HtmlTable):
-    """What `collect` found.
+    """The result of `collect`.
 
     Attributes:
         segments: keys that were deleted, or with `dry_run` would be.
         nbytes: their bytes.
-        pinned: keys that nothing needs but a reader has pinned: they go another time.
+        pinned: keys that only pins of readers protect; a later gc deletes them.
         pinned_nbytes: their bytes.
         holders: the pins that claim them.
         dead_pins: keys of pins that were not renewed for too long, or whose process on this host has ended. They were
             deleted.
-        unreadable_pins: keys of damaged pins. While there is one nothing is deleted: nobody knows what it claims.
-        spare_nbytes: bytes of deleted segments, of this time and before, that the medium keeps for new ones.
-        strangers: what lies below ``seg/`` and is none of the store's: other names, links, pipes. It stays.
-        damage: what is wrong with the log, one sentence each. Then nothing is deleted but what the newest
-            term gave up by name: what else no record names may be what a lost one promised.
+        unreadable_pins: keys of damaged pins. While there is one nothing is deleted: it does not say what it claims.
+        spare_nbytes: bytes of deleted segments, of this and earlier calls, that the medium keeps for new ones.
+        strangers: foreign names below ``seg/``: other names, links, pipes. They stay.
+        damage: what is wrong with the log, one sentence each. Then only segments are deleted that the newest term
+            dropped by name: a lost record may have promised any other segment that no record names.
     """
 
     segments: tuple[str, ...] = ()
@@ -105,16 +106,16 @@ def collect(
     """Delete what no checkpoint and no reader needs.
 
     Args:
-        watch: this collector's observation of the pins, kept from call to call: only who has watched a pin for long
-            enough may take it for dead. Without one every pin counts, but those of ended processes of this host.
+        watch: this collector's observation of the pins, kept between calls: a pin counts as dead only after it was
+            watched for long enough. Without one every pin counts, except those of ended processes of this host.
         dry_run: delete nothing.
-        progress: told (bytes deleted, bytes to delete).
+        progress: called with (bytes deleted, bytes to delete).
 
     Raises:
         ReadOnlyError: the store cannot be written (except with `dry_run`).
         CorruptLogError: the log cannot be read.
         ForeignObjectError: ``seg/`` itself is a link.
-        StorageError: the medium failed. What was deleted is gone, the rest goes another time.
+        StorageError: the medium failed. Deletions so far stay; the next call deletes the rest.
     """
     backend = journal.backend
     if backend.read_only and not dry_run:
@@ -159,7 +160,7 @@ def collect(
 
 
 def _confirmed(pins: Survey, watch: PinWatch, backend: Backend) -> Survey:
-    """`pins`; where there are none, what another look finds if a listing with the segments in it has pins, too.
+    """Return `pins`; if there are none, list again until a listing that includes the segments has no pins, either.
 
     Raises:
         StorageError: the listings contradict each other.
@@ -169,16 +170,16 @@ def _confirmed(pins: Survey, watch: PinWatch, backend: Backend) -> Survey:
     for _ in range(LOOKS):
         if pins.alive or pins.dead or pins.unreadable or not _has_pins(backend):
             return pins
-        pins = watch.survey()  # also where a reader has come meanwhile
+        pins = watch.survey()  # also finds a reader that has come in the meantime
     raise _contradiction(backend, "pins")
 
 
 def _has_pins(backend: Backend) -> bool:
-    """Whether a listing that has the segments has pins, too. Raises as `_confirmed`."""
+    """Tell whether a listing that includes the segments has pins, too. Raises as `_confirmed`."""
     folders = backend.folders("")
     if "seg" not in folders:
         raise _contradiction(backend, "segments")
-    # The folder may be empty, or hold what is no pin.
+    # The folder may be empty, or contain other files than pins.
     return "pins" in folders and any(pin_of(key) is not None for key in backend.list(""))
 
 
@@ -197,19 +198,19 @@ def collect_patiently(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Collected:
-    """`collect`, and while garbage is pinned look again: until its readers are done, or are found dead.
+    """Collect as `collect`, and look again while garbage is pinned, until its readers are done or found dead.
 
     Args:
-        wait: seconds after which what is still pinned stays. A pin of another host is found dead only within a wait of
-            `dead_after`; one of this host whose process has ended, at once.
+        wait: seconds after which segments that are still pinned stay. A pin of another host is found dead only within
+            a wait of `dead_after`; one of this host whose process has ended, at once.
         dead_after: seconds without renewal after which a pin is dead; at least `SHORTEST_TTL`.
         dry_run, progress: as for `collect`.
 
     Returns:
-        What all the looks together deleted, and what the last one left.
+        All that was deleted, and what the last look left.
 
     Raises:
-        UsageError: `wait` is no time, or `dead_after` is so short that living readers would be taken for dead.
+        UsageError: `wait` is not a time, or `dead_after` is so short that living readers would count as dead.
         ReadOnlyError, CorruptLogError, StorageError: as for `collect`.
     """
     if not wait >= 0:
@@ -253,7 +254,7 @@ def _holders(pins: Survey, claimed: set[str]) -> tuple[Holder, ...]:
 
 
 def _spare_limit(catalog: Catalog) -> int:
-    """Bytes of deleted segments that the medium may keep: about what the next checkpoints need."""
+    """Return the bytes of deleted segments that the medium may keep: about what the next checkpoints need."""
     node = catalog.checkpoints.highest(catalog.term)
     if node is None and (entry := catalog.terms.get(catalog.term)) is not None and entry.parent is not None:
         node = entry.parent.node

@@ -1,4 +1,4 @@
-"""Retention: the store's rules, and pruning by them, beside a live writer or without one.
+"""Sets a store's retention rules, and prunes by them, beside a live writer or without one.
 
 `ckptstore.formats.retention_rules` decides which checkpoints the rules keep, here and in a writer.
 """
@@ -29,23 +29,23 @@ from ckptstore.maintenance.catalog_changes import change, look
 __all__ = ["Pruned", "prunable_nbytes", "prune", "rules", "set_rules"]
 
 _AT_ONCE: Final = 50_000
-"""Checkpoints that one record retires."""
+"""Maximum number of checkpoints that one record retires."""
 _TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned(HtmlTable):
-    """What `prune` did, or with ``dry_run`` would do.
+    """The result of `prune`, or with ``dry_run`` its plan.
 
     Attributes:
-        rules: those that decided.
-        kept: ``newest``, ``tagged`` and every rule -> REFs of what it keeps, by term and step. One checkpoint may be
-            kept by several. ``undrained``: what no rule keeps, and the second tier lacks.
-        checkpoints: number of checkpoints that are kept.
-        retired: REFs of the checkpoints that are gone, by term and step.
-        held: REFs of those of them, and of earlier ones, whose stored form stays: others build on it, or share its
-            segment. `held_nbytes`: bytes of the segments that hold nothing else.
-        dropped: keys of segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
+        rules: the rules that decided.
+        kept: ``newest``, ``tagged`` and every rule -> REFs of the checkpoints it keeps, by term and step. Several may
+            keep the same one. ``undrained``: checkpoints that no rule keeps, but that the second tier lacks.
+        checkpoints: number of kept checkpoints.
+        retired: REFs of the retired checkpoints, by term and step.
+        held: REFs of retired checkpoints, of this and earlier calls, that stay stored because others build on them or
+            share their segment. `held_nbytes`: bytes of the segments that contain nothing else.
+        dropped: keys of segments that nothing needs now, for gc; `dropped_nbytes`: their bytes.
     """
 
     rules: tuple[str, ...]
@@ -59,26 +59,26 @@ class Pruned(HtmlTable):
 
 
 def rules(journal: Journal) -> tuple[str, ...]:
-    """The store's rules of retention, as they were given; none: every checkpoint is kept."""
+    """Return the store's retention rules as they were given; empty: every checkpoint is kept."""
     return read(journal).catalog.keep
 
 
 def set_rules(
     journal: Journal, wanted: Iterable[str], *, take_over: bool = False, timeout: float | None = 60.0
 ) -> tuple[str, ...]:
-    """Give the store other rules; a writer keeps to them from its next save on -> the rules.
+    """Set the store's rules, and return them. A writer applies them from its next save on.
 
     Raises:
-        UsageError: one is no rule; or nobody has ever written to the store, and `take_over` is not given.
-        as `changing.change`.
+        UsageError: a rule is invalid; or the store was never written to, and `take_over` is not given.
+        as `catalog_changes.change`.
     """
     chosen = checked(wanted)
     view = look(journal, take_over=take_over)
     before = view.catalog
     if not take_over and not before.term:
         raise UsageError(
-            f"{journal.url}: no run has written here yet that could be asked: give the rules to the first writer "
-            "(keep=), or take_over=True (--take-over)"
+            f"{journal.url}: no run has written here yet that could be asked: pass the rules to the first writer "
+            "(keep=), or pass take_over=True (--take-over)"
         )
 
     _tell_unmatched(before, chosen)
@@ -99,37 +99,37 @@ def prune(
     timeout: float | None = 60.0,
     drained: Callable[[Node], bool] | None = None,
 ) -> Pruned:
-    """Retire what no rule keeps, and drop what was retired before and nothing needs any more.
+    """Retire what no rule keeps. Drop also what was retired before and is not needed now.
 
     Args:
-        wanted: rules instead of the store's, this time; None: the store's.
-        drained: whether the store's second tier has a checkpoint, or had it: nothing else is retired; None: there is
-            none.
+        wanted: rules to use this time instead of the store's; None: the store's.
+        drained: tells whether the store's second tier has, or had, a checkpoint: others are not retired; None: there
+            is no second tier.
 
     Raises:
-        UsageError: one is no rule, or there are none; or the store's are not all known to this version.
-        CorruptLogError: the log is damaged, so that nobody can say what others build on. Nothing was changed.
-        as `changing.change`; records before the one that failed stay.
+        UsageError: a rule is invalid, or there are none; or this version does not know all of the store's rules.
+        CorruptLogError: the log is damaged, so that it is unknown what others build on. Nothing was changed.
+        as `catalog_changes.change`; records committed before the failure stay.
     """
     chosen = None if wanted is None else checked(wanted)
     if chosen == ():
         raise UsageError("no rule is given: nothing would be kept but the newest checkpoint, and those with tags")
     view = read(journal, look_above=True)
     before = view.catalog
-    _tell_unmatched(before, _rules_for(journal, before, chosen))  # says what is wrong before anybody is asked
+    _tell_unmatched(before, _rules_for(journal, before, chosen))  # raises before a writer is asked
     if dry_run:
         found = _plan(journal, before, chosen, all_at_once=True, drained=drained)
         record = CommitRecord(before.term, drops=tuple(found.drops), retires=found.retires)
         after = before.apply(record, before.next_seq) if found else before
         return _report(after, _rules_for(journal, before, chosen), [found], drained)
     crash_point("prune.planned")
-    done: list[_Plan] = []
-    # What a live writer saves meanwhile is another prune's: else this would follow it for as long as it saves.
+    done: list[_PrunePlan] = []
+    # Checkpoints that a live writer saves meanwhile are left to a later prune. Otherwise this loop might never end.
     until = math.inf if timeout is None else time.monotonic() + timeout
     full = True
     while full:
         found, view = _retire_some(journal, view, before, chosen, take_over, until, drained)
-        full = len(found.retires) == _AT_ONCE  # else there is nothing more
+        full = len(found.retires) == _AT_ONCE  # a smaller record was the last
         if found:
             done.append(found)
             crash_point("prune.retired")
@@ -137,15 +137,15 @@ def prune(
 
 
 def _tell_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
-    """A metric whose name is misspelt keeps everything, and nobody would know why."""
+    """Warn of a rule whose metric no checkpoint has: a misspelled name keeps everything."""
     for rule, name in unmatched(catalog, chosen).items():
         there = ", ".join(names(catalog)) or "none"
         warn(f"no checkpoint has {name!r} (there are: {there}): {rule} keeps everything until one has", UserWarning)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What one record retires, and what it drops: id -> (key, bytes)."""
+class _PrunePlan:
+    """What one record retires and drops: id -> (key, bytes)."""
 
     retires: tuple[Node, ...] = ()
     drops: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class _Plan:
 
 
 def prunable_nbytes(journal: Journal) -> int | None:
-    """Bytes that `prune` by the store's rules would drop; None: it has none, or they cannot be applied."""
+    """Return the bytes that `prune` by the store's rules would drop; None: no rules, or they cannot be applied."""
     catalog = read(journal).catalog
     try:
         return sum(size for _, size in _plan(journal, catalog, None, all_at_once=True).drops.values())
@@ -171,14 +171,14 @@ def _retire_some(
     take_over: bool,
     until: float,
     drained: Callable[[Node], bool] | None,
-) -> tuple[_Plan, View]:
-    """One record that retires -> what it does, and a view that has it; nothing: there was nothing to do.
+) -> tuple[_PrunePlan, View]:
+    """Commit one record that retires. Return its plan, and a view that has it; an empty plan: nothing to do.
 
     Args:
-        view: the log as it was seen last.
-        before: the catalog when `prune` began: nothing that came later is retired.
+        view: the log as it was last seen.
+        before: the catalog when `prune` began: nothing newer is retired.
     """
-    found = _Plan()
+    found = _PrunePlan()
 
     def plan(catalog: Catalog) -> Change | None:
         nonlocal found
@@ -191,7 +191,7 @@ def _retire_some(
             patience = None if math.isinf(left) else max(left, 0.001)
             after = change(journal, view, "prune", plan, take_over=take_over, timeout=patience)
         except RequestRefusedError:
-            # The writer has gone on since: what was planned is tagged by now, or retired. Plan anew.
+            # The writer has changed the catalog: a planned checkpoint is tagged by now, or retired. Plan again.
             if done >= _TRIES and time.monotonic() >= until:
                 raise
             view = look(journal, take_over=take_over)
@@ -208,20 +208,20 @@ def _plan(
     all_at_once: bool = False,
     among: Catalog | None = None,
     drained: Callable[[Node], bool] | None = None,
-) -> _Plan:
+) -> _PrunePlan:
     _, gone = reasons_of(catalog, _rules_for(journal, catalog, chosen))
     if drained is not None:
         gone = [node for node in gone if drained(node)]
     if among is not None:
         gone = [node for node in gone if among.find(node) is not None]
     retires = tuple(gone if all_at_once else gone[:_AT_ONCE])
-    # With what was retired before: its last dependent may have gone when nobody looked at it.
+    # Include what was retired before: its last dependent may have been dropped since.
     dropped = [
         catalog.segments[one]
         for one in droppable(catalog, [*retires, *catalog.held])
         if one in catalog.segments and (among is None or one in among.segments)
     ]
-    return _Plan(retires, {one.id: (one.key, one.size) for one in dropped})
+    return _PrunePlan(retires, {one.id: (one.key, one.size) for one in dropped})
 
 
 def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -229,17 +229,17 @@ def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | Non
     if not found:
         raise UsageError(f"{journal.url}: the store has no rules of retention: give some, for now or for good")
     if not known(found):
-        raise UsageError(f"{journal.url}: of its rules {', '.join(found)} this version does not know all")
+        raise UsageError(f"{journal.url}: this version does not know all of its rules {', '.join(found)}")
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
-            "`ckpt verify` says more"
+            "`ckpt verify` names the damage"
         )
     return found
 
 
 def _report(
-    after: Catalog, chosen: tuple[str, ...], done: Sequence[_Plan], drained: Callable[[Node], bool] | None
+    after: Catalog, chosen: tuple[str, ...], done: Sequence[_PrunePlan], drained: Callable[[Node], bool] | None
 ) -> Pruned:
     kept, others = reasons_of(after, chosen)
     if drained is not None and (waiting := [node for node in others if not drained(node)]):

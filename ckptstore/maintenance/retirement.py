@@ -1,6 +1,6 @@
-"""Retirement: checkpoints that are promised no longer, of any term, beside a live writer or without one.
+"""Retires checkpoints of any term, beside a live writer or without one.
 
-What others build on stays stored, unpromised; the rest is dropped in the same record, and gc deletes it.
+What others build on stays stored, but is no longer promised. The rest is dropped in the same record, for gc to delete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Retired", "retire"]
 
 @dataclass(frozen=True, slots=True)
 class Retired(HtmlTable):
-    """What `retire` did, or with ``dry_run`` would do.
+    """The result of `retire`, or with ``dry_run`` its plan.
 
     Attributes:
-        retired: REFs of the checkpoints that are gone.
-        kept: REFs of those of them whose stored form stays, because others build on it or lie in the same segment.
-        dropped: keys of segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
+        retired: REFs of the retired checkpoints.
+        kept: REFs of those that stay stored, because others build on them or are in the same segment.
+        dropped: keys of segments that nothing needs now, for gc; `dropped_nbytes`: their bytes.
     """
 
     retired: tuple[str, ...]
@@ -45,12 +45,12 @@ def retire(
     take_over: bool = False,
     timeout: float | None = 60.0,
 ) -> Retired:
-    """Promise checkpoints no longer.
+    """Retire checkpoints.
 
     Raises:
-        UsageError: none is named; one is the latest, or a tag names it.
-        CheckpointNotFoundError: nothing answers to a REF.
-        as `changing.change`.
+        UsageError: none is named; or one is the latest, or has a tag.
+        CheckpointNotFoundError: a REF names no checkpoint.
+        as `catalog_changes.change`.
     """
     if not wanted:
         raise UsageError("nothing to retire: name the checkpoints")
@@ -58,7 +58,7 @@ def retire(
     nodes = list(dict.fromkeys(refs.resolve(view.catalog, ref).node for ref in wanted))
     found = _plan(view.catalog, nodes)
     if not dry_run:
-        done: list[_Plan] = []
+        done: list[_RetirePlan] = []
 
         def plan(catalog: Catalog) -> Change:
             done.append(_plan(catalog, nodes))
@@ -71,7 +71,7 @@ def retire(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _RetirePlan:
     retires: tuple[Node, ...]
     kept: tuple[str, ...]
     drops: tuple[str, ...]
@@ -79,7 +79,7 @@ class _Plan:
     nbytes: int
 
 
-def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _Plan:
+def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _RetirePlan:
     latest = catalog.latest()
     for node in nodes:
         if node not in catalog.checkpoints:
@@ -97,4 +97,4 @@ def _plan(catalog: Catalog, nodes: Sequence[Node]) -> _Plan:
         if any(gone.isdisjoint(edge.segments) for edge in catalog.encodings.get(node, ()))
     )
     segments = [catalog.segments[segment] for segment in drops]
-    return _Plan(tuple(nodes), kept, drops, tuple(one.key for one in segments), sum(one.size for one in segments))
+    return _RetirePlan(tuple(nodes), kept, drops, tuple(one.key for one in segments), sum(one.size for one in segments))

@@ -1,4 +1,4 @@
-"""Tags: names for checkpoints, of any term, beside a live writer or without one."""
+"""Names checkpoints of any term with tags, beside a live writer or without one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["tag", "tags", "untag"]
 def tag(
     journal: Journal, name: str, ref: str | int, *, take_over: bool = False, timeout: float | None = 60.0
 ) -> CheckpointInfo:
-    """Name the checkpoint that `ref` names now; a tag that exists moves -> the checkpoint.
+    """Give the checkpoint that `ref` names now a tag, and return it. An existing tag is moved.
 
     Raises:
-        UsageError: no tag name.
-        CheckpointNotFoundError: nothing answers to `ref`.
-        as `changing.change`.
+        UsageError: `name` is not a valid tag name.
+        CheckpointNotFoundError: `ref` names no checkpoint.
+        as `catalog_changes.change`.
     """
     refs.check_new_tag(name)
-    # Once: what is latest when somebody answers is not what was meant.
+    # Resolve once: `latest` may be another checkpoint by the time the writer answers.
     view = look(journal, take_over=take_over)
     node = refs.resolve(view.catalog, ref).node
 
@@ -45,11 +45,11 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
 
     Raises:
         CheckpointNotFoundError: there is no such tag.
-        as `changing.change`.
+        as `catalog_changes.change`.
     """
     wanted = Ref(tag=name)
     view = look(journal, take_over=take_over)
-    refs.resolve(view.catalog, wanted)  # says which there are
+    refs.resolve(view.catalog, wanted)  # raises with a list of the tags
 
     def plan(catalog: Catalog) -> Change | None:
         return Change(tags={name: None}) if name in catalog.tags else None
@@ -58,7 +58,7 @@ def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: floa
 
 
 def tags(journal: Journal) -> dict[str, CheckpointInfo]:
-    """Every tag, by name, and what it names."""
+    """Return every tag by name, with its checkpoint."""
     catalog = read(journal).catalog
     live = {node: entry for node in sorted(set(catalog.tags.values())) if (entry := catalog.checkpoints.get(node))}
     infos = dict(zip(live, describe(catalog, live.values()), strict=True))

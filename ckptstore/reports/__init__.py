@@ -1,4 +1,4 @@
-"""What people are told about checkpoints: lineage, inspection, comparison, cost of restoring.
+"""Reports on checkpoints and runs: lineage, inspection, comparison, cost of restoring.
 
-Reads only. Imports `restore` and what is below it.
+Only reads stores. It imports `restore` and the rooms below it.
 """

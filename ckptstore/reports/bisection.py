@@ -1,6 +1,6 @@
-"""``bisect``: at which checkpoint something began, by binary search on the history of one checkpoint.
+"""Finds the checkpoint at which something began, by binary search in the history of one checkpoint (``bisect``).
 
-Of n checkpoints at most ceil(log2(n + 1)) are looked at, those that are skipped not counted: 14 of 10,000.
+Of n checkpoints at most ceil(log2(n + 1)) are tested, not counting skipped ones: 14 of 10,000.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["Answer", "Ask", "Bisected", "Predicate", "Probe", "bisect", "history
 
 Answer = Literal["good", "bad", "skipped"]
 Ask = Callable[[CheckpointEntry], tuple[Answer, str]]
-"""Says what a checkpoint is, and why it was skipped."""
+"""Returns whether a checkpoint is good, bad or skipped, and the reason if it was skipped."""
 Predicate = Callable[[Any], bool | None]
-"""Called with a state: True: bad; False: good; None: this one cannot be judged."""
+"""Called with a state. Returns True: bad; False: good; None: skip this checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A checkpoint that was looked at.
+    """A checkpoint that was tested.
 
     Attributes:
         why: why it was skipped; empty otherwise.
-        left: how many checkpoints may still be the first bad one, at most.
+        left: the maximum number of checkpoints that may still be the first bad one.
     """
 
     ref: str
@@ -44,15 +44,16 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Bisected(HtmlTable):
-    """What `bisect` found.
+    """The result of `bisect`.
 
     Attributes:
-        last_good: REF of the newest checkpoint that is known to be good before it began; None: none is.
-        first_bad: REF of the oldest one that is known to be bad; None: none is.
-        between: REFs of those between the two: they were skipped, and any of them, or `first_bad`, may be the first.
-        contradictions: what was said that cannot be if it began once and went on: then there is no one place.
-        probes: everything that was looked at, in order.
-        checkpoints: how many the history has, between `good` and `bad`, those not counted.
+        last_good: REF of the newest checkpoint known to be good before the first bad one; None if there is none.
+        first_bad: REF of the oldest one known to be bad; None if there is none.
+        between: REFs of the skipped checkpoints between the two. Any of them, or `first_bad`, may be the first bad one.
+        contradictions: answers that are impossible if it began once and never stopped. If there are any, there is no
+            single place where it began.
+        probes: all tested checkpoints, in the order of the tests.
+        checkpoints: number of checkpoints in the history between `good` and `bad`, excluding both.
     """
 
     last_good: str | None
@@ -90,7 +91,7 @@ def bisect(
 
 
 def history(catalog: Catalog, entry: CheckpointEntry) -> list[CheckpointEntry]:
-    """A checkpoint and all that it continues from, the oldest first: of a fork its own line alone."""
+    """Return a checkpoint and all that it continues from, oldest first. Other branches of a fork are excluded."""
     found: list[CheckpointEntry] = []
     term, highest = entry.term, entry.step
     by_term: dict[int, list[CheckpointEntry]] = {}
@@ -113,16 +114,19 @@ def search(
     checks: int = 0,
     on_probe: Callable[[Probe], object] | None = None,
 ) -> Bisected:
-    """The first bad one of a line.
+    """Find the first bad checkpoint of a line.
 
     Args:
-        low: place of one that is known to be good; -1: none is.
-        high: place of one that is known to be bad; None or the line's length: none is.
-        checks: so many more on either side are looked at, to see whether it began once and went on.
+        low: index of a checkpoint known to be good; -1: none.
+        high: index of a checkpoint known to be bad; None or the line's length: none.
+        checks: test this many more on either side, to see whether it began once and never stopped.
+
+    Raises:
+        CheckpointNotFoundError: the line is empty.
     """
     if not line:
-        raise CheckpointNotFoundError("there is no checkpoint to look at")
-    searching = _Search(line, ask, low, len(line) if high is None else high, on_probe)
+        raise CheckpointNotFoundError("there is no checkpoint to test")
+    searching = _BisectSearch(line, ask, low, len(line) if high is None else high, on_probe)
     count = searching.high - low - 1
     searching.run()
     contradictions = searching.check(low, checks)
@@ -137,8 +141,8 @@ def search(
     )
 
 
-class _Search:
-    """All up to `low` are good, all from `high` on are bad, as far as that is known."""
+class _BisectSearch:
+    """State of a search: as far as known, all up to `low` are good, and all from `high` on are bad."""
 
     def __init__(
         self,
@@ -154,7 +158,7 @@ class _Search:
         self._known: dict[int, Answer] = {}
 
     def run(self) -> None:
-        """Until nothing between is left that has not been looked at."""
+        """Search until every checkpoint between the two has been tested."""
         while (place := self._next()) is not None:
             answer, why = self._ask(self.line[place])
             self._known[place] = answer
@@ -165,7 +169,7 @@ class _Search:
             self._tell(place, answer, why)
 
     def _next(self) -> int | None:
-        """The place nearest to the middle that was not skipped."""
+        """Return the index nearest to the middle that has not been tested."""
         middle = (self.low + self.high) // 2
         for distance in range(self.high - self.low):
             for place in (middle - distance, middle + distance):
@@ -179,7 +183,7 @@ class _Search:
             self._on_probe(self.probes[-1])
 
     def check(self, low: int, checks: int) -> list[str]:
-        """Look at `checks` places on either side, evenly -> those that are not as they should be."""
+        """Test `checks` evenly spaced indices on either side. Return a sentence for each unexpected answer."""
         wrong = []
         sides: Mapping[Answer, range] = {
             "good": range(low + 1, self.low),
@@ -188,7 +192,7 @@ class _Search:
         for expected, side in sides.items():
             picked = {side[number * (len(side) - 1) // max(1, checks - 1)] for number in range(min(checks, len(side)))}
             if checks == 1 and expected == "bad" and side:
-                picked = {side[-1]}  # the end of the line says most
+                picked = {side[-1]}  # the end of the line is the most informative
             for place in sorted(picked - self._known.keys()):
                 answer, why = self._ask(self.line[place])
                 self._known[place] = answer
@@ -199,16 +203,16 @@ class _Search:
 
 
 def judged(load: Callable[[str], Any], predicate: Predicate) -> Ask:
-    """Ask `predicate` about the state that `load` gives for a REF; what is damaged is skipped."""
+    """Return an `Ask` that calls `predicate` with the state that `load` returns. Damaged checkpoints are skipped."""
 
     def ask(entry: CheckpointEntry) -> tuple[Answer, str]:
         try:
             state = load(entry.ref)
-        except (CorruptionError, CheckpointNotFoundError) as error:  # retired meanwhile
+        except (CorruptionError, CheckpointNotFoundError) as error:  # it was retired in the meantime
             return "skipped", str(error)
         found = predicate(state)
         if found is None:
-            return "skipped", "the predicate gave None"
+            return "skipped", "the predicate returned None"
         return ("bad" if found else "good"), ""
 
     return ask

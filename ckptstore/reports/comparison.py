@@ -1,4 +1,4 @@
-"""How two checkpoints differ: per tensor in bits and in numbers, and in the rest of the state."""
+"""Compares two checkpoints: tensors in bits and in numbers, and the rest of the state."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ _BITS_IN_BYTE: Final = np.array([value.bit_count() for value in range(256)], np.
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference(HtmlTable):
-    """One tensor in checkpoints A and B. Complex numbers count as two values in the norms, as one element.
+    """The difference of one tensor in checkpoints A and B.
+
+    A complex number counts as two values in the norms, and as one element.
 
     Attributes:
         name: flat name.
@@ -46,14 +48,14 @@ class TensorDifference(HtmlTable):
         status: ``same`` (every bit), ``changed``, ``added`` (only in B), ``removed`` (only in A), or ``replaced``
             (another dtype or shape). Only a changed tensor is read and has the numbers below.
         bits: bits of the tensor.
-        bits_changed: how many of them differ.
+        bits_changed: number of bits that differ.
         elements: elements of the tensor.
-        elements_changed: how many differ in any bit.
+        elements_changed: number of elements that differ in any bit.
         norm_a: Euclidean norm of A's finite values.
         norm_b: likewise for B.
         norm_diff: norm of B - A, over the values that are finite in both.
         max_abs: largest |B - A| among those; exact for integers.
-        nonfinite: values that changed and are NaN or infinite in A or B; norm_diff and max_abs leave them out.
+        nonfinite: number of changed values that are NaN or infinite in A or B; excluded from norm_diff and max_abs.
         was: dtype and shape in A, of a replaced tensor.
     """
 
@@ -74,7 +76,7 @@ class TensorDifference(HtmlTable):
 
     @property
     def relative(self) -> float | None:
-        """norm_diff / norm_a; None where that has no meaning."""
+        """norm_diff / norm_a; None if it is undefined."""
         if self.norm_diff is None or not self.norm_a:
             return None
         return self.norm_diff / self.norm_a
@@ -82,10 +84,10 @@ class TensorDifference(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class StateDifference(HtmlTable):
-    """A value of the non-tensor state that differs: typed JSON before and after; None also where it is absent.
+    """A difference in the non-tensor state. Values are typed JSON before and after, None if absent.
 
-    `status` tells these apart: ``changed``, ``added`` (only in B), ``removed`` (only in A). An empty path stands for
-    the order of keys or the type of containers, if all values are the same.
+    `status` distinguishes null from absent: ``changed``, ``added`` (only in B), ``removed`` (only in A). If the path is
+    empty, all values are the same, and the order of keys or the type of a container differs.
     """
 
     path: str
@@ -102,16 +104,16 @@ def compare(
     progress: Progress | None = None,
     other: Journal | None = None,
 ) -> list[TensorDifference]:
-    """Compare two checkpoints tensor by tensor, in the order of B's state, what only A has at the end.
+    """Compare two checkpoints tensor by tensor, in the order of B's state; tensors only in A come last.
 
-    Tensors of equal hash are the same and are not read; nor are those in shards, if both are cut alike and all shards
-    are the same. The others are read chunk by chunk, shards put together, and verified; memory does
-    not grow with the checkpoint. A `select` pattern has to match a place of either at which there is a tensor. What is
-    tied in both is compared once, under the first of its places that match.
+    Tensors of equal hash are the same and are not read. The same holds for tensors in shards, if both are sharded alike
+    and all shards are the same. The others are read chunk by chunk, with their shards joined, and verified. Memory
+    does not grow with the checkpoint. A `select` pattern has to match the name of a tensor in A or B. Tensors that are
+    tied in both are compared once, under the first matching name.
 
     Args:
-        progress: told how many bytes of both are compared.
-        other: of the store that B is in; None: the same.
+        progress: called with the number of compared bytes of both.
+        other: journal of the store that contains B; None: the same store.
 
     Raises:
         CheckpointNotFoundError, TensorNotFoundError, CorruptionError.
@@ -128,9 +130,9 @@ def compare(
         def job(name: str) -> Callable[[], None]:
             def work() -> None:
                 in_one, in_other = changed[name]
-                assert in_one is not None  # what is in one alone has not changed
+                assert in_one is not None  # a tensor in only one of them is not "changed"
                 assert in_other is not None
-                sums = _Sums(dtypes.get(in_other.dtype))
+                sums = _DifferenceSums(dtypes.get(in_other.dtype))
                 for a, b in zip(chunks_a(in_one.name), chunks_b(in_other.name), strict=True):
                     sums.add(a, b)
                     tally.advance(len(a) + len(b))
@@ -146,7 +148,7 @@ def compare(
 def _pairs(
     tree_a: Any, tree_b: Any, chosen: str | Sequence[str] | None, where: str
 ) -> dict[str, tuple[str | None, str | None]]:
-    """What is compared under which name: a tensor of A and one of B, or None where there is none."""
+    """Map each reported name to the tensors to compare: (tensor of A, tensor of B), None if absent."""
     there_a, there_b = ({place.name: place.tensor for place in places(tree)} for tree in (tree_a, tree_b))
     names = choose(list(dict.fromkeys([*there_b, *there_a])), chosen, where)
     pairs: dict[tuple[str | None, str | None], str] = {}
@@ -184,7 +186,7 @@ def _by_metadata(name: str, a: TensorEntry | None, b: TensorEntry | None) -> Ten
 
 
 def _hash(tensor: TensorEntry) -> str | None:
-    """The tensor's hash, if its segment holds one: a chain of deltas need not. In shards: theirs, if all have one."""
+    """Return the tensor's hash if its segment stores one (a delta chain may not); for shards, one hash of all."""
     if isinstance(tensor, ShardedEntry):
         return None if any(_hash(shard) is None for shard in tensor.shards) else shards_hash(tensor.shards)
     return tensor.hash if all(chunk.decoded_hash is not None for chunk in tensor.chunks) else None
@@ -193,10 +195,10 @@ def _hash(tensor: TensorEntry) -> str | None:
 def compare_state(
     journal: Journal, ref_a: str | int, ref_b: str | int, other: Journal | None = None
 ) -> list[StateDifference]:
-    """Compare what is not a tensor: numbers, strings, RNG states ..., in the order of B's state.
+    """Compare everything that is not a tensor (numbers, strings, RNG states ...), in the order of B's state.
 
     Args:
-        other: of the store that B is in; None: the same.
+        other: journal of the store that contains B; None: the same store.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError.
@@ -220,7 +222,7 @@ def _without_tensors(tree: Any) -> bytes:
     return jsontext.dumps(select(of_rank(tree, None), set()))
 
 
-class _Sums:
+class _DifferenceSums:
     """Running sums over a pair of tensors of one dtype."""
 
     def __init__(self, dtype: DType) -> None:
@@ -238,7 +240,7 @@ class _Sums:
         self.bits += ones(changed)
         self.elements += int(np.count_nonzero(_any_per_element(changed, self.dtype.itemsize)))
         values_a, values_b = doubles(self.dtype, a), doubles(self.dtype, b)
-        # Squares of large doubles overflow to infinity: that is then the honest answer.
+        # Squares of large doubles overflow to infinity, which is then reported.
         with np.errstate(over="ignore", invalid="ignore"):
             finite_a, finite_b = np.isfinite(values_a), np.isfinite(values_b)
             if not (finite_a.all() and finite_b.all()):
@@ -259,7 +261,7 @@ class _Sums:
         if not is_integer(self.dtype):
             return float(np.abs(difference).max())
         exact_a, exact_b = scalars(self.dtype, a), scalars(self.dtype, b)
-        gap = np.maximum(exact_a, exact_b) - np.minimum(exact_a, exact_b)  # wraps in signed types: read it unsigned
+        gap = np.maximum(exact_a, exact_b) - np.minimum(exact_a, exact_b)  # wraps in signed types: view as unsigned
         return int(gap.view(f"u{gap.itemsize}").max())
 
     def result(self, found: TensorDifference) -> TensorDifference:
@@ -285,7 +287,7 @@ def _squares(values: npt.NDArray[np.float64]) -> float:
 
 
 def ones(data: Bytes) -> int:
-    """Number of one bits."""
+    """Count the one bits."""
     count: Callable[[Any], Any] | None = getattr(np, "bitwise_count", None)
     if count is None:  # numpy < 2
         return int(_BITS_IN_BYTE[data].sum(dtype=np.int64))
@@ -294,14 +296,14 @@ def ones(data: Bytes) -> int:
 
 
 def _any_per_element(changed: Bytes, itemsize: int) -> npt.NDArray[Any]:
-    """Per element, non-zero if any of its bits is set."""
+    """Return per element a non-zero value if any of its bits is set."""
     if itemsize <= 8:
         return changed.view(f"u{itemsize}")
     return np.asarray(changed.view(np.uint64).reshape(-1, itemsize // 8).any(axis=1))
 
 
 def _values_changed(changed: Bytes, dtype: DType, values: int) -> npt.NDArray[np.bool_]:
-    """Per value (a complex number has two), whether any of its bits changed."""
+    """Return per value (a complex number has two) whether any of its bits changed."""
     if dtype.name == "F4_E2M1_X2":
         return np.asarray(np.stack([changed & 15, changed >> 4], axis=1).reshape(-1) != 0)
     return np.asarray(changed.view(f"u{len(changed) // values}") != 0)

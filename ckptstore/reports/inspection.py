@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: its tensors, the chain that restores it, statistics of a tensor's values."""
+"""Describes a checkpoint: its tensors, the chain that restores it, statistics of a tensor's values."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class TensorDescription(HtmlTable):
         dtype: logical dtype (``"BF16"``).
         shape: logical shape.
         nbytes: logical bytes.
-        stored: bytes in the segment that holds its newest encoding.
-        codec: how that one is encoded; ``raw`` is uncompressed, ``mixed`` what its shards do not agree on.
+        stored: bytes in the segment that contains its newest encoding.
+        codec: codec of that encoding; ``raw`` is uncompressed, ``mixed`` if its shards have different codecs.
         kind: kind of that segment (``full``, ``delta`` ...).
-        hash: hash of the logical bytes, 32 hex digits; None if the segment does not hold it, or of a tensor in shards.
+        hash: hash of the logical bytes, 32 hex digits; None if the segment does not store it, or of a tensor in shards.
         segment: key of that segment in the store; of a tensor in shards, that of the first one.
-        shards: how many shards it is stored in; None: it is stored whole.
-        stored_with: the tensor whose stored bytes hold this one, too: an optimizer's step moves several at once, and
-            a copy in fewer bits follows from its master; None: it has bytes of its own.
+        shards: number of shards that it is stored in; None: it is stored whole.
+        stored_with: name of the tensor whose stored bytes also contain this one: an optimizer's step encodes several
+            tensors together, and a lower-precision copy is derived from its master; None: it has bytes of its own.
     """
 
     name: str
@@ -79,12 +79,12 @@ class ChainLink(HtmlTable):
     """One link of the chain that restores a checkpoint.
 
     Attributes:
-        ref: REF of the checkpoint this link leads to.
+        ref: REF of the checkpoint that this link restores.
         kind: ``full``, ``delta`` or ``gradient``.
         base: REF of the checkpoint it builds on, or None.
         segments: keys of its segments.
         stored: their bytes.
-        lossy: the link does not give the saved bits back.
+        lossy: the link does not restore the saved bits exactly.
     """
 
     ref: str
@@ -97,11 +97,11 @@ class ChainLink(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDescription:
-    """A checkpoint taken apart: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON.
+    """A description of a checkpoint: `tensors` in the order of the state, `chain` base first, `tree` as typed JSON.
 
-    `medium` says what the store lies on and how bytes get there, for people; `latest` whether it is the newest one,
-    `writer` who wrote last, `remote` the second tier that the store remembers. `plan`: how it would be restored, if
-    that was asked for. A notebook shows a table of the tensors.
+    `medium` describes in words the medium of the store and how bytes are written to it. `latest`: whether it is the
+    newest checkpoint. `writer`: the last writer. `remote`: the second tier that the store remembers. `plan`: how it
+    would be restored, if that was requested. A notebook shows a table of the tensors.
     """
 
     info: CheckpointInfo
@@ -131,23 +131,23 @@ class CheckpointDescription:
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics(HtmlTable):
-    """Numbers about a tensor's values. A complex number counts as two values, its real and its imaginary part.
+    """Statistics of a tensor's values. A complex number counts as two values, its real and its imaginary part.
 
     Attributes:
         name: flat name.
         dtype: logical dtype.
         shape: logical shape.
         nbytes: logical bytes.
-        values: how many numbers there are.
-        nans: how many are NaN.
-        infinities: how many are infinite.
-        zeros: how many are zero, of either sign.
-        minimum: smallest finite value; exact for integers; None if there is none, as for the next four.
+        values: number of values.
+        nans: number of NaNs.
+        infinities: number of infinite values.
+        zeros: number of zeros, of either sign.
+        minimum: smallest finite value, exact for integers. None if there is none; the same holds for the next four.
         maximum: largest finite value.
         mean: mean of the finite values.
         std: their population standard deviation.
         norm: their Euclidean norm.
-        exponents: e -> how many finite, non-zero values have 2^e <= |value| < 2^(e+1); ascending.
+        exponents: e -> number of finite, non-zero values with 2^e <= |value| < 2^(e+1); ascending.
     """
 
     name: str
@@ -173,16 +173,16 @@ def inspect(
     *,
     explain: bool = False,
 ) -> CheckpointDescription:
-    """Take a checkpoint apart. Reads and verifies the headers of its chain, no tensor.
+    """Describe a checkpoint. Reads and verifies the headers of its chain, but no tensor.
 
     Args:
-        journal: the store's.
+        journal: the store's journal.
         ref: the checkpoint.
         select: describe only tensors that match one of these globs.
-        explain: also say how it would be restored: `CheckpointDescription.plan`.
+        explain: also explain how it would be restored: `CheckpointDescription.plan`.
 
     Raises:
-        CheckpointNotFoundError, TensorNotFoundError: nothing answers to `ref`, or matches `select`.
+        CheckpointNotFoundError, TensorNotFoundError: there is no checkpoint `ref`, or no tensor matches `select`.
         CorruptionError: a segment of the chain is missing or its header is damaged.
     """
     with opened(journal, ref) as found:
@@ -204,7 +204,7 @@ def inspect(
 def _is_latest(found: OpenCheckpoint) -> bool:
     try:
         newest = found.catalog.latest()
-    except CorruptLogError:  # nobody can tell
+    except CorruptLogError:  # damage hides which one is the newest
         return False
     return newest is not None and newest.node == found.entry.node
 
@@ -250,7 +250,7 @@ def _link(encoding: Encoding, segments: Sequence[SegmentEntry]) -> ChainLink:
 
 
 def statistics(journal: Journal, ref: str | int, name: str, progress: Progress | None = None) -> TensorStatistics:
-    """Statistics of one tensor, in one pass and in memory that does not grow with it. Bytes are verified.
+    """Compute statistics of one tensor, in one pass, in constant memory. Bytes are verified.
 
     Raises:
         TensorNotFoundError: the checkpoint has no such tensor.
@@ -269,7 +269,7 @@ def statistics(journal: Journal, ref: str | int, name: str, progress: Progress |
 
 
 class _Moments:
-    """Running statistics; mean and variance are merged block by block (Chan, Golub and LeVeque 1979)."""
+    """Running statistics. Mean and variance are merged block by block (Chan, Golub and LeVeque 1979)."""
 
     def __init__(self) -> None:
         self.values = self.nans = self.infinities = self.zeros = self.finite = 0
@@ -279,7 +279,7 @@ class _Moments:
         self.exponents: Counter[int] = Counter()
 
     def add(self, numbers: npt.NDArray[np.float64], integers: npt.NDArray[Any] | None) -> None:
-        """Take in a block; `integers` are the same values undamaged by rounding, if they are integers."""
+        """Add a block. `integers` are the same values without rounding, if they are integers."""
         self.values += len(numbers)
         finite = np.isfinite(numbers)
         if not finite.all():
@@ -292,7 +292,7 @@ class _Moments:
         exact = numbers if integers is None else integers
         self.low = min(self.low, exact.min().item())
         self.high = max(self.high, exact.max().item())
-        # Sums of large doubles may overflow to infinity: that is then the honest answer.
+        # Sums of large doubles may overflow to infinity, which is then reported.
         with np.errstate(over="ignore", invalid="ignore"):
             mean = float(numbers.mean())
             centred = numbers - mean

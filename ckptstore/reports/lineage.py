@@ -1,6 +1,6 @@
-"""The checkpoints of a store as a forest: who continues from whom. What ``ckpt log`` shows; reads the log once.
+"""Lists the checkpoints of a store as a forest, each with its parent, for ``ckpt log``. Reads the log once.
 
-Only what is asked for is described: the newest twenty of 200,000 checkpoints cost what twenty cost.
+Only the requested checkpoints are described: the cost of the newest twenty does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Lineage(HtmlTable):
     """The checkpoints and terms of a store at one moment.
 
     Attributes:
-        checkpoints: those asked for, newest first: every one of a term was committed after all of earlier terms. Or by
-            a metric, the best first; those without it last, newest first.
-        parents: REF -> REF of the checkpoint it continues from; None for the first of a run. Retired checkpoints are
-            skipped: the nearest one before it that is still there stands in. Newest first, down to the last of
-            `checkpoints`, those between them that were not asked for included.
-        total: how many checkpoints the store holds.
-        nbytes: bytes of all the segments that its log names.
-        steps: its lowest and highest step; None: it holds no checkpoint.
+        checkpoints: the requested ones, newest first: all of a term are newer than those of earlier terms. With a
+            metric, the best first; those without the metric last, newest first.
+        parents: REF -> REF of the checkpoint it continues from; None for the first of a run. A retired parent is
+            replaced by its nearest ancestor that still exists. Newest first, down to the last of `checkpoints`,
+            including those between them that were not requested.
+        total: number of checkpoints in the store.
+        nbytes: bytes of all segments that its log names.
+        steps: lowest and highest step; None: there is no checkpoint.
         terms: newest first.
-        latest: REF of what ``latest`` means; None in an empty store, or if damage hides it.
-        damage: what is wrong with the log, one sentence each; the checkpoints listed do not need those slots.
-        writer: who wrote last, and whether that process is there.
+        latest: REF of the checkpoint that ``latest`` names; None if the store is empty, or damage hides it.
+        damage: what is wrong with the log, one sentence each. The listed checkpoints do not need the damaged slots.
+        writer: the last writer, and whether its process is alive.
     """
 
     checkpoints: tuple[CheckpointInfo, ...]
@@ -66,14 +66,14 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
     """Read the log of a store.
 
     Args:
-        limit: at most so many checkpoints, the newest; None: all.
+        limit: at most this many checkpoints, the newest; None: all.
         term: only the checkpoints of this term.
-        by: order by the number of this name in the metadata, lowest first; ``NAME:max``: highest first. `limit` is of
-            those. ``metrics.NAME`` is NAME of the metrics.
+        by: order by the number of this name in the metadata, lowest first; ``NAME:max``: highest first. `limit` then
+            takes the first of this order. ``metrics.NAME`` is NAME of the metrics.
 
     Raises:
         NotFoundError: no checkpoint has a number of that name.
-        CorruptLogError: nothing of the log can be read.
+        CorruptLogError: no part of the log can be read.
         StorageError: the medium failed.
     """
     catalog = read(journal).catalog
@@ -101,7 +101,7 @@ def lineage(journal: Journal, limit: int | None = None, term: int | None = None,
 
 
 def _newest(catalog: Catalog, limit: int | None, term: int | None) -> tuple[list[Node], dict[str, str | None]]:
-    """The newest nodes that are asked for, and the parents of these and of those between, newest first."""
+    """Return the newest requested nodes, and the parents of these and of those between, newest first."""
     found: list[Node] = []
     parents: dict[str, str | None] = {}
     between: dict[str, str | None] = {}
@@ -133,7 +133,7 @@ def _ranked(catalog: Catalog, nodes: list[Node], by: str) -> list[Node]:
 
 
 def _line(catalog: Catalog, term: int) -> Node | None:
-    """The nearest checkpoint still there on the line of parents before `term`'s first."""
+    """Return the nearest existing checkpoint among the ancestors of `term`'s first checkpoint."""
     while (opened := catalog.terms.get(term)) is not None and opened.parent is not None:
         term = opened.parent.term
         if (found := catalog.checkpoints.highest(term, opened.parent.step)) is not None:

@@ -1,4 +1,4 @@
-"""A store as a notebook shows it: its newest checkpoints."""
+"""Renders a store in a notebook: its newest checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST: Final = 10
 
 
 def store_html(journal: Journal) -> str:
-    """HTML. Reads the log; what keeps it from being read is what is shown. Raises nothing of ours."""
+    """Return HTML. Reads the log; if that fails, the HTML contains the error. Raises none of our errors."""
     try:
         catalog = read(journal, tell=False).catalog
         newest = list(catalog.checkpoints.values())[-_MOST:]
@@ -40,12 +40,12 @@ def store_html(journal: Journal) -> str:
     shown = f", the last {_MOST} by term and step" if count > _MOST else ""
     title = f"{journal.url}: {counted(count, 'checkpoint')}{shown}"
     if wrong := _damage(catalog):  # Prevents: a store whose log is lost, shown as one in which nothing was saved yet.
-        title += f". {wrong} (`ckpt verify` says what is damaged, `ckpt repair` keeps the rest)"
+        title += f". {wrong} (`ckpt verify` names what is damaged, `ckpt repair` keeps the rest)"
     return table(title, ("checkpoint", "kind", "stored bytes", "time", "metadata", "tags"), rows)
 
 
 def _damage(catalog: Catalog) -> str | None:
-    """What is wrong with the log, in a sentence; None: nothing."""
+    """Return what is wrong with the log, in a sentence; None if nothing is."""
     try:
         catalog.latest()
     except CorruptLogError as error:

@@ -1,4 +1,4 @@
-"""What ``bisect`` may ask of a checkpoint: a Python expression on its tensors, a shell command on a file of it."""
+"""Makes predicates for ``bisect``: a Python expression on the tensors, a shell command on a file of the checkpoint."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckptstore.reports.bisection import Answer, Ask, Predicate
 __all__ = ["Export", "commanded", "expression", "not_finite", "tensors_of"]
 
 Export = Callable[[str, str], object]
-"""Writes the checkpoint of a REF to a file."""
+"""Writes the checkpoint of a REF to a file: called with the REF and the path."""
 SKIP: Final = 125
 _SIGNALLED: Final = 128
 
 
 def tensors_of(state: Any) -> dict[str, Any]:
-    """Every array of a numpy state, by the keys that lead to it, joined by dots."""
+    """Return every array of a numpy state, by its keys joined with dots."""
     return dict(_arrays(state, ()))
 
 
@@ -40,38 +40,39 @@ def _arrays(node: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def not_finite(state: Any) -> bool:
-    """Whether a tensor of a numpy state has a NaN or an infinity."""
+    """Tell whether a tensor of a numpy state has a NaN or an infinity."""
     return any(_is_not_finite(array) for array in tensors_of(state).values())
 
 
 def _is_not_finite(array: Any) -> bool:
     try:
         return not bool(np.isfinite(array).all())
-    except TypeError:  # of a type that has none
+    except TypeError:  # a dtype without NaN and infinity
         return False
 
 
 def expression(text: str) -> Predicate:
-    """A Python expression as a predicate: true is bad, None cannot be judged.
+    """Make a predicate of a Python expression: true is bad, None skips the checkpoint.
 
-    It knows ``tensors`` (name -> array), ``state`` (as it was saved, arrays of numpy), and ``np``.
+    The expression can use ``tensors`` (name -> array), ``state`` (as it was saved, with numpy arrays), and ``np``.
 
-    Raises `UsageError`: it is no expression. What it raises when it is asked becomes one, too.
+    Raises:
+        UsageError: `text` is not an expression. The predicate raises it, too, if the evaluation raises an exception.
     """
     try:
         code = compile(text, "--expr", "eval")
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{text!r} is no Python expression: {error}") from error
+        raise UsageError(f"{text!r} is not a Python expression: {error}") from error
 
     def predicate(state: Any) -> bool | None:
         names = {"np": np, "state": state, "tensors": tensors_of(state)}
         try:
-            found = eval(code, names)  # noqa: S307  # it is the user's own, as a command is
+            found = eval(code, names)  # noqa: S307  # the user's own code, as a shell command is
             return None if found is None else bool(found)
         except CkptError:
             raise
         except SystemExit as error:
-            raise UsageError(f"{text!r} ends the process; it has to be true or false") from error
+            raise UsageError(f"{text!r} ends the process; the expression has to be true or false") from error
         except Exception as error:
             raise UsageError(f"{text!r} raised {type(error).__name__}: {error}") from error
 
@@ -79,12 +80,13 @@ def expression(text: str) -> Predicate:
 
 
 def commanded(command: str, export: Export) -> Ask:
-    """Ask a shell command, which gets a safetensors file of the checkpoint as ``$1``.
+    """Make an `Ask` of a shell command, which gets a safetensors file of the checkpoint as ``$1``.
 
-    It exits with 0 for good, 125 if it cannot be judged, another code up to 127 for bad, as for ``git bisect run``.
+    The command exits with 0 for good, 125 to skip the checkpoint, another code up to 127 for bad, as for
+    ``git bisect run``.
 
     Args:
-        export: writes the file, which is removed when the command has ended.
+        export: writes the file. It is removed when the command has ended.
     """
 
     def ask(entry: CheckpointEntry) -> tuple[Answer, str]:
@@ -99,7 +101,7 @@ def commanded(command: str, export: Export) -> Ask:
         if done.returncode == SKIP:
             return "skipped", f"the command exited with {SKIP}"
         if not 0 <= done.returncode < _SIGNALLED:
-            raise UsageError(f"{command!r} ended with {done.returncode} on {entry.ref}: it was killed, or says stop")
+            raise UsageError(f"{command!r} exited with {done.returncode} on {entry.ref}: it was killed, or stopped us")
         return ("bad" if done.returncode else "good"), ""
 
     return ask

@@ -1,4 +1,4 @@
-"""What restoring a checkpoint takes of an object store: requests by kind, and bytes. Nothing of it is restored."""
+"""Computes the requests and bytes that restoring a checkpoint takes from an object store, without restoring it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ckptstore.segments.segment_reader import SegmentReader, extents
 __all__ = ["RequestCosts", "request_costs"]
 
 _RANGE: Final = 8 << 20
-"""Bytes that a request reads of a segment (`backends.object_segments.RANGE`)."""
+"""Bytes of a segment that one request reads (`backends.object_segments.RANGE`)."""
 _AGAIN: Final = {"put": 1, "get": 1, "head": 2, "delete": 1}
-"""The pin, made and removed, and the log looked at again (design: PINS); while it is restored a ``put`` every 30 s."""
+"""Creating and removing the pin, and reading the log again (SPEC 10, PINS). A long restore adds a ``put`` per 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class RequestCosts:
 
     Attributes:
         ref: the checkpoint.
-        spent: by what asked for this, until now, since its store was opened.
-        restore: what `Store.load` of another handle would take now.
+        spent: what the caller's store has spent until now, since it was opened.
+        restore: what `Store.load` of another handle would spend now.
     """
 
     ref: str
@@ -47,7 +47,7 @@ def request_costs(
     if costs is None:
         return None
     before = costs.spent
-    journal = Journal(journal.backend)  # FORMAT is read anew, as by another handle
+    journal = Journal(journal.backend)  # reads FORMAT again, as another handle would
     view = read(journal)
     log = costs.spent - before
     requests = Counter(log.requests) + Counter(_AGAIN)
@@ -64,7 +64,7 @@ def request_costs(
 
 
 def _descriptions(found: OpenCheckpoint) -> tuple[Counter[str], int]:
-    """HEAD, the header, and of a packed segment its index, of every segment of the plan."""
+    """Count the requests for the descriptions of the plan's segments: HEAD, the header, and the index if packed."""
     requests: Counter[str] = Counter()
     received = 0
     for reader in found.readers.values():
@@ -76,7 +76,7 @@ def _descriptions(found: OpenCheckpoint) -> tuple[Counter[str], int]:
 
 
 def _tensors(chains: Sequence[Chain]) -> tuple[int, int]:
-    """Ranges, and their bytes."""
+    """Count the ranges that restore the tensors, and their bytes."""
     ranges = received = 0
     raw: dict[int, tuple[SegmentReader, list[TensorEntry]]] = {}
     seen: set[tuple[int, str, int]] = set()

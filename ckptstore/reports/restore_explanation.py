@@ -1,4 +1,4 @@
-"""What restoring a checkpoint will read and decode, encoding by encoding, and how long that should take here."""
+"""Explains a restore: what it reads and decodes, encoding by encoding, and how long that should take here."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckptstore.restore.selection import select_from
 __all__ = ["Explanation", "PlanStep", "explain", "explained"]
 
 _EACH: Final = 2.5e-4
-"""Seconds that a tensor of a delta or step diff takes at most, however small it is (two cores, other work beside)."""
+"""Maximum seconds of overhead per tensor of a delta or step diff, even a small one (two cores, under other load)."""
 _SURE: Final = 1.0
-"""Seconds below which it does not matter how far apart the two are."""
+"""Below this many seconds the distance of the two estimates does not matter."""
 _WIDEST: Final = 4.0
-"""How many times longer the upper estimate may be than the lower one, to be worth showing."""
+"""Maximum ratio of the upper estimate to the lower one for the estimate to be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class PlanStep:
     """One encoding of the plan.
 
     Attributes:
-        ref: the checkpoint it leads to.
+        ref: the checkpoint that it restores.
         kind: ``full``, ``delta``, ...
         base: REF it builds on, or None.
         segments: keys of the objects read.
-        tensors: how many tensors it contributes to.
+        tensors: number of tensors that it contributes to.
         bytes_read: stored bytes of those tensors.
         bytes_decoded: logical bytes decoded; 0 for uncompressed ones.
         seconds: estimate.
@@ -58,10 +58,10 @@ class Explanation(HtmlTable):
     """A restore plan with costs.
 
     Attributes:
-        ref: what is restored.
-        steps: base first.
+        ref: the checkpoint to restore.
+        steps: the encodings, base first.
         nbytes: logical bytes of the result.
-        rates: what the estimates rest on.
+        rates: the rates that the estimates are based on.
     """
 
     ref: str
@@ -71,20 +71,19 @@ class Explanation(HtmlTable):
 
     @property
     def bytes_read(self) -> int:
-        """Stored bytes to read, headers not counted."""
+        """Stored bytes to read, without headers."""
         return sum(step.bytes_read for step in self.steps)
 
     @property
     def seconds(self) -> float:
-        """Estimate for the whole restore at the rates that were measured; reading and decoding do not overlap in it."""
+        """Estimated seconds for the whole restore at the measured rates, without overlap of reading and decoding."""
         return self.rates.startup + sum(step.seconds for step in self.steps)
 
     @property
     def span(self) -> tuple[float, float] | None:
-        """Seconds between which the restore should take; None: what was measured differs too much to say.
+        """Lower and upper estimate in seconds; None: the measurements differ too much for an estimate.
 
-        The upper one is at the slower rates that were measured, and with what each tensor of each step costs however
-        small it is.
+        The upper one uses the slower of the measured rates, and adds the overhead of each tensor of each step.
         """
         work = sum(step.seconds for step in self.steps)
         each = sum(step.tensors for step in self.steps if step.bytes_decoded) * _EACH
@@ -93,20 +92,23 @@ class Explanation(HtmlTable):
 
 
 def explain(journal: Journal, ref: str | int = "latest", select: str | Sequence[str] | None = None) -> Explanation:
-    """How `ref` (or the tensors of it that `select` names) would be restored.
+    """Explain how `ref` (or its tensors that match `select`) would be restored.
+
+    Reads headers, and at most 16 MiB to measure the medium. No tensor is restored.
 
     Raises:
-        as `Store.load`. Reads headers, and at most 16 MiB to measure the medium; no tensor is restored.
+        as `Store.load`.
     """
     with opened(journal, ref) as found:
         return explained(found, select, measure_rates(found))
 
 
 def explained(found: OpenCheckpoint, select: str | Sequence[str] | None, rates: Rates | None = None) -> Explanation:
-    """`explain` of a checkpoint that is open.
+    """Explain an open checkpoint, as `explain` does.
 
     Args:
-        rates: of this machine and medium; None: those that this restore needs are measured, the others are typical.
+        rates: rates of this machine and medium; None: measure those that this restore needs, and use typical values
+            for the others.
     """
     names = select_from(found.tree, select, found.ref).tensors
     chosen = [chain for name in names for chain, _ in found.stored(name)]
@@ -149,5 +151,5 @@ def _seconds(tensor: TensorEntry, rates: Rates) -> float:
 
 
 def _all_links(chains: Sequence[Chain]) -> set[tuple[int, str]]:
-    """(segment, key) of every link that restoring `chains` reads, masters of derived tensors included."""
+    """Return (segment, tensor) of every link that restoring `chains` reads, masters of derived tensors included."""
     return {(id(link.reader), link.tensor.name) for chain in chains for link in chain.sources}

@@ -1,6 +1,6 @@
-"""What became of a checkpoint that is promised no longer, as far as the log still holds that.
+"""Finds out what happened to a retired checkpoint, as far as the log still says.
 
-Slots that a fold replaced are gone, and with them why something was retired.
+Slots that a fold has replaced are gone, and with them the reason of a retirement.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ __all__ = ["fate"]
 
 
 def fate(journal: Journal, step: int, term: int | None = None) -> str | None:
-    """``75@2 was dropped by a merge into 90@2``, of a step in any term, or in one; None: the log does not say.
+    """Return a sentence such as ``75@2 was dropped by a merge into 90@2``; None: the log does not say.
+
+    Args:
+        step: the step to look for.
+        term: only in this term; None: in any term.
 
     Raises:
-        CorruptLogError: nothing of the log can be read.
+        CorruptLogError: no part of the log can be read.
         StorageError: the medium failed.
     """
     wanted = _seek(journal, step, term)
@@ -36,7 +40,7 @@ def _seek(journal: Journal, step: int, term: int | None) -> str | None:
         try:
             data = slot_bytes(backend, run, seq)
             record = decode_record(data, seq=seq, run=run, what=slots[seq], fetch=backend.get)
-        except CkptError:  # damaged, or folded meanwhile: what it said is lost
+        except CkptError:  # damaged, or folded in the meantime: its content is lost
             continue
         if not isinstance(record, CommitRecord):
             continue
@@ -47,7 +51,7 @@ def _seek(journal: Journal, step: int, term: int | None) -> str | None:
 
 
 def _told(record: CommitRecord, node: Node) -> str:
-    """Who retires and encodes others anew in one change has merged."""
+    """Describe a retirement. A change that also re-encodes later checkpoints of the term is a merge."""
     into = [edge.checkpoint for edge in record.encodings if edge.checkpoint[0] == node[0] and edge.checkpoint > node]
     if into and not record.checkpoints:
         return f"{ref_of(node)} was dropped by a merge into {ref_of(max(into))}"

@@ -1,4 +1,4 @@
-"""Two runs, step by step: their metrics, their bytes, and up to where their states are the same. Reads both logs."""
+"""Compares two runs step by step: metrics, bytes, and up to which step their states are the same. Reads both logs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ckptstore.reports.lineage import Lineage, lineage
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["Pair", "Parting", "SideBySide", "side_by_side"]
+__all__ = ["Divergence", "SideBySide", "StepPair", "side_by_side"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """What both runs have of one step.
+class StepPair:
+    """The checkpoints of both runs at one step.
 
     Attributes:
         step: the step.
-        infos: the checkpoint of each run, on the line of its newest one; None: it has none.
+        infos: the checkpoint of each run, in the history of its newest one; None: the run has none.
         values: the metric of each; None: it has none, or it is NaN.
     """
 
@@ -38,13 +38,13 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Where the states of two runs part.
+class Divergence:
+    """Where the states of two runs diverge.
 
     Attributes:
-        common: how many steps both have.
-        same_until: the last step up to which all of them are the same; None: the first is not.
-        differ_from: the first that is not; None: all are.
+        common: number of steps that both have.
+        same_until: the last step up to which all states are the same; None: the first states differ.
+        differ_from: the first step with different states; None: all are the same.
     """
 
     common: int
@@ -54,21 +54,21 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Two runs beside each other.
+    """A comparison of two runs.
 
     Attributes:
-        runs: what `lineage` says of each.
-        metric: the name of the number that is compared.
-        pairs: every step that one of them has on the line of its newest checkpoint, ascending.
+        runs: the `lineage` of each.
+        metric: the name of the compared number.
+        pairs: every step that one of them has in the history of its newest checkpoint, ascending.
     """
 
     runs: tuple[Lineage, Lineage]
     metric: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[StepPair, ...]
 
     @property
-    def parting(self) -> Parting:
-        """Where their states part."""
+    def parting(self) -> Divergence:
+        """Where their states diverge."""
         common = [pair for pair in self.pairs if pair.same is not None]
         until, differ = None, None
         for pair in common:
@@ -76,41 +76,41 @@ class SideBySide:
                 differ = pair.step
                 break
             until = pair.step
-        return Parting(len(common), until, differ)
+        return Divergence(len(common), until, differ)
 
     @property
-    def last_common(self) -> Pair | None:
-        """The highest step of which both have the metric; None: there is none."""
+    def last_common(self) -> StepPair | None:
+        """The highest step at which both have the metric; None: there is none."""
         return next((pair for pair in reversed(self.pairs) if None not in pair.values), None)
 
-    def lowest(self, run: int) -> Pair | None:
-        """The step at which a run (0 or 1) has the lowest metric; None: it has none."""
+    def lowest(self, run: int) -> StepPair | None:
+        """Return the step at which a run (0 or 1) has the lowest metric; None: it has no metric."""
         found = [(value, pair) for pair in self.pairs if (value := pair.values[run]) is not None]
         return min(found, key=lambda one: one[0])[1] if found else None
 
 
 def side_by_side(first: Journal, second: Journal, metric: str = "loss") -> SideBySide:
-    """Put two runs beside each other.
+    """Compare two runs.
 
     Args:
-        metric: a number of the metadata, or of their ``metrics``.
+        metric: a number of the metadata, or of its ``metrics``.
 
     Raises:
-        CorruptLogError: nothing of a log can be read.
+        CorruptLogError: no part of a log can be read.
         StorageError: a medium failed.
     """
     runs = lineage(first), lineage(second)
     sides = [{info.step: info for info in _line(run)} for run in runs]
     steps: Sequence[int] = sorted(sides[0].keys() | sides[1].keys())
     pairs = [
-        Pair(step, (a := sides[0].get(step), b := sides[1].get(step)), (_value(a, metric), _value(b, metric)))
+        StepPair(step, (a := sides[0].get(step), b := sides[1].get(step)), (_value(a, metric), _value(b, metric)))
         for step in steps
     ]
     return SideBySide(runs, metric, tuple(pairs))
 
 
 def _line(run: Lineage) -> list[CheckpointInfo]:
-    """The newest checkpoint and all that it continues from."""
+    """Return the newest checkpoint and all its ancestors."""
     infos = {info.ref: info for info in run.checkpoints}
     ref = run.latest if run.latest is not None else next(iter(infos), None)
     found = []

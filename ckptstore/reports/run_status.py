@@ -1,4 +1,4 @@
-"""How a run is doing: what its log says at one instant, beside what was seen of it before."""
+"""Reports the state of a run: what its log says at one instant, compared with earlier looks."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ from ckptstore.formats.tables import Table
 from ckptstore.log.change_committer import WriterState, known_writer, last_writer
 from ckptstore.log.log_reader import View
 
-__all__ = ["Pace", "RunStatus", "changes_between", "status_of"]
+__all__ = ["RunPace", "RunStatus", "changes_between", "status_of"]
 
 WINDOW: Final = 64
-"""Checkpoints of the newest term over which speeds are told."""
+"""Number of checkpoints of the newest term over which speeds are computed."""
 _REMEMBERED: Final = 240
-"""Checkpoints of which step, time, bytes and metric are remembered."""
+"""Number of checkpoints whose step, time, bytes and metric are remembered."""
 _OUT_OF_ORDER: Final = 256
-"""Checkpoints that were known already, newest first, after which no new one is looked for."""
+"""Number of known checkpoints, newest first, after which the search for new ones stops."""
 _LOOKED_AT: Final = 4096
-"""Newest checkpoints of the log that one look goes through at most."""
+"""Maximum number of newest checkpoints of the log that one look examines."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus(HtmlTable):
-    """How a run is doing.
+    """The state of a run.
 
     Attributes:
-        url: of its store.
+        url: URL of its store.
         run: its uuid.
-        time: seconds since the Unix epoch when this was looked at, by this host's clock.
-        changes: what has happened since the status before, in words; nothing in the first one.
+        time: time of this look in seconds since the Unix epoch, by this host's clock.
+        changes: what has happened since the previous status, in words; empty in the first one.
         latest: REF of the newest checkpoint; None: there is none. `step`: its step.
-        saved: seconds since the Unix epoch when that was saved, by the writer's clock.
-        lag: seconds from then until `time`; what two hosts' clocks differ by is in it.
-        checkpoints: how many there are.
-        term: the newest term; 0: nobody has written yet. `terms`: how many there are.
-        parent: REF of what the newest term continues from; None: from nothing.
-        steps_per_second: over the last 64 checkpoints of the newest term that were seen; None: there are no two.
-        bytes_per_step: stored for a step, over the same ones. Checkpoints that came and went unseen count as much as
-            the others on average.
+        saved: time at which it was saved, in seconds since the Unix epoch, by the writer's clock.
+        lag: seconds from then until `time`, including any difference of the two hosts' clocks.
+        checkpoints: number of checkpoints.
+        term: the newest term; 0: there is none yet. `terms`: number of terms.
+        parent: REF of the checkpoint that the newest term continues from; None: it starts from nothing.
+        steps_per_second: over the last 64 seen checkpoints of the newest term; None: there are fewer than two.
+        bytes_per_step: stored bytes per step, over the same checkpoints. Checkpoints that were retired unseen count
+            with the average of the others.
         bytes_per_second: the product.
-        ratio: logical bytes of the same checkpoints by what is stored of them: how many times smaller than fulls.
-        nbytes: bytes of the segments that the log holds.
+        ratio: logical bytes of the same checkpoints divided by their stored bytes: how many times smaller than fulls.
+        nbytes: bytes of the segments that the log names.
         free: bytes free on the disk; None: the medium does not say.
         metric: name of the number in the metadata.
-        values: (step, number) of up to 240 checkpoints on the line of the newest, ascending; those without it left out.
+        values: (step, number) of up to 240 checkpoints in the history of the newest, ascending; without those that
+            have no such number.
         writer, host, pid: see `RunInfo`.
-        damage: how many slots of the log are damaged or missing.
-        requests: requests that this look took, where a medium charges for them; None: it does not.
+        damage: number of slots of the log that are damaged or missing.
+        requests: requests that this look took, if the medium charges for them; None: it does not.
     """
 
     url: str
@@ -88,7 +89,7 @@ class RunStatus(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A checkpoint that was seen: `stored` bytes of `nbytes`; `value` of the metric."""
+    """A checkpoint that was seen: `stored` of `nbytes` bytes; `value` of the metric."""
 
     step: int
     time: float
@@ -97,8 +98,8 @@ class _Point:
     value: float | None
 
 
-class Pace:
-    """The newest checkpoints on the line of the newest, remembered after retention has let them go.
+class RunPace:
+    """The newest checkpoints in the history of the newest one. They are remembered after retention retired them.
 
     Attributes:
         metric: name of the number in the metadata that is remembered.
@@ -106,7 +107,7 @@ class Pace:
     """
 
     def __init__(self, metric: str) -> None:
-        """Nothing seen yet."""
+        """Start with no checkpoints."""
         self.metric = metric
         self.nbytes = 0
         self._rows: TableRows[str, SegmentEntry] | None = None
@@ -116,7 +117,7 @@ class Pace:
         self._points: dict[Node, _Point] = {}
 
     def take(self, catalog: Catalog) -> None:
-        """Look at the newest checkpoints. What is not on the line of the newest any more is forgotten."""
+        """Add the newest checkpoints. Forget those that are no longer in the history of the newest one."""
         on_line = rule_rankings.line(catalog)
         newest_first = filter(on_line, islice(reversed(catalog.checkpoints), _LOOKED_AT))
         for node in islice(newest_first, _REMEMBERED):
@@ -128,7 +129,7 @@ class Pace:
         self.nbytes = self._summed(catalog.segments)
 
     def _summed(self, segments: Table[str, SegmentEntry]) -> int:
-        """Bytes of all segments. Those that are shared with the catalog before are not summed again."""
+        """Return the bytes of all segments. The sum over rows shared with the previous catalog is reused."""
         if self._rows is not segments.rows:
             self._rows, self._rows_nbytes = segments.rows, sum(entry.size for entry in segments.rows.values())
         total = self._rows_nbytes
@@ -143,7 +144,7 @@ class Pace:
         return tuple((point.step, point.value) for point in self._points.values() if point.value is not None)
 
     def speeds(self) -> tuple[float | None, float | None, float | None]:
-        """``steps_per_second``, ``bytes_per_step`` and ``ratio`` of a `RunStatus`."""
+        """Return ``steps_per_second``, ``bytes_per_step`` and ``ratio`` of a `RunStatus`."""
         window = [point for (term, _), point in self._points.items() if term == self._term][-WINDOW:]
         stored = sum(point.stored for point in window)
         nbytes = sum(point.nbytes for point in window)
@@ -153,7 +154,7 @@ class Pace:
         first, last = window[0], window[-1]
         steps, seconds = last.step - first.step, last.time - first.time
         both: list[Collection[int]] = [range(first.step + 1, last.step), self._spent]
-        fewer, more = sorted(both, key=len)  # each may have a million
+        fewer, more = sorted(both, key=len)  # each may have a million entries
         seen = {point.step for point in window}
         unseen = sum(step in more and step not in seen for step in fewer)
         per_checkpoint = sum(point.stored for point in window[1:]) / (len(window) - 1)
@@ -167,7 +168,7 @@ def _point(catalog: Catalog, entry: CheckpointEntry, metric: str) -> _Point:
 
 
 def _value(entry: CheckpointEntry, metric: str) -> float | None:
-    """The number of this name in the metadata; one that is not a number (NaN) as well: who watches wants to see it."""
+    """Return the number of this name in the metadata. NaN is returned, too: the reader of a status wants to see it."""
     if (found := rule_rankings.metric(entry, metric)) is not None:
         return found
     said = metadata.read(entry.extra.get(metadata.MEMBER))
@@ -176,11 +177,11 @@ def _value(entry: CheckpointEntry, metric: str) -> float | None:
     return value if isinstance(value, float) and math.isnan(value) else None
 
 
-def status_of(url: str, run: str, now: float, view: View, pace: Pace) -> RunStatus:
-    """What a view says. `pace` has taken it; ``changes``, ``free`` and ``requests`` are not known here.
+def status_of(url: str, run: str, now: float, view: View, pace: RunPace) -> RunStatus:
+    """Make a status of a view that `pace` has taken. ``changes``, ``free`` and ``requests`` are left empty.
 
     Raises:
-        CorruptLogError: the log is damaged where the newest would be decided; names the last intact checkpoint.
+        CorruptLogError: damage hides which checkpoint is the newest. The error names the last intact one.
     """
     catalog = view.catalog
     try:
@@ -224,7 +225,7 @@ def status_of(url: str, run: str, now: float, view: View, pace: Pace) -> RunStat
 
 
 def changes_between(before: View, after: View) -> list[str]:
-    """What has been committed between two views of one log, in words."""
+    """Describe in words what was committed between two views of one log."""
     old, new = before.catalog, after.catalog
     if (before.end, before.damage) == (after.end, after.damage):
         return []
@@ -235,7 +236,7 @@ def changes_between(before: View, after: View) -> list[str]:
     if old.keep != new.keep:
         said.append(f"keeps {', '.join(new.keep) or 'every checkpoint'}")
     said += [f"log slot {seq} is damaged or missing" for seq in new.damage if seq not in old.damage]
-    taken_over = last_writer(new).purpose is not None  # its own change says enough
+    taken_over = last_writer(new).purpose is not None  # the change of a take-over is described already
     if _closed(new) and not taken_over and not (_closed(old) and old.term == new.term):
         said.append(f"term {new.term} is closed")
     records = after.end - before.end
@@ -248,7 +249,7 @@ def _closed(catalog: Catalog) -> bool:
 
 
 def _terms(old: Catalog, new: Catalog) -> list[str]:
-    """Terms that began, and what each continues from."""
+    """Describe new terms, and what each continues from."""
     said = []
     for term in sorted(new.terms.keys() - old.terms.keys()):
         parent, newest = new.terms[term].parent, _newest_before(term, old, new)
@@ -262,7 +263,7 @@ def _terms(old: Catalog, new: Catalog) -> list[str]:
 
 
 def _newest_before(term: int, old: Catalog, new: Catalog) -> Node | None:
-    """What was newest when `term` began, as far as it was not retired unseen."""
+    """Return the newest checkpoint at the start of `term`, unless it was retired unseen."""
     if not (earlier := [one for one in new.terms if one < term]):
         return None
     before = max(earlier)
@@ -272,7 +273,7 @@ def _newest_before(term: int, old: Catalog, new: Catalog) -> Node | None:
 
 
 def _checkpoints(old: Catalog, new: Catalog, first: int) -> list[str]:
-    """Checkpoints that slots from `first` on promise, and how many are promised no longer."""
+    """Describe checkpoints that slots from `first` on commit, and count those retired since."""
     came, known = [], 0
     for node in islice(reversed(new.checkpoints), _LOOKED_AT):
         if new.slots[node] >= first:

@@ -1,7 +1,7 @@
-"""Following a run: one look after another at its log, each of which fetches only what is new.
+"""Watches a run: looks at its log repeatedly, and fetches only new records.
 
-A look at a store at rest takes four small requests: for the slot that was the last one (is this still the same
-history?), the next one, the one after that, and the next anchor. Every record that came costs one more.
+A look at an idle store takes four small requests: for the last known slot (is this still the same history?), the next
+one, the one after that, and the next anchor. Every new record costs one more.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ckptstore.log.change_committer import known_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.log.log_watch import LogWatch
-from ckptstore.reports.run_status import Pace, RunStatus, changes_between, status_of
+from ckptstore.reports.run_status import RunPace, RunStatus, changes_between, status_of
 
 __all__ = ["LONGEST", "SHORTEST", "watch"]
 
 SHORTEST: Final = 0.01
 LONGEST: Final = 86400.0
-"""Seconds that can be between two looks."""
+"""Bounds of the seconds between two looks."""
 
 
 def watch(journal: Journal, every: float, metric: str, *, wait: bool, quiet: bool) -> Iterator[RunStatus]:
-    """See `Store.watch`. What cannot be meant is refused now, not by the first ``next``."""
+    """Watch a run. See `Store.watch`. Invalid arguments raise here, not in the first ``next``."""
     if isinstance(every, bool) or not isinstance(every, int | float) or not SHORTEST <= every <= LONGEST:
-        raise UsageError(f"every: {every!r:.80}; from {SHORTEST:g} to {LONGEST:g} seconds can be between two looks")
+        raise UsageError(f"every: {every!r:.80}; pass {SHORTEST:g} to {LONGEST:g} seconds between two looks")
     if not isinstance(metric, str) or not metric:
         raise UsageError(f"metric: {metric!r:.80}; the name of a number in the metadata is needed")
     return _watched(_Watcher(journal, metric), float(every), wait=wait, quiet=quiet)
@@ -53,18 +53,18 @@ def _watched(watcher: _Watcher, pause: float, *, wait: bool, quiet: bool) -> Ite
 
 
 class _Watcher:
-    """What was seen of one run so far."""
+    """Everything seen of one run so far."""
 
     def __init__(self, journal: Journal, metric: str) -> None:
-        """Nothing seen yet. `journal` is left as it is."""
+        """Start with nothing seen. `journal` is not changed."""
         self._place = journal.backend
         self._looks = LogWatch(journal)
         self._view: View | None = None
-        self._pace = Pace(metric)
+        self._pace = RunPace(metric)
         self._last: RunStatus | None = None
 
     def close(self) -> None:
-        """Give up the handle of the store's folder."""
+        """Close the handle of the store's folder."""
         self._looks.close()
 
     def look(self) -> RunStatus:
@@ -72,8 +72,8 @@ class _Watcher:
 
         Raises:
             StoreNotFoundError: there is no store here, or no longer.
-            StoreReplacedError: there is another run's, or another history of this run.
-            CorruptLogError, FormatError, StorageError: as `Store.checkpoint`; or records that were there are gone.
+            StoreReplacedError: the store is now another run's, or has another history of this run.
+            CorruptLogError, FormatError, StorageError: as `Store.checkpoint`; or records that existed are gone.
         """
         before = None if (costs := self._place.costs) is None else costs.spent
         journal, view = self._looks.look()

@@ -1,6 +1,6 @@
-"""The stores below a folder: how far each run is, how large, and what is known of who writes it.
+"""Finds the stores below a folder: how far each run is, its size, and its writer.
 
-Nothing is written, no link is followed, and nothing is opened but stores. A folder that cannot be read is named.
+It writes nothing, follows no links, and opens only stores. Folders that cannot be read are named.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["FoundRuns", "RunInfo", "find_runs"]
 
 _ROOMS: Final = ("log", "seg")
 _DEEPEST: Final = 64
-_DAMAGED: Final = "its log is damaged or lost: `ckpt verify` says what, `ckpt repair` keeps the rest"
-_NO_FORMAT: Final = "a store without its FORMAT file: `ckpt repair` makes one of what is intact"
+_DAMAGED: Final = "its log is damaged or lost: `ckpt verify` names the damage, `ckpt repair` keeps the rest"
+_NO_FORMAT: Final = "a store without its FORMAT file: `ckpt repair` makes a store of what is intact"
 _GONE: Final = "missing: `ckpt verify` says what needs them, `ckpt repair` keeps the rest"
 
 
@@ -37,22 +37,22 @@ class RunInfo(HtmlTable):
     """A store that was found.
 
     Attributes:
-        path: its folder, as the one that was looked through was given.
-        error: why it cannot be read, and the rest is then empty; or that its log is damaged, or that segments are
-            missing, and the rest is what the log says. Whether the bytes of segments are intact is not looked at.
+        path: its folder, relative to the searched folder as that was given.
+        error: why it cannot be read (the other attributes are then empty); or that its log is damaged or segments are
+            missing (the others are then what the log says). Whether the bytes of segments are intact is not checked.
         run: the run's uuid; None: it cannot be read.
-        checkpoints: how many it has.
+        checkpoints: number of checkpoints.
         latest: REF of the newest; None: there is none, or damage hides it. `step`: its step.
-        nbytes: bytes of the segments that its log holds.
+        nbytes: bytes of the segments that its log names.
         growth: see `StoreStats.growth`.
-        time: seconds since the Unix epoch of the newest checkpoint or, if that is later, of the newest term's
-            beginning, by the writer's clock; None: nobody has written to it.
-        writer: of the newest term, which has not closed: ``alive``: on this host the process that opened it is running.
-            ``gone``: this host has no process of its number, so it was killed, or a save failed after its last one.
-            ``unknown``: it is another host's, or nothing can be said: look at `time`. ``closed``: the log says that the
-            term has ended and that nothing it was given is missing. After a take-over (``ckpt tag --take-over``): how
-            the run before it ended, ``closed`` or ``gone``. ``none``: nobody has written to it.
-        host, pid: where that writer is, or was; None: it did not say.
+        time: time of the newest checkpoint or of the newest term's start, whichever is later, in seconds since the
+            Unix epoch, by the writer's clock; None: the store has never been written to.
+        writer: state of the newest term's writer. ``alive``: the process that opened the term is running on this host.
+            ``gone``: no process on this host has its number: it was killed, or a save failed after its last one.
+            ``unknown``: it is on another host, or its state cannot be determined; see `time`. ``closed``: the log says
+            that the term has ended and that no save is missing. After a take-over (``ckpt tag --take-over``): how the
+            run before it ended, ``closed`` or ``gone``. ``none``: the store has never been written to.
+        host, pid: host and process of that writer; None: it did not say.
     """
 
     path: str
@@ -71,22 +71,22 @@ class RunInfo(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class FoundRuns:
-    """The stores below a folder, by path; and the folders that could not be read, each with the reason."""
+    """The stores below a folder, by path, and the folders that could not be read, each with the reason."""
 
     runs: tuple[RunInfo, ...]
     unreadable: tuple[tuple[str, str], ...]
 
 
 def find_runs(folder: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> FoundRuns:
-    """Look for stores in a folder and below it, not within stores.
+    """Find stores in a folder and below it, but not inside stores.
 
     Args:
-        folder: a path; or a URL of a bucket, or of a part of it. There each folder above a store costs a listing.
-        storage_options: how an object store is reached; None: by the environment.
+        folder: a path; or a URL of a bucket, or of a part of it. In a bucket each folder above a store costs a listing.
+        storage_options: options for reaching an object store; None: from the environment.
 
     Raises:
         NotFoundError: there is no such folder.
-        UsageError: it is a malformed URL.
+        UsageError: the URL is malformed.
         StorageError: the medium failed.
     """
     unreadable: list[tuple[str, str]] = []
@@ -108,7 +108,7 @@ def find_runs(folder: str | os.PathLike[str], *, storage_options: Mapping[str, A
 
 
 def _places(within: Backend, prefix: str, unreadable: list[tuple[str, str]], depth: int) -> Iterator[str]:
-    """Folders of a medium of keys that have a FORMAT object and a log, in order, each without its last slash."""
+    """Yield the folders of an object store that have a FORMAT object and a log, in order, without a final slash."""
     try:
         names = sorted(within.folders(prefix))
         if any(room in names for room in _ROOMS) and _there(within, f"{prefix}{FORMAT_KEY}"):
@@ -138,7 +138,7 @@ def _there(within: Backend, key: str) -> bool:
 
 
 def _stores(folder: Path, unreadable: list[tuple[str, str]], depth: int) -> Iterator[Path]:
-    """Folders that have a FORMAT file and a log, in order."""
+    """Yield the folders that have a FORMAT file and a log, in order."""
     try:
         with os.scandir(folder) as entries:
             found = sorted(((entry.name, _kind(entry)) for entry in entries), key=lambda one: one[0])
@@ -171,7 +171,7 @@ def _kind(entry: os.DirEntry[str]) -> int:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether a FORMAT file without a log is a store's that nobody has written to."""
+    """Tell whether a folder with a FORMAT file but without a log is a store that was never written to."""
     try:
         journal = Journal(open_backend(folder, create=False))
         try:
@@ -200,9 +200,9 @@ def _look_at(path: str, storage_options: Mapping[str, Any] | None = None) -> Run
 
 
 def _missing(journal: Journal, catalog: Catalog) -> int:
-    """How many segments are not there that the log names."""
+    """Count the segments that the log names and that do not exist."""
     gone = {entry.id for entry in catalog.segments.values()}
-    for _ in range(2):  # what was retired and collected meanwhile is named no longer
+    for _ in range(2):  # the log no longer names segments that were retired and collected in the meantime
         present = set(journal.backend.list("seg/"))
         gone &= {entry.id for entry in catalog.segments.values() if entry.key not in present}
         if not gone:

@@ -1,4 +1,4 @@
-"""The typed JSON tree of a state, walked for people: children by name, leaves as Python would print them."""
+"""Walks the typed JSON tree of a state for display: children by name, leaves as Python would print them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAPPINGS: Final = ("$dict", "$odict", "$counter")
 
 
 def is_tensor(node: Any) -> bool:
-    """Whether a node of the tree stands for a tensor."""
+    """Tell whether a node of the tree stands for a tensor."""
     return isinstance(node, dict) and len(node) == 1 and ("$t" in node or "$a" in node)
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
-    """(key or position, child) of a container, in order, or (rank, child) of what differs over ranks; None: a leaf."""
+    """Return (key or index, child) of a container, in order, or (rank, child) if ranks differ; None for a leaf."""
     if isinstance(node, list):
         return [(str(index), child) for index, child in enumerate(node)]
     if not isinstance(node, dict):
@@ -40,15 +40,15 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(path, node) of every leaf that is no tensor, in order; keys joined by dots. An empty container is a leaf.
+    """Yield (path, node) of every leaf except tensors, in order; keys are joined by dots. Includes empty containers.
 
-    A leaf that is not the same on all ranks has a row for each rank that has it, whose path ends with ``rank R``:
-    wherever in the tree the ranks differ, which depends on the order of their keys.
+    A leaf that differs between ranks is yielded once for each rank that has it, with a path that ends with ``rank R``.
+    This holds at whatever level of the tree the ranks differ (the level depends on the order of their keys).
 
     Raises:
         FormatError: the tree is malformed.
     """
-    rank_trees.rank_count(tree)  # whether each ``$ranks`` is one
+    rank_trees.rank_count(tree)  # raises if a ``$ranks`` node is malformed
     return _leaves(tree, "")
 
 
@@ -68,7 +68,7 @@ def _leaves(tree: Any, start: str) -> Iterator[tuple[str, Any]]:
 
 
 def _rank_leaves(node: Any, start: str) -> Iterator[tuple[str, Any]]:
-    """`leaves` of what differs over ranks."""
+    """Yield the `leaves` of a node that differs between ranks."""
     places, nodes = node[rank_trees.TAG]
     own = [dict(_leaves(one, start)) for one in nodes]
     for path in dict.fromkeys(path for place in places if place is not None for path in own[place]):
@@ -82,14 +82,14 @@ def _rank_leaves(node: Any, start: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Name(str):
-    """Prints without quotes."""
+    """A string that prints without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def text(node: Any, width: int = 72) -> str:
-    """A leaf as Python prints the value, shortened to `width` characters."""
+    """Format a leaf as Python prints the value, shortened to `width` characters."""
     value = unflatten(
         node,
         lambda name, _origin: _Name(f"<tensor {name}>"),

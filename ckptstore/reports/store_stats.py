@@ -1,4 +1,4 @@
-"""Where a store's bytes are: by kind, term and class of tensor, how fast they grow. Reads the log, and one chain."""
+"""Computes where a store's bytes are, by kind, term and tensor class, and how they grow. Reads the log and a chain."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ckptstore.restore.open_checkpoint import opened
 __all__ = ["ClassBytes", "Share", "StoreStats", "bytes_by_step", "growth", "stats"]
 
 WINDOW: Final = 1000
-"""Steps over which growth is told."""
+"""Number of steps over which growth is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of the store: `checkpoints` in it, and the `nbytes` of segments that are theirs."""
+    """A share of the store: the number of `checkpoints` in it, and the `nbytes` of their segments."""
 
     checkpoints: int
     nbytes: int
@@ -38,13 +38,13 @@ class Share:
 class ClassBytes:
     """The tensors of one class in the newest checkpoint.
 
-    What an optimizer's step stores for several tensors together counts for each in proportion to its logical bytes.
+    Bytes that an optimizer's step stores for several tensors together are divided in proportion to their logical bytes.
 
     Attributes:
-        tensors: how many.
+        tensors: number of tensors.
         nbytes: their logical bytes.
         stored: bytes that the newest checkpoint itself stores of them.
-        chain: bytes of all that it takes to restore them: `stored`, and what the checkpoints below it store of them.
+        chain: bytes that restoring them reads: `stored`, and what the checkpoints below it store of them.
     """
 
     tensors: int
@@ -58,22 +58,22 @@ class StoreStats(HtmlTable):
     """Where a store's bytes are.
 
     Attributes:
-        checkpoints: how many there are, ascending by term and step.
+        checkpoints: all checkpoints, ascending by term and step.
         latest: REF of the newest; None: there is none, or damage hides it.
-        nbytes: bytes of all segments that the log holds.
-        kinds: ``full``, ``delta`` or ``gradient`` -> its share; ``held``: retired checkpoints, stored because others
-            build on them; ``lost``: damage has taken every way to restore them. A segment that several share counts
-            once, for the oldest that is not retired.
+        nbytes: bytes of all segments that the log names.
+        kinds: ``full``, ``delta`` or ``gradient`` -> its share; ``held``: retired checkpoints that are stored because
+            others build on them; ``lost``: checkpoints that damage has made unrestorable. A segment that several share
+            counts once, for the oldest one that is not retired.
         steps: (step, kind, bytes) of every segment, ascending: the step of the checkpoint that it counts for.
         terms: term -> its share of checkpoints, and the bytes that it wrote.
-        classes: ``weight``, ``first_moment``, ``second_moment``, ``gradient``, ``other`` -> those of the newest
-            checkpoint, by the tensors' names.
-        growth: bytes of the segments of the last 1,000 steps up to the newest's, as they are stored now, branches
-            included; of a shorter run in proportion. None: there are no two steps.
-        rules: the store's rules of retention.
+        classes: ``weight``, ``first_moment``, ``second_moment``, ``gradient``, ``other`` -> the tensors of the newest
+            checkpoint, classified by name.
+        growth: bytes of the segments of the last 1,000 steps up to the newest, as they are stored now, branches
+            included; extrapolated for a shorter run. None: there are fewer than two steps.
+        rules: the store's retention rules.
         prunable_nbytes: bytes that pruning by them would leave to gc; None: there are no rules, or damage forbids it.
-        garbage_nbytes: bytes that gc would free as it is.
-        damage: what is wrong with the log, one sentence each: the rest is of what is left of it.
+        garbage_nbytes: bytes that gc would free now.
+        damage: what is wrong with the log, one sentence each. The other attributes then cover only what is left of it.
     """
 
     checkpoints: tuple[CheckpointInfo, ...]
@@ -93,14 +93,14 @@ class StoreStats(HtmlTable):
 def stats(
     journal: Journal, *, prunable_nbytes: int | None, garbage_nbytes: int, damage: tuple[str, ...] = ()
 ) -> StoreStats:
-    """Look a store through.
+    """Compute the statistics of a store.
 
     Args:
-        prunable_nbytes, garbage_nbytes: what maintenance says that prune and gc would free.
-        damage: what it found wrong with the log.
+        prunable_nbytes, garbage_nbytes: bytes that prune and gc would free, as computed by maintenance.
+        damage: what maintenance found wrong with the log.
 
     Raises:
-        CorruptLogError: nothing of the log can be read.
+        CorruptLogError: no part of the log can be read.
         CorruptionError: the newest checkpoint's chain is damaged.
     """
     catalog = read(journal).catalog
@@ -147,7 +147,7 @@ def _kinds(catalog: Catalog, steps: Sequence[tuple[int, str, int]]) -> dict[str,
 
 
 def _owner(catalog: Catalog, segment: str) -> tuple[int, str]:
-    """The step of the checkpoint for which a segment counts, and how that is stored in it."""
+    """Return the step of the checkpoint that a segment counts for, and the kind of its encoding in it."""
     nodes = sorted(users(catalog, segment))
     promised = [node for node in nodes if node in catalog.checkpoints]
     for node in promised[:1]:
@@ -176,9 +176,9 @@ def _classes(journal: Journal, newest: CheckpointEntry) -> dict[str, ClassBytes]
 
 
 class _Shares:
-    """What encodings store of single tensors. Of a group, all of which its leader holds, each has a part in proportion.
+    """Bytes that encodings store of single tensors. A group's bytes, held by its leader, are divided in proportion.
 
-    The parts of a group add up to what it stores: the leader has what is left over by rounding.
+    The parts of a group add up to what it stores: the leader gets the rounding remainder.
     """
 
     def __init__(self, held: Sequence[Held]) -> None:
@@ -186,7 +186,7 @@ class _Shares:
         self._groups: dict[tuple[int, str], dict[str, int]] = {}  # a group may have thousands of members
 
     def of(self, link: TensorLink, number: int) -> int:
-        """Bytes of a link that is in encoding `number`."""
+        """Return the bytes of a link that is in encoding `number`."""
         if link.group is None:
             return link.tensor.stored
         key = number, link.group.leader
@@ -210,11 +210,11 @@ def bytes_by_step(catalog: Catalog) -> tuple[tuple[int, str, int], ...]:
 
 
 def growth(steps: Sequence[tuple[int, str, int]], newest: int) -> float | None:
-    """See `StoreStats.growth`; `steps` as `bytes_by_step` gives them."""
+    """Compute `StoreStats.growth`; `steps` as `bytes_by_step` returns them."""
     if not steps:
         return None
     first = max(newest - WINDOW, steps[0][0])
     if newest <= first:
         return None
-    # Of a shorter run the first checkpoint is where it grows from.
+    # In a shorter run, growth starts from its first checkpoint.
     return sum(size for step, _, size in steps if first < step <= newest) * WINDOW / (newest - first)

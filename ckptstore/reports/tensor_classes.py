@@ -1,4 +1,4 @@
-"""What a tensor is to the optimizer, as far as name and dtype say: a weight, a moment, a gradient, something else."""
+"""Guesses a tensor's role for the optimizer from its name and dtype: a weight, a moment, a gradient, something else."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _OPTIMIZER: Final = re.compile(r"optim\w*|opt(_state)?", re.I)
 
 
 def of_an_optimizer(name: str) -> bool:
-    """Whether the name places the tensor among an optimizer's."""
+    """Tell whether the name places the tensor inside an optimizer."""
     return any(_OPTIMIZER.fullmatch(part) for part in _SPLIT.split(name))
 
 
 def class_by_name(name: str, dtype: str, shape: Sequence[int]) -> TensorClass | None:
-    """What the name, the logical dtype (``"BF16"``) and the shape say; None for nothing.
+    """Return the class by name, logical dtype (``"BF16"``) and shape; None if they do not tell.
 
-    ``v.`` and ``m.`` in front (or directly below the optimizer) may be moments, but also a value projection: values
-    decide.
+    ``v.`` and ``m.`` at the start (or directly below the optimizer) may be moments, but also a value projection: then
+    the values decide.
     """
     parts = [part for part in _SPLIT.split(name) if part] or [name]
     if dtype == "BOOL" or is_integer(dtypes.get(dtype)) or not shape:
@@ -52,7 +52,7 @@ def class_by_name(name: str, dtype: str, shape: Sequence[int]) -> TensorClass | 
     )
     model = _MODEL.fullmatch(parts[0]) is not None
     for pattern, kind in patterns:
-        # Inside a model a module may be called anything: only what no module is called counts there.
+        # Inside a model a module may have any name: only the last part, which is no module's name, counts there.
         where = parts[-1:] if model else parts
         if any(pattern.fullmatch(part) for part in where):
             return kind

@@ -1,4 +1,4 @@
-"""Stored bytes as numbers, for what is shown to people: statistics and differences. Never on a path that restores."""
+"""Converts stored bytes to numbers for statistics and differences. Restoring never uses it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ckptstore.formats.dtypes import DType
 __all__ = ["BLOCK_VALUES", "blocks", "doubles", "is_integer", "scalars"]
 
 BLOCK_VALUES: Final = 1 << 18
-"""Elements looked at together: their doubles (2 MiB) stay in a core's cache."""
+"""Elements processed together: their doubles (2 MiB) fit into a core's cache."""
 
 _REALS = {"C32": "<f2", "C64": "<f4", "C128": "<f8"}
-# E2M1: one sign, two exponent and one mantissa bit; the low half of a byte is the first of its two values.
+# E2M1: one sign, two exponent and one mantissa bit. The low half of a byte is the first of its two values.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def blocks(dtype: DType, data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Cut a tensor's bytes into parts of at most `BLOCK_VALUES` whole elements."""
+    """Split a tensor's bytes into parts of at most `BLOCK_VALUES` whole elements."""
     length = BLOCK_VALUES * dtype.itemsize
     for start in range(0, len(data), length):
         yield data[start : start + length]
 
 
 def is_integer(dtype: DType) -> bool:
-    """Whether the values are integers (or booleans), so that their extremes are exact."""
+    """Tell whether the values are integers (or booleans), so that their extremes are exact."""
     return dtype.name != "F4_E2M1_X2" and dtype.numpy.kind in "iub"
 
 
 def scalars(dtype: DType, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """The numbers in `data` (1-D, whole elements) as an array that numpy computes with.
+    """Return the numbers in `data` (1-D, whole elements) as an array that numpy computes with.
 
     A complex number counts as two, its real and its imaginary part, and so does a byte of ``F4_E2M1_X2``. Booleans are
     0 and 1 (any other byte counts as 1).
@@ -48,6 +48,6 @@ def scalars(dtype: DType, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
 
 
 def doubles(dtype: DType, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
-    """`scalars` as float64: exact for all dtypes but 64-bit integers beyond 2^53."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other here
+    """Return `scalars` as float64: exact for all dtypes except 64-bit integers beyond 2^53."""
+    with np.errstate(invalid="ignore"):  # here a signalling NaN is a NaN like any other
         return scalars(dtype, data).astype(np.float64)

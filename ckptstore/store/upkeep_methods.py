@@ -183,11 +183,11 @@ class UpkeepMethods(StoreHandle):
             ReadOnlyError, StorageError: the medium cannot be written, or failed. Earlier moves stay committed.
             FencedError, CommitUnknownError: another writer took the store over; it is unknown whether it was committed.
         """
-        from ckptstore.maintenance.compact import Limits, compact
+        from ckptstore.maintenance.compact import CompactLimits, compact
 
         return compact(
             self.journal,
-            Limits(max_depth, max_restore_seconds, target_bytes),
+            CompactLimits(max_depth, max_restore_seconds, target_bytes),
             only=only,
             bandwidth=bandwidth,
             dry_run=dry_run,

@@ -1,4 +1,4 @@
-"""One module per command, each imported only when its command runs; the list is `ckptstore.cli.main.COMMANDS`.
+"""Holds one module per command, imported when its command runs. `ckptstore.cli.main.COMMANDS` lists them.
 
-Import what `cli` may.
+The modules may import what `cli` may import.
 """

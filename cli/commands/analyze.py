@@ -1,4 +1,4 @@
-"""``ckpt analyze``: what existing checkpoints would cost with each codec and interval."""
+"""Implements ``ckpt analyze``: measures what existing checkpoints would cost with each codec and interval."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _NAMED = 3
 
 
-class _Sample(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic only since click 8.2
+class _Sample(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.2
     name = "SIZE|PERCENT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
@@ -33,7 +33,7 @@ class _Sample(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gener
         except ValueError:
             share = 0.0
         if not 0 < share <= 1:
-            self.fail(f"{text!r} is no share: write 5%, or a size like 64MiB", param, ctx)
+            self.fail(f"{text!r} is not a share: write 5%, or a size like 64MiB", param, ctx)
         return share
 
 
@@ -59,7 +59,7 @@ def _words(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
 @click.option(
-    "--ref", "refs", type=REF, multiple=True, metavar="REF", help="Of a store: a checkpoint; may be repeated."
+    "--ref", "refs", type=REF, multiple=True, metavar="REF", help="With a store: measure this checkpoint; repeatable."
 )
 @click.option(
     "--sample", type=_Sample(), metavar="SIZE|N%", help="Measure this much of each class and step; default 8MiB."
@@ -69,17 +69,17 @@ def _words(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
 @click.option(
     "--gaps", callback=_numbers, metavar="T,T...", help="Gaps to compare over, in checkpoints; default: chosen."
 )
-@click.option("--codecs", callback=_words, metavar="NAME,...", help="Measure only these (raw is always there).")
+@click.option("--codecs", callback=_words, metavar="NAME,...", help="Measure only these (and always raw).")
 @click.option("--class", "classes", multiple=True, metavar="GLOB=CLASS", help="Class of tensors; may be repeated.")
 @click.option(
     "--max-restore-cost", default="4x", metavar="COST", help="Bound for every restore: 4x (a full), 2GB, 30s, none."
 )
-@click.option("--compress-fulls", is_flag=True, help="Code fulls, too; default: they stay plain .safetensors files.")
+@click.option("--compress-fulls", is_flag=True, help="Compress fulls, too; default: they stay plain .safetensors.")
 @click.option(
-    "--link", default="1Gbit,10Gbit,100Gbit", callback=_words, metavar="SPEED,...", help="Links to ship over (bits/s)."
+    "--link", default="1Gbit,10Gbit,100Gbit", callback=_words, metavar="SPEED,...", help="Links to send over (bits/s)."
 )
 @click.option(
-    "--cores", type=click.IntRange(1), default=1, metavar="N", help="Cores that encode, for times; default 1."
+    "--cores", type=click.IntRange(1), default=1, metavar="N", help="Cores that encode, for the times; default 1."
 )
 @click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads that measure; default: all cores.")
 @click.option("--csv", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write all measurements.")
@@ -87,16 +87,16 @@ def _words(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
     "--report", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write a page with plots."
 )
 def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_json: bool, **asked: Any) -> None:
-    """Say what each codec and interval would make of checkpoints.
+    """Estimate the size of checkpoints for each codec and interval.
 
-    PATH is a .safetensors or .pt file, an .index.json of shards, a folder or a glob of these, or a store; two or more
-    checkpoints of one run. CLASS is weight, first_moment, second_moment, gradient or other.
+    PATH is a .safetensors or .pt file, an .index.json of shards, a folder or a glob of these, or a store. Pass two or
+    more checkpoints of one run. CLASS is weight, first_moment, second_moment, gradient or other.
     """
     from ckptstore.analysis import analyze, document, write_csv, write_report
     from ckptstore.analysis.report_plots import need_matplotlib
     from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
 
-    if report is not None:  # before minutes of measuring, not after
+    if report is not None:  # fail before minutes of measuring, not after
         need_matplotlib()
         refuse_store(report / "index.html")
     if csv is not None:
@@ -118,7 +118,7 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
 
 
 def _options(asked: Mapping[str, Any]) -> Options:
-    """What was asked for, by the names of the command's options."""
+    """Return the analysis options, from the values of the command's options."""
     from ckptstore.analysis import Options
     from ckptstore.analysis.analysis import SAMPLE
     from ckptstore.analysis.comparison_plan import POINTS
@@ -129,7 +129,7 @@ def _options(asked: Mapping[str, Any]) -> Options:
 
     sample, steps, exact = asked["sample"], asked["steps"], asked["exact"]
     if exact and sample is not None:
-        raise click.UsageError("--exact measures every byte: it goes with no --sample")
+        raise click.UsageError("--exact measures every byte: it cannot be combined with --sample")
     return Options(
         sample=None if exact else SAMPLE if sample is None else sample,
         gaps=asked["gaps"],
@@ -163,7 +163,7 @@ def _text(found: Analysis) -> Iterator[str]:
     yield f"ratio, and GB/s of one core to encode / decode; deltas over a gap of {gap} ({gap * found.spacing:,} steps):"
     yield tables(*_codecs(found), together=2)
     yield ""
-    yield "bits per value by gap; a bound is what no codec without context goes below:"
+    yield "bits per value by gap; a bound is the least that a codec without context can reach:"
     yield tables(*_gaps(found), first=2)
     yield ""
     yield f"distinct prefixes by length, at step {found.series[-1].step:,}:"
@@ -171,7 +171,7 @@ def _text(found: Analysis) -> Iterator[str]:
     yield ""
     chosen = found.advice.best.interval
     yield table(
-        ["", ">T", ">DELTAS", ">BYTES PER CHECKPOINT", ">RATIO", ">DEAREST RESTORE", ">x A FULL"],
+        ["", ">T", ">DELTAS", ">BYTES PER CHECKPOINT", ">RATIO", ">MOST EXPENSIVE RESTORE", ">x A FULL"],
         [
             [
                 *(

@@ -1,4 +1,4 @@
-"""``ckpt bisect``: at which checkpoint something began."""
+"""Implements ``ckpt bisect``: finds the checkpoint at which something began."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _COLORS = {"good": "green", "bad": "red", "skipped": "yellow"}
 )
 @STORE
 @click.argument("cmd", metavar="[CMD]", required=False)
-@click.option("--nan", is_flag=True, help="Instead of CMD: is a tensor not finite?")
-@click.option("--expr", metavar="PYTHON", help="Instead of CMD: true if bad. Knows tensors (by name), state and np.")
+@click.option("--nan", is_flag=True, help="Instead of CMD: bad if a tensor has a NaN or an infinity.")
+@click.option("--expr", metavar="PYTHON", help="Instead of CMD: true if bad. Has tensors (by name), state and np.")
 @select_option("Restore only tensors that match; may be repeated.")
-@click.option("--ref", type=REF, help="Search the history of this one. Default: latest.")
-@click.option("--good", type=REF, help="This one is known to be good: search behind it.")
-@click.option("--bad", type=REF, help="This one is known to be bad: search before it.")
-@click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="Look at N more on either side.")
+@click.option("--ref", type=REF, help="Search the history of this checkpoint. Default: latest.")
+@click.option("--good", type=REF, help="This checkpoint is known to be good: search after it.")
+@click.option("--bad", type=REF, help="This checkpoint is known to be bad: search before it.")
+@click.option("--check", type=click.IntRange(0), default=0, metavar="N", help="Test N more on either side.")
 def command(
     store: str,
     cmd: str | None,
@@ -49,8 +49,8 @@ def command(
 ) -> None:
     """Find the checkpoint at which something began.
 
-    Restores about log2(n) checkpoints of n, 14 of 10,000, and asks of each whether it is good. CMD is a shell command
-    that gets a safetensors file as $1 (and as $CKPT_FILE, beside $CKPT_REF and $CKPT_STEP).
+    Restores about log2(n) of n checkpoints (14 of 10,000) and tests each. CMD is a shell command that gets a
+    safetensors file as $1 (and as $CKPT_FILE, with $CKPT_REF and $CKPT_STEP).
     """
     if bool(cmd) + nan + (expr is not None) != 1:
         raise click.UsageError("give one of CMD, --nan and --expr")
@@ -88,12 +88,12 @@ def command(
 
 def _print(found: Bisected) -> None:
     if found.first_bad is None:
-        say(f"nothing bad was found; the newest that is good: {found.last_good or 'none'}")
+        say(f"no bad checkpoint was found; the newest good one: {found.last_good or 'none'}")
     elif found.between:
-        say(f"it began at {found.first_bad}, or at one before it that was skipped: {ranges(found.between)}")
+        say(f"it began at {found.first_bad}, or at an earlier checkpoint that was skipped: {ranges(found.between)}")
     else:
         say(f"{click.style('first bad:', bold=True)} {found.first_bad}")
     if found.first_bad is not None:
         say(f"last good: {found.last_good or 'none'}")
     for text in found.contradictions:
-        note(f"{text}: it did not begin once and go on, so there is no one place where it began")
+        note(f"{text}: it began and stopped more than once, so there is no single checkpoint where it began")

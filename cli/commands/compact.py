@@ -1,4 +1,4 @@
-"""``ckpt compact``: store kept checkpoints anew, so that bases that nobody keeps can go."""
+"""Implements ``ckpt compact``: rewrites kept checkpoints, so that bases that are only held can be deleted."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from ckptstore import CompactMove, CompactReport
 
 NOT_ANSWERED = RequestError.exit_code
-"""When the writing run refused a move, or did not answer in time."""
+"""Exit code if the writing run refused a move, or did not answer in time."""
 
 
 @make_command(
     "compact",
     examples=[
-        "ckpt compact runs/gpt --dry-run                          # what would be stored anew, and what that frees",
+        "ckpt compact runs/gpt --dry-run                          # what would be rewritten, and what that frees",
         "ckpt compact runs/gpt --max-depth 20                     # a training run is writing: it is asked",
         "ckpt compact runs/gpt --max-restore-seconds 30 --take-over --gc",
-        "ckpt compact runs/gpt --only 1000..2000                  # the fulls of a range as deltas; every one stays",
+        "ckpt compact runs/gpt --only 1000..2000                  # the fulls of a range as deltas; all are kept",
     ],
 )
 @STORE
@@ -37,26 +37,26 @@ NOT_ANSWERED = RequestError.exit_code
     "--max-depth",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Let no restore apply more than N deltas and steps to its full.",
+    help="Let no restore apply more than N deltas and step diffs to its full.",
 )
 @click.option(
     "--max-restore-seconds",
     "max_seconds",
     type=TIME,
     metavar="S",
-    help="Let no restore take longer than that on this machine: 30s, 500ms.",
+    help="Let no restore take longer than this on this machine: 30s, 500ms.",
 )
 @click.option(
     "--target-bytes",
     "target",
     type=SIZE,
-    help="Stop making fulls into deltas when the store has no more bytes than that. Default: as few as can be had.",
+    help="Stop turning fulls into deltas when the store is this small. Default: make it as small as possible.",
 )
-@click.option("--only", type=RANGE, help="Store only these anew: two REFs of one term.")
-@click.option("--bandwidth", type=RATE, help="Decode and code at most so much in a second: 100MB/s.")
-@click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
+@click.option("--only", type=RANGE, help="Rewrite only these: two REFs of one term.")
+@click.option("--bandwidth", type=RATE, help="Decode and encode at most this much per second: 100MB/s.")
+@click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
 @click.option(
-    "--dry-run", is_flag=True, help="Change nothing: show what would be done. Sizes are guessed from samples."
+    "--dry-run", is_flag=True, help="Change nothing: show what would be done. Sizes are estimated from samples."
 )
 @answer_options
 def command(
@@ -72,10 +72,10 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Store kept checkpoints anew, so that bases that nobody keeps can go.
+    """Rewrite kept checkpoints, so that bases that are only held can be deleted.
 
-    Every checkpoint stays, bit for bit. What was written is read back and compared before anything is given up; each
-    move is one record, and a run that was stopped goes on where it was. Then `ckpt gc` frees the space, or --gc.
+    Every checkpoint is kept, bit for bit. Rewritten data is read back and compared before the old data is given up.
+    Each move is one record: an interrupted run continues where it stopped. Then `ckpt gc`, or --gc, frees the space.
     """
     target_store = opened(store)
     with progress("compacting") as advance:
@@ -140,14 +140,14 @@ def _move(move: CompactMove) -> dict[str, Any]:
 
 
 _WIDE = 110
-"""Columns that the table takes with the reasons."""
+"""Columns of the table with the reasons."""
 _SHOWN = 40
-"""Moves that the table has: of more, the first and last."""
+"""Maximum number of moves in the table. Of more, the first and the last are shown."""
 
 
 def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
     if not done.moves:
-        click.echo("nothing to compact: no base that nobody keeps can go, and nothing else saves bytes")
+        click.echo("nothing to compact: no held base can be released, and no other rewrite saves bytes")
     else:
         shown = [*done.moves[: _SHOWN // 2], *done.moves[max(_SHOWN // 2, len(done.moves) - _SHOWN // 2) :]]
         headings = ["MOVE", "CHECKPOINTS", "WHY", ">STORED", ">RESTORE BEFORE", ">AFTER", "RESULT"]
@@ -157,7 +157,7 @@ def _print(done: CompactReport, collected: int | None, timeout: float) -> None:
             for row in rows:
                 del row[2]
             click.echo(table(headings, rows))
-            note("why each move is made: a terminal of 110 columns shows it, and so does --json")
+            note("a terminal of 110 columns shows why each move is made, and so does --json")
         else:
             click.echo(table(headings, rows))
         if len(shown) < len(done.moves):
@@ -183,12 +183,12 @@ def _row(move: CompactMove) -> list[str]:
 
 
 def _change(nbytes: int) -> str:
-    """What a move adds to the store or takes from it: ``-1.20 MiB``, ``+512 B``, ``0 B``."""
+    """Format what a move adds to the store or removes: ``-1.20 MiB``, ``+512 B``, ``0 B``."""
     return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{size(abs(nbytes))}"
 
 
 def _what(move: CompactMove) -> str:
-    """What a move stores anew, and on what: ``20..80@1 by 20 on 5@1``."""
+    """Format what a move rewrites, and on which base: ``20..80@1 by 20 on 5@1``."""
     bases = {base for base in move.stored.values() if base}
     if not bases or move.kind == "merge":
         return ranges(move.stored)
@@ -209,6 +209,6 @@ def _closing(done: CompactReport, collected: int | None, timeout: float) -> None
         note(f"`ckpt gc` {'would then free' if done.dry_run else 'frees'} {size(done.collectable_nbytes)}")
     if any(move.result == "waiting" for move in done.moves):
         note(
-            f"no answer in {timeout:g} s. A run that is alive looks for requests every 5 s and after each save, and "
-            "may still accept it; a newer term makes it void. If no run is writing: --take-over"
+            f"no answer in {timeout:g} s. A live run looks for requests every 5 s and after each save, and may still "
+            "accept this one; a newer term makes it void. If no run is writing: --take-over"
         )

@@ -1,4 +1,4 @@
-"""``ckpt completion``: the script that makes a shell complete ``ckpt``."""
+"""Implements ``ckpt completion``: prints the script that makes a shell complete ``ckpt``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WHERE = {
 def command(shell: str, as_json: bool) -> None:
     """Print the completion script of a shell.
 
-    It completes commands, options, stores and folders, and of the store already typed the REFs, tags, ranges and names
-    of tensors.
+    It completes commands, options, stores and folders. After a store it completes its REFs, tags, ranges and tensor
+    names.
     """
     from click.shell_completion import get_completion_class
 
@@ -30,9 +30,9 @@ def command(shell: str, as_json: bool) -> None:
     shell_completion.register()
     kind = get_completion_class(shell)
     if kind is None:
-        raise click.UsageError(f"click knows no completion for {shell}")
+        raise click.UsageError(f"click has no completion for {shell}")
     completer = kind(cli, {}, "ckpt", "_CKPT_COMPLETE")
-    # source() of bash starts bash to ask for its version; the template alone is what is printed.
+    # source() starts bash to ask for its version. Only the template is needed here.
     script = completer.source_template % completer.source_vars()
     if as_json:
         emit({"shell": shell, "script": script})

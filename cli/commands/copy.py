@@ -1,4 +1,4 @@
-"""``ckpt copy``: checkpoints, or a whole store, to another place."""
+"""Implements ``ckpt copy``: copies checkpoints, or a whole store, to another place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptstore.cli.text_wrap import say
 @make_command(
     "copy",
     examples=[
-        "ckpt copy runs/gpt /mnt/backup/gpt                # all of it; again: what is new",
+        "ckpt copy runs/gpt /mnt/backup/gpt                # everything; again: what is new",
         "ckpt copy runs/gpt /tmp/two latest tag:best       # two checkpoints, and what they build on",
         "ckpt copy runs/gpt /tmp/plain 1000 --as full      # as a file that other tools read",
     ],
@@ -34,9 +34,9 @@ from ckptstore.cli.text_wrap import say
 def command(store: str, target: str, refs: tuple[str, ...], form: Literal["stored", "full"], as_json: bool) -> None:
     """Copy checkpoints to another place.
 
-    DST is an empty place, or a copy of the same run that nobody wrote to: it takes what is new. It has the same run,
-    terms, tags and metadata. Every byte is compared with its hash on the way. If it was interrupted, the same command
-    goes on.
+    DST is empty, or a copy of the same run to which nothing else was written: then it gets what is new. It has the
+    same run, terms, tags and metadata. Every byte is compared with its hash on the way. After an interruption the same
+    command continues.
     """
     with progress("copying") as advance:
         done = opened(store).copy(target, refs, form=form, progress=advance)
@@ -60,4 +60,4 @@ def command(store: str, target: str, refs: tuple[str, ...], form: Literal["store
     if done.present:
         say(f"{counted(done.present, 'segment', 'was', 'were')} there already")
     if done.bases:
-        note(f"also there, because others build on it, and not promised: {ranges(done.bases)}")
+        note(f"also copied, because others build on them, but not as checkpoints of DST: {ranges(done.bases)}")

@@ -1,4 +1,4 @@
-"""``ckpt diff``: how two checkpoints differ."""
+"""Implements ``ckpt diff``: shows how two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SORTS: dict[str, Callable[[TensorDifference], float]] = {
     "max": lambda tensor: tensor.max_abs or 0.0,
 }
 DIFFERENT = 1
-"""What ``--exit-code`` makes of a difference, as git does."""
+"""Exit code of ``--exit-code`` if the checkpoints differ, as in git."""
 _WIDE = 120
-"""Columns of a terminal from which on all numbers are shown."""
+"""Minimum columns of a terminal for all numbers."""
 
 
 @make_command(
@@ -41,7 +41,7 @@ _WIDE = 120
         "ckpt diff runs/gpt 1000@1 1000@2 --select 'model.*' --sort relative",
         "ckpt diff runs/gpt 1000 latest --all --json",
         "ckpt diff runs/gpt 1000@1 1000@2 --exit-code > changes.txt || echo they differ",
-        "ckpt diff runs/gpt runs/gpt-again                    # what is latest in two runs",
+        "ckpt diff runs/gpt runs/gpt-again                    # the latest of two runs",
         "ckpt diff runs/gpt 1000 runs/gpt-again 1000          # the same as 1000 1000 --in runs/gpt-again",
     ],
 )
@@ -49,16 +49,16 @@ _WIDE = 120
 @click.argument("ref_a", type=REF, metavar="REF")
 @click.argument("ref_b", type=REF, metavar="REF", required=False)
 @click.argument("rest", nargs=-1, metavar="")
-@select_option("Only tensors that match, and not the rest of the state; may be repeated.")
+@select_option("Only tensors that match, without the rest of the state; may be repeated.")
 @click.option("--in", "other", type=PLACE, metavar="STORE", help="The second REF is in this store.")
 @click.option(
     "--sort",
     type=click.Choice(["state", "name", *_SORTS]),
-    help="state: as they are in the state, which is the default of --json. Default: relative, counters and random "
+    help="state: the order of the state, which is the default of --json. Default: relative, with counters and random "
     "states last.",
 )
-@click.option("--all", "everything", is_flag=True, help="List tensors that are the same, too.")
-@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ, with 0 if not.")
+@click.option("--all", "everything", is_flag=True, help="Also list tensors that are the same.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if they differ, else with 0.")
 def command(
     store: str,
     ref_a: str,
@@ -73,14 +73,14 @@ def command(
 ) -> int:
     """Compare two checkpoints tensor by tensor.
 
-    Bits are compared, so -0.0 and 0.0 differ and equal NaNs do not. RELATIVE is the norm of the difference over that of
-    the first; MAX the largest difference of a value.
+    Bits are compared: -0.0 and 0.0 differ, and equal NaNs do not. RELATIVE is the norm of the difference divided by the
+    norm of the first. MAX is the largest difference of a value.
     """
     if ref_b is None or rest:
         ref_a, ref_b, other = _two_stores(store, [one for one in (ref_a, ref_b, *rest) if one is not None], other)
     if not like_a_ref(store) and not like_a_ref(ref_b) and Path(ref_b, "FORMAT").is_file():
         error = click.UsageError(f"{ref_b!r} is a store, not a REF of {store}")
-        error.add_note(f"of which checkpoint? ckpt diff {shlex.quote(store)} {ref_a} {shlex.quote(ref_b)} {ref_a}")
+        error.add_note(f"name its checkpoint: ckpt diff {shlex.quote(store)} {ref_a} {shlex.quote(ref_b)} {ref_a}")
         raise error
     target = opened(store)
     second = target if other is None else opened(other)
@@ -119,7 +119,7 @@ def command(
 
 
 def _told(metadata: list[str], state: list[str], shown: list[TensorDifference]) -> None:
-    """What explains a difference first: metrics and settings, then the tensors."""
+    """Print metrics and settings first, which may explain a difference, then the tensors."""
     for lines in (metadata, state):
         if lines:
             click.echo("\n" + "\n".join(lines))
@@ -128,7 +128,7 @@ def _told(metadata: list[str], state: list[str], shown: list[TensorDifference]) 
 
 
 def _two_stores(store: str, words: list[str], other: str | None) -> tuple[str, str, str]:
-    """``STORE STORE`` compares what is latest in both, ``STORE REF STORE REF`` what is named -> REF, REF, other store.
+    """Parse ``STORE STORE`` (compares the latest of both) and ``STORE REF STORE REF`` -> REF, REF, other store.
 
     Raises:
         click.UsageError: too few REFs, or too many.
@@ -145,7 +145,7 @@ def _two_stores(store: str, words: list[str], other: str | None) -> tuple[str, s
 
 
 def _metadata(a: CheckpointInfo, b: CheckpointInfo) -> list[str]:
-    """The numbers of the metadata, and of their ``metrics``, that both have and that differ."""
+    """Return the numbers of the metadata, and of its ``metrics``, that both have and that differ."""
     numbers = [
         {name: value for name, value in {**info.metadata, **_metrics(info)}.items() if type(value) in (int, float)}
         for info in (a, b)
@@ -163,7 +163,9 @@ def _metrics(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _place(tensor: TensorDifference) -> tuple[int, float]:
-    """What is only in one comes first, then what changed most; counters and random states change always."""
+    """Sort key: tensors in only one checkpoint, then by relative change; counters and random states, which always
+    change, last.
+    """
     from ckptstore.reports.tensor_classes import class_by_name
 
     if tensor.status != "changed":
@@ -193,7 +195,7 @@ def _json(tensor: TensorDifference) -> dict[str, Any]:
 
 
 def _table(tensors: list[TensorDifference]) -> str:
-    """All numbers; on a terminal that has no room for them, those that tell most."""
+    """Draw all numbers; on a narrow terminal the most useful ones."""
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
     rows = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""``ckpt doctor``: what works here, what is slow, and what to do."""
+"""Implements ``ckpt doctor``: reports what works here, what is slow, and what to do."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _COLOURS = {"works": "green", "slow": "yellow", "careful": "yellow", "absent": "
 @STORE_OR_NOTHING
 @click.option("--quick", is_flag=True, help="Measure no speeds; do not import torch and numba.")
 def command(store: str | None, quick: bool, as_json: bool) -> int:
-    """Say what works on this machine and medium, what is slow, and what to do.
+    """Report what works on this machine and medium, what is slow, and what to do.
 
-    Looks at torch, numba, the processor, memory, the file system, O_DIRECT, fsync, the disk's speed, persistent memory,
-    credentials, the clock, and the log of STORE. For that it writes up to 512 MiB in the folder of STORE (or the
-    working folder; a bucket: one object of 8 MiB), and removes it again. Takes some seconds. Exits 1 if something does
-    not work.
+    Examines torch, numba, the processor, memory, the file system, O_DIRECT, fsync, the disk's speed, persistent memory,
+    credentials, the clock, and the log of STORE. For this it writes up to 512 MiB into the folder of STORE (or the
+    working folder; in a bucket one object of 8 MiB), and removes it again. Takes some seconds. Exits with 1 if
+    something does not work.
     """
     from ckptstore.doctor.examination import examine
 
@@ -54,7 +54,7 @@ def command(store: str | None, quick: bool, as_json: bool) -> int:
 
 @contextmanager
 def _phases() -> Iterator[Callable[[str], None]]:
-    """What is examined, on one line of stderr, if that is a terminal."""
+    """Show the current examination on one line of stderr, if that is a terminal."""
     shown = sys.stderr.isatty()
     try:
         yield lambda what: over(f"examining: {what}") if shown else None

@@ -1,4 +1,4 @@
-"""``ckpt follow``: keep up with a run that another process or machine writes."""
+"""Implements ``ckpt follow``: fetches each new checkpoint of a run that another process or machine writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptstore import Followed
 
 _NARROW = 100
-"""Columns below which a terminal gets the time of day without the day."""
+"""Minimum columns of a terminal for the day; below this it shows only the time."""
 
 
 @make_command(
@@ -28,7 +28,7 @@ _NARROW = 100
     examples=[
         "ckpt follow s3://bucket/gpt --out policy.safetensors",
         "ckpt follow runs/gpt --select 'model.*' --out policy.safetensors --exec 'kill -HUP $(cat server.pid)'",
-        "ckpt follow runs/gpt --each --json       # an object in a line for every checkpoint",
+        "ckpt follow runs/gpt --each --json       # one JSON object per line and checkpoint",
         "ckpt follow runs/gpt --out policy.safetensors --once",
     ],
 )
@@ -36,13 +36,13 @@ _NARROW = 100
 @click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="A file that each checkpoint replaces.")
 @select_option("Only tensors that match; may be repeated.")
 @click.option("--exec", "run", metavar="CMD", help="Run after each one, with CKPT_REF, CKPT_STEP, CKPT_OUT set.")
-@click.option("--after", metavar="REF", help="Only what is newer than this. Default: the newest first.")
-@click.option("--each", is_flag=True, help="Every checkpoint in order, not only the newest of those that came.")
+@click.option("--after", metavar="REF", help="Start after this one. Default: start with the newest.")
+@click.option("--each", is_flag=True, help="Take every checkpoint in order. Default: only the newest new one.")
 @click.option(
-    "--every", type=float, default=2.0, metavar="SECONDS", help="Between two looks, from 0.01 on. Default: 2."
+    "--every", type=float, default=2.0, metavar="SECONDS", help="Time between two polls, >= 0.01. Default: 2."
 )
-@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="End after so long without one.")
-@click.option("--once", is_flag=True, help="Take what is new, and end.")
+@click.option("--timeout", type=click.FloatRange(min=0), metavar="SECONDS", help="Exit after this long without one.")
+@click.option("--once", is_flag=True, help="Take what is new, and exit.")
 def command(
     store: str,
     out: Path | None,
@@ -55,11 +55,11 @@ def command(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Keep up with a run that another process or machine writes.
+    """Fetch each new checkpoint of a run that another process or machine writes.
 
-    Each new checkpoint is made from the one before, which is held in memory: only what lies between the two is fetched,
-    and everything is verified. PATH is replaced when the new file is complete and durable, and tells the next call
-    where to go on. Ctrl-C ends it.
+    Each checkpoint is built from the previous one, which stays in memory: only what lies between the two is fetched,
+    and everything is verified. PATH is replaced when the new file is complete and durable. The next call continues
+    from the checkpoint in PATH. Ctrl-C ends the command.
     """
     with progress("reading") as advance:
         follower = opened(store).follow(
@@ -85,7 +85,7 @@ def command(
             except KeyboardInterrupt:
                 pass
             if found is None and not as_json:
-                note("nothing new was seen")
+                note("no new checkpoint was seen")
 
 
 def _tell(found: Followed, out: Path | None, as_json: bool) -> None:
@@ -107,7 +107,7 @@ def _tell(found: Followed, out: Path | None, as_json: bool) -> None:
 
 def _counted(kinds: tuple[str, ...]) -> list[str]:
     if not kinds:
-        return ["held already"]
+        return ["already in memory"]
     counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     return [kind_name(kind) if count == 1 else counted(count, kind_name(kind)) for kind, count in counts.items()]
 
@@ -135,4 +135,4 @@ def _run(words: str, found: Followed, out: Path | None) -> None:
     told = {"CKPT_REF": found.info.ref, "CKPT_STEP": str(found.info.step), "CKPT_OUT": "" if out is None else str(out)}
     code = subprocess.run(words, shell=True, env=os.environ | told, check=False).returncode
     if code:
-        note(f"{found.info.ref}: the command ended with {code}")
+        note(f"{found.info.ref}: the command exited with {code}")

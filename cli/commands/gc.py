@@ -1,4 +1,4 @@
-"""``ckpt gc``: delete the segments that nothing needs."""
+"""Implements ``ckpt gc``: deletes the segments that nothing needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.garbage_collection import Collected, Holder
 
 UNREADABLE = CorruptionError.exit_code
-"""When a damaged pin kept everything from being deleted; `note_damage`: when damage of the log kept some of it."""
+"""Exit code if a damaged pin blocked all deletion. `note_damage` returns it if log damage blocked some of it."""
 
 
 @make_command(
@@ -26,33 +26,33 @@ UNREADABLE = CorruptionError.exit_code
     examples=[
         "ckpt gc runs/gpt --dry-run",
         "ckpt gc runs/gpt",
-        "ckpt gc runs/gpt --wait 700          # long enough to find dead readers of other hosts out",
+        "ckpt gc runs/gpt --wait 700          # long enough to detect dead readers of other hosts",
     ],
 )
 @STORE
-@click.option("--dry-run", is_flag=True, help="Delete nothing: show what would go.")
+@click.option("--dry-run", is_flag=True, help="Delete nothing: show what would be deleted.")
 @click.option(
     "--wait",
     type=click.FloatRange(min=0),
     default=0.0,
     metavar="SECONDS",
-    help="While readers pin what would go, look again, for so long. Default: 0.",
+    help="While readers pin segments, look again for this long. Default: 0.",
 )
 @click.option(
     "--pin-ttl",
     type=float,
     default=None,
     metavar="SECONDS",
-    help="Take a reader for dead, and delete its pin, when the pin has not changed for so long (60 s at least). "
-    "Needs a --wait that is longer. Default: 600.",
+    help="Treat a reader as dead, and delete its pin, if the pin has not changed for this long (60 s at least). "
+    "Needs a longer --wait. Default: 600.",
 )
 def command(store: str, dry_run: bool, wait: float, pin_ttl: float | None, as_json: bool) -> int:
     """Delete the segments that nothing needs.
 
-    Those are segments that were dropped (by a merge, say), and segments of earlier terms that were never committed.
-    What a reader has pinned stays, and so do files that are not the store's. The pin of a process that has ended on
-    this host holds nothing. It may run at any time, beside writers and readers. Exits with 4 if the log is damaged:
-    what it does not name may be what was lost, and stays.
+    These are segments that were dropped (by a merge, for example), and segments of earlier terms that were never
+    committed. Segments that a reader has pinned stay, and so do files that are not the store's. The pin of a process
+    that has ended on this host is ignored. The command may run at any time, beside writers and readers. It exits with
+    4 if the log is damaged: a segment that the log does not name may belong to a lost record, and stays.
     """
     with progress("deleting") as advance:
         target = opened(store)
@@ -97,19 +97,19 @@ def _print(done: Collected, dry_run: bool) -> None:
         for holder in done.holders:
             say(f"  {holder.key}: {_who(holder)}, {counted(len(holder.segments), 'segment')}")
         note(
-            "if a reader on another host or in another container is dead: --wait longer than --pin-ttl (600 s) finds "
-            "that out and deletes its pin"
+            "if a reader on another host or in another container is dead: a --wait longer than --pin-ttl (600 s) "
+            "detects that and deletes its pin"
         )
     if done.strangers:
         say(f"not the store's, kept: {some([printable(key) for key in done.strangers])}")
-        note("what no store writes is never deleted; remove it yourself, or move it out of the store")
+        note("gc deletes only files that a store writes; remove the others yourself, or move them out of the store")
     if done.unreadable_pins:
         damaged = click.style("damaged", fg="red", bold=True)
         say(f"{damaged}  {some(done.unreadable_pins)}")
-        say(f"nobody knows what a damaged pin claims: {size(done.pinned_nbytes)} kept")
+        say(f"a damaged pin does not say which segments it protects: {size(done.pinned_nbytes)} kept")
         note(
-            "its reader writes it anew within 30 s; if it stays as it is, delete the file (or --wait longer than "
-            "--pin-ttl deletes it). No checkpoint needs it"
+            "its reader rewrites it within 30 s; if it stays damaged, delete the file (a --wait longer than --pin-ttl "
+            "deletes it, too). No checkpoint needs it"
         )
 
 

@@ -1,4 +1,4 @@
-"""``ckpt import``: files of other tools as checkpoints."""
+"""Implements ``ckpt import``: stores files of other tools as checkpoints."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     type=STEP,
     default="auto",
     metavar="N|auto",
-    help="Step of a single file. auto, the default: from the file's or folder's name, else the one after the parent's.",
+    help="Step of a single file. Default: auto: from the file's or folder's name, else the one after the parent's.",
 )
 @click.option(
     "--parent",
     type=REF,
     default="latest",
     metavar="REF|none",
-    help="What the new term continues from; default: latest.",
+    help="The checkpoint that the new term continues from; default: latest.",
 )
 @click.option(
     "--leave-out",
     multiple=True,
     metavar="GLOB",
-    help="Of a folder: leave out what has this name; may be repeated. Without it nothing is left out.",
+    help="Omit files of this name from a folder; may be repeated. By default nothing is omitted.",
 )
-@click.option("--delta", is_flag=True, help="Store the series as deltas: shrinks a folder of checkpoints.")
+@click.option("--delta", is_flag=True, help="Store the series as deltas, which take less space.")
 @click.option("--interval", metavar="T|auto", help="With --delta: checkpoints that share one base. Default: auto.")
 @click.option(
     "--max-restore-cost",
@@ -70,17 +70,17 @@ def command(
 ) -> None:
     """Store .safetensors and .pt files as checkpoints.
 
-    FILE is a .safetensors or .pt file, the .index.json of Hugging Face shards, or a folder that holds one of these.
-    Of a trainer's folder everything becomes one state: model, optimizer, scheduler, scaler, rng, trainer_state, files.
-    Several files are a series, stored by ascending step. The store is created if there is none. Pickled code is never
-    run: a .pt file that needs it is refused.
+    FILE is a .safetensors or .pt file, the .index.json of Hugging Face shards, or a folder that contains one of these.
+    A trainer's folder becomes one state: model, optimizer, scheduler, scaler, rng, trainer_state, files. Several files
+    are a series, stored by ascending step. The store is created if it does not exist. Pickled code is never run: a .pt
+    file that needs it is refused.
     """
     import ckptstore
     from ckptstore.exchange.atomic_files import refuse_inside_store
     from ckptstore.exchange.import_files import step_of
 
     if not delta and (interval, max_restore_cost) != (None, None):
-        raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")
+        raise click.UsageError("--interval and --max-restore-cost configure deltas: they need --delta")
     if "://" not in store:
         refuse_inside_store(Path(store))
     target = ckptstore.open(store)
@@ -97,7 +97,7 @@ def command(
         if one.left_out:
             note(f"{one.path}: not in {one.info.ref}: {', '.join(one.left_out)}")
     if step == "auto" and len(imported) == 1 and step_of(files[0]) is None:
-        note(f"{files[0]}: its name tells no step, so it is {imported[0].info.ref}; --step N says which it is")
+        note(f"{files[0]}: its name contains no step, so it is {imported[0].info.ref}; set the step with --step N")
     if as_json:
         emit(_json(store, imported))
     else:
@@ -105,7 +105,7 @@ def command(
 
 
 def _sizes(imported: Sequence[ImportedFile]) -> tuple[int, int]:
-    """Bytes of the files, and of what they became."""
+    """Return the bytes of the files, and of the checkpoints made from them."""
     return sum(one.nbytes for one in imported), sum(one.info.stored for one in imported)
 
 
@@ -151,5 +151,5 @@ def _deltas(interval: str, max_restore_cost: str) -> DeltaOptions:
     if interval == "auto":
         return DeltaOptions(bound=RestoreBound.parse(max_restore_cost))
     if not interval.isdecimal() or not int(interval):
-        raise click.BadParameter(f"{interval!r}: a number from 1 on, or auto", param_hint="--interval")
+        raise click.BadParameter(f"{interval!r}: pass a number of 1 or more, or auto", param_hint="--interval")
     return DeltaOptions(interval=int(interval), bound=RestoreBound.parse(max_restore_cost))

@@ -1,4 +1,4 @@
-"""``ckpt inspect``: what a checkpoint consists of."""
+"""Implements ``ckpt inspect``: shows what a checkpoint consists of."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @select_option("List only tensors that match; may be repeated.")
 @click.option("--chain", is_flag=True, help="List what a restore reads, segment by segment.")
 @click.option("--tensor", type=TENSOR, help="Read this tensor and show statistics of its values.")
-@click.option("--cost", is_flag=True, help="Show what restoring it takes of an object store, in requests and bytes.")
+@click.option("--cost", is_flag=True, help="Show the requests and bytes that a restore takes from an object store.")
 @click.option(
     "--prices",
     metavar="READ,WRITE,GB",
-    help="With --cost: what a million reads, a million writes and listings, and a GB received cost.",
+    help="With --cost: the price of a million reads, a million writes and listings, and a GB received.",
 )
 @click.option("--state", is_flag=True, help="Show the rest of the state: everything that is not a tensor.")
 def command(
@@ -64,12 +64,12 @@ def command(
 ) -> None:
     """Show the tensors, the chain and the state of a checkpoint.
 
-    It says how large the checkpoint is, what it is restored from, and sums its tensors up. --tensors lists them,
-    --chain lists the steps of the chain.
+    Shows how large the checkpoint is, what it is restored from, and a summary of its tensors. --tensors lists the
+    tensors, --chain lists the steps of the chain.
     """
     if cost or prices is not None:
         if tensor is not None or state or listed or chain or not cost:
-            raise click.UsageError("--cost stands by itself, with --select and --prices alone")
+            raise click.UsageError("--cost can be combined only with --select and --prices")
         show_costs(
             opened(store).request_costs(ref, select or None), None if prices is None else parsed(prices), as_json
         )
@@ -77,7 +77,7 @@ def command(
     if tensor is not None:
         if select or state or listed or chain:
             raise click.UsageError(
-                "--tensor shows one tensor; it goes with none of --tensors, --select, --chain and --state"
+                "--tensor shows one tensor; it cannot be combined with --tensors, --select, --chain or --state"
             )
         with progress("reading") as advance:
             numbers = opened(store).statistics(ref, tensor, progress=advance)
@@ -87,7 +87,7 @@ def command(
             click.echo("\n".join(_statistics_text(numbers)))
         return
     target = opened(store)
-    with patience("inspecting"):  # headers of many tensors take their time
+    with patience("inspecting"):  # reading the headers of many tensors takes time
         found = target.inspect(ref, select, explain=as_json or not state)
         plan = found.plan
         remote = None if plan is None or found.remote is None else _remote(target)
@@ -105,14 +105,14 @@ def command(
 
 
 def _remote(store: Store) -> dict[str, Any] | None:
-    """The second tier and how far it is behind; None: there is none."""
+    """Return the second tier and how far it is behind; None if there is none."""
     url = None
     try:
         there = store.remote
         if there is None:
             return None
         url, lag = there.url, store.lag()
-    except CkptError as error:  # a checkpoint can be looked at without it
+    except CkptError as error:  # the checkpoint can be shown without the second tier
         return {"url": url, "error": str(error)}
     assert lag is not None
     return {
@@ -130,7 +130,7 @@ def _behind(remote: dict[str, Any]) -> str:
         url = remote["url"] or "unknown"
         return f"remote: {remote['error']}" if url in remote["error"] else f"remote: {url}: {remote['error']}"
     far = f"{remote['checkpoints']:,} checkpoints behind ({remote['steps']:,} steps, {size(remote['bytes'])})"
-    kept = f"; never there: {ranges(remote['branch'])}" if remote["branch"] else ""
+    kept = f"; not in the remote: {ranges(remote['branch'])}" if remote["branch"] else ""
     return f"remote: {remote['url']}: {far if remote['checkpoints'] else 'up to date'}{kept}"
 
 
@@ -218,7 +218,7 @@ def _text(
 
 
 def _tensor_table(tensors: Sequence[TensorDescription]) -> Iterator[str]:
-    """The tensors; what is stored with another says with which, below the table where a terminal is too narrow."""
+    """Yield the table of tensors. On a narrow terminal, notes below it say with which tensor another one is stored."""
     headings = ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"]
     rows = [[t.name, t.dtype, _shape(t), size(t.nbytes), _stored(t), t.codec] for t in tensors]
     room = columns()
@@ -236,7 +236,7 @@ def _tensor_table(tensors: Sequence[TensorDescription]) -> Iterator[str]:
 
 
 def _said(name: str, value: Any) -> str:
-    """A member of the metadata; numbers as ``ckpt log`` has them."""
+    """Format a member of the metadata; numbers as in ``ckpt log``."""
     if name == "metrics" and isinstance(value, dict) and value:
         return ", ".join(f"{key} {number(one) if isinstance(one, float) else one}" for key, one in value.items())
     if isinstance(value, float):
@@ -264,7 +264,7 @@ def _summary(found: CheckpointDescription) -> list[list[str]]:
 
 
 def _tree(node: Any, indent: str = "") -> Iterator[str]:
-    """Lines of the state's tree; tensors are counted, not listed."""
+    """Yield the lines of the state's tree; tensors are counted, not listed."""
     from ckptstore.reports.state_tree import children, is_tensor
 
     members = children(node) or []
@@ -281,7 +281,7 @@ def _tree(node: Any, indent: str = "") -> Iterator[str]:
 
 
 def _value(node: Any) -> str:
-    """What stands behind the key of a node that fits its line, or nothing."""
+    """Return the text after the key of a node that fits its line, else an empty string."""
     from ckptstore.reports.state_tree import children, is_tensor, text
 
     members = [child for _, child in children(node) or []]

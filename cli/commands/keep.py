@@ -1,4 +1,4 @@
-"""``ckpt keep``: a store's rules of retention."""
+"""Implements ``ckpt keep``: sets and shows a store's retention rules."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from ckptstore.cli.output import emit, note
 )
 @STORE
 @click.argument("rules", type=RULE, nargs=-1, metavar="[RULE...]")
-@click.option("--everything", is_flag=True, help="No rules any more: every checkpoint is kept.")
+@click.option("--everything", is_flag=True, help="Remove the rules: every checkpoint is kept.")
 @answer_options
 def command(
     store: str, rules: tuple[str, ...], everything: bool, take_over: bool, timeout: float, as_json: bool
 ) -> None:
-    """Say which checkpoints a store keeps, or show it.
+    """Set which checkpoints a store keeps, or show it.
 
-    RULE is last:N, every:N, best:METRIC:N[:max], newer-than:7d, branches or tagged. What any of them keeps stays; every
-    writer retires the rest as it saves. The newest checkpoint stays, and what has a tag.
+    RULE is last:N, every:N, best:METRIC:N[:max], newer-than:7d, branches or tagged. A checkpoint is kept if any rule
+    keeps it; every writer retires the others as it saves. The newest checkpoint is always kept, and so is one with a
+    tag.
     """
     target = opened(store)
     if everything and rules:
-        raise click.UsageError("--everything stands for no rules; leave RULE out")
+        raise click.UsageError("--everything removes all rules; omit RULE")
     found = (
         target.keep(*rules, everything=everything, take_over=take_over, timeout=timeout)
         if everything or rules
@@ -43,4 +44,4 @@ def command(
         return
     click.echo("\n".join(found) or "no rules: every checkpoint is kept")
     if rules:
-        note("what is superfluous by now goes with the next save, or by `ckpt prune`")
+        note("checkpoints that no rule keeps are retired with the next save, or by `ckpt prune`")

@@ -1,4 +1,4 @@
-"""``ckpt log``: the checkpoints of a store."""
+"""Implements ``ckpt log``: lists the checkpoints of a store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MOST = 4
 _LONGEST = 24
 _FEWEST = 3
-"""Step diffs in a row that are one line."""
+"""Minimum number of consecutive step diffs that are folded into one line."""
 _NARROW = 100
 """Columns below which a terminal gets no seconds and no year."""
 _COLORS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_magenta")
@@ -44,14 +44,14 @@ _COLORS = ("cyan", "green", "magenta", "blue", "bright_cyan", "bright_magenta")
 )
 @STORE
 @click.argument("other", type=PLACE, required=False, metavar="[STORE]")
-@click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest, each in a line.")
+@click.option("-n", "--limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest, each on a line.")
 @click.option("--term", type=click.IntRange(min=1), metavar="TERM", help="Only the checkpoints of this term.")
 @click.option(
     "--sort", "by", metavar="NAME[:max]", help="Lowest (or highest) first by this number of the metadata; no graph."
 )
-@click.option("--all", "unfolded", is_flag=True, help="Every step diff in a line of its own, on a terminal too.")
-@click.option("--no-pager", is_flag=True, help="Print it all, however long.")
-@click.option("--metric", metavar="NAME", help="Of two stores: the number of the metadata to compare. Default: loss.")
+@click.option("--all", "unfolded", is_flag=True, help="Each step diff on a line of its own, on a terminal too.")
+@click.option("--no-pager", is_flag=True, help="Print everything without a pager.")
+@click.option("--metric", metavar="NAME", help="With two stores: number of the metadata to compare. Default: loss.")
 def command(
     store: str,
     other: str | None,
@@ -65,14 +65,14 @@ def command(
 ) -> None:
     """List checkpoints, newest first, with forks as a graph.
 
-    A branch begins where a writer went back and continued from an earlier checkpoint. On a terminal, step diffs that
-    follow one another are one line, and a list that is longer than the screen goes through PAGER.
+    A branch begins where a writer continued from an earlier checkpoint. On a terminal, consecutive step diffs are one
+    line, and a list that is longer than the screen goes through PAGER.
 
-    Two stores: side by side, step by step, each along the line of its newest checkpoint.
+    Two stores are shown side by side, step by step, each along the history of its newest checkpoint.
     """
     if other is not None:
         if like_a_ref(other):
-            error = click.UsageError(f"{other} is no store, with which to compare {store}")
+            error = click.UsageError(f"{other} is not a store to compare {store} with")
             error.add_note(f"`ckpt inspect {shlex.quote(store)} {other}` shows that checkpoint")
             raise error
         if term is not None or by is not None:
@@ -80,7 +80,7 @@ def command(
         _beside((store, other), limit, metric or "loss", as_json, everything=unfolded, pager=not no_pager)
         return
     if metric is not None:
-        raise click.UsageError("--metric is for two stores; of one --sort takes a number of the metadata")
+        raise click.UsageError("--metric is for two stores; for one store pass --sort with a number of the metadata")
     target = opened(store)
     found = target.lineage(limit, term, by)
     shown = found.checkpoints
@@ -117,7 +117,7 @@ def command(
 def _why_nothing(store: Store, found: Lineage) -> str:
     if not found.damage:
         return "no checkpoint yet"
-    return f"`ckpt repair {shlex.quote(store.url)} DST` builds a store from what the segments still contain"
+    return f"`ckpt repair {shlex.quote(store.url)} DST` makes a store from what is left in the segments"
 
 
 def _beside(
@@ -161,7 +161,7 @@ def _term(info: TermInfo) -> dict[str, Any]:
 
 
 def _head(found: Lineage) -> str:
-    """The store in a line: ``327 checkpoints, 636 MiB, 6 terms, steps 5 to 300, latest 300@6``."""
+    """Summarize the store in a line: ``327 checkpoints, 636 MiB, 6 terms, steps 5 to 300, latest 300@6``."""
     facts = [counted(found.total, "checkpoint"), size(found.nbytes)]
     facts.append(counted(sum(1 for one in found.terms if one.checkpoints), "term"))
     if found.steps is not None:
@@ -177,7 +177,7 @@ def _writing(found: Lineage) -> str:
 
 
 class _Layout:
-    """Lines of the list, for a terminal of `columns` columns, or (None) for a pipe."""
+    """Lays out the list for a terminal of `columns` columns, or (None) for a pipe."""
 
     def __init__(self, found: Lineage, columns: int | None, *, fold: bool) -> None:
         self._found, self._columns = found, columns
@@ -185,10 +185,10 @@ class _Layout:
         self._groups = _folded(found) if fold else {info.ref: [info] for info in found.checkpoints}
 
     def graph(self) -> list[str]:
-        """Newest first, with lines that lead to what each continues from."""
+        """Return lines, newest first, with a graph that leads to each checkpoint's parent."""
         from ckptstore.cli.graph import draw
 
-        # The graph is drawn as far as it is shown, but of the whole: a branch whose root is below looks like a branch.
+        # Draw only the shown part, but of the whole graph: a branch looks like one even if its root is not shown.
         known = {*self._found.parents, *filter(None, self._found.parents.values())}
         inside = {info.ref for group in self._groups.values() for info in group[1:]}
         parents = {ref: parent for ref, parent in self._found.parents.items() if ref not in inside}
@@ -203,7 +203,7 @@ class _Layout:
         return self._table(rows)
 
     def listing(self) -> list[str]:
-        """In the order that was asked for, which no graph can follow."""
+        """Return lines in the requested order, without a graph."""
         return self._table([(None, [info]) for info in self._found.checkpoints])
 
     def _table(self, rows: Sequence[tuple[str | None, list[CheckpointInfo]]]) -> list[str]:
@@ -225,7 +225,7 @@ class _Layout:
         if len(group) > 1:
             name, kind = f"{group[-1].step}..{newest.ref}", f"{len(group):,} {kind_name(newest.kind)}s"
         else:
-            # A step diff builds on the checkpoint before it: nobody has to be told so on a terminal.
+            # A step diff builds on the checkpoint before it. A terminal does not repeat that.
             base = newest.base if self._columns is None or newest.kind != "gradient" else None
             name, kind = newest.ref, kind_name(newest.kind) + (f" of {base}" if base else "")
         kind += ", lossy" if newest.lossy else ""
@@ -236,7 +236,7 @@ class _Layout:
         return [click.style(name, fg=color), kind, size(sum(info.stored for info in group)), when]
 
     def _with_names(self, line: str, lanes: str | None, group: list[CheckpointInfo], margin: int) -> Iterator[str]:
-        """The line of a checkpoint with its names, in a line of their own where they would be cut, and metadata."""
+        """Yield a checkpoint's line with its names and metadata; names that do not fit get a line of their own."""
         info = group[0]
         names = ["latest"] if info.ref == self._found.latest else []
         names += [f"tag:{tag}" for tag in info.tags]
@@ -256,7 +256,7 @@ class _Layout:
 
 
 def _cut(said: str, room: int) -> str:
-    """As many whole words of metadata as there is room for; half a number would be another one."""
+    """Return as many whole words of metadata as fit: half a number would be another number."""
     first, *_ = words = said.split(", ")
     while words and len(", ".join(words)) + len(", ...") > room:
         words.pop()
@@ -268,9 +268,9 @@ def _styled(names: Sequence[str]) -> str:
 
 
 def _folded(found: Lineage) -> dict[str, list[CheckpointInfo]]:
-    """Newest REF -> it, and the step diffs before it that need no line of their own.
+    """Map the newest REF of each line to its checkpoint and the step diffs folded into it.
 
-    What has a name has one, and so has what another term continues from.
+    A checkpoint with a name gets its own line, and so does one that another term continues from.
     """
     named = {found.latest} | {info.ref for info in found.checkpoints if info.tags}
     roots = {parent for ref, parent in found.parents.items() if parent and node_of(parent)[0] != node_of(ref)[0]}
@@ -289,7 +289,7 @@ def _folded(found: Lineage) -> dict[str, list[CheckpointInfo]]:
 
 
 def _said(metadata: Mapping[str, Any]) -> str:
-    """A few words of metadata: ``loss 2.317, run a``; what is deeper is in --json."""
+    """Format a few words of metadata: ``loss 2.317, run a``. Nested values are only in --json."""
     inner = metadata.get("metrics")
     flat = {**metadata, **inner} if isinstance(inner, Mapping) else metadata
     words = [

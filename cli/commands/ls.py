@@ -1,4 +1,4 @@
-"""``ckpt ls``: the runs below a folder."""
+"""Implements ``ckpt ls``: lists the runs below a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptstore import RunInfo
 
 _WIDE = 100
-"""Columns of a terminal from which on growth is shown."""
+"""Minimum columns of a terminal for the growth column."""
 _GROWTH = 4
 
 
@@ -28,16 +28,16 @@ _GROWTH = 4
 )
 @click.argument("folder", metavar="[DIR]", type=PLACE, default=".")
 def command(folder: str, as_json: bool) -> None:
-    """List the runs below a folder: how far, how large, how old.
+    """List the runs below a folder: steps, size, age.
 
-    DIR is a folder, a bucket or a part of one; if left out, the working folder. No link is followed. A folder that
-    cannot be read is named, and so is a store that is damaged.
+    DIR is a folder, a bucket or a part of one; default: the working folder. Links are not followed. A folder that
+    cannot be read is named, and so is a damaged store.
     """
     import ckptstore
 
     try:
         found = ckptstore.find_runs(folder)
-    except ckptstore.NotFoundError as error:  # a folder, not a store: exit code 2, as for every file that is not there
+    except ckptstore.NotFoundError as error:  # a folder, not a store: exit code 2, as for every missing file
         missing = ckptstore.UsageError(str(error))
         if (hint := hint_for(error)) is not None:
             missing.add_note(hint)

@@ -1,4 +1,4 @@
-"""``ckpt merge``: merge the diffs of a range into one segment, and its fulls, too, if asked for."""
+"""Implements ``ckpt merge``: merges the diffs of a range into one segment, and with --fulls its fulls, too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.merge import Merged, RestoreCost
 
 NOT_MERGED = RequestError.exit_code
-"""When the change was refused or void, or nobody answered in time."""
+"""Exit code if the change was refused or void, or the run did not answer in time."""
 
 
 @make_command(
@@ -27,15 +27,15 @@ NOT_MERGED = RequestError.exit_code
         "ckpt merge runs/gpt 1000..1100 --dry-run",
         "ckpt merge runs/gpt 1000..1100                  # a training run is writing: it is asked",
         "ckpt merge runs/gpt 1000@2..latest --keep-steps --take-over",
-        "ckpt merge runs/gpt 1..900 --fulls              # of all that is there, fulls too, 900 alone stays",
+        "ckpt merge runs/gpt 1..900 --fulls              # everything before 900, fulls too; only 900 stays",
     ],
 )
 @STORE
 @click.argument("steps", type=RANGE, metavar="A..B")
 @click.option("--keep-steps", is_flag=True, help="Keep every step of the range, all of them in one segment.")
-@click.option("--fulls", is_flag=True, help="The fulls of the range go, too: B alone of it stays.")
-@click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show what would become of it.")
-@click.option("--yes", is_flag=True, help="Do not ask, on a terminal, before checkpoints are given up.")
+@click.option("--fulls", is_flag=True, help="Retire the fulls of the range, too: only B stays.")
+@click.option("--dry-run", is_flag=True, help="Write nothing: do the work, and show the result.")
+@click.option("--yes", is_flag=True, help="On a terminal, do not ask before checkpoints are given up.")
 @answer_options
 def command(
     store: str,
@@ -51,9 +51,9 @@ def command(
     """Merge the diffs of a range into one segment.
 
     The range is the checkpoints of one term with A <= step <= B. B stays, bit for bit. The deltas and step diffs before
-    it can no longer be restored, unless you say --keep-steps. Fulls stay (unless you say --fulls), and so does what a
-    tag names, another term continues from or a rule of retention keeps. What was written is read back and compared
-    before anything is given up. Then `ckpt gc` frees the space.
+    it can no longer be restored, except with --keep-steps. Fulls stay (except with --fulls), and so does a checkpoint
+    that has a tag, that another term continues from or that a retention rule keeps. Written data is read back and
+    compared before anything is given up. Then `ckpt gc` frees the space.
     """
 
     def tell(lost: tuple[str, ...]) -> None:
@@ -115,7 +115,7 @@ def _cost(cost: RestoreCost) -> dict[str, Any]:
 
 _METHODS = {
     "concatenated": "chunks copied as they are",
-    "materialized": "coded anew",
+    "materialized": "encoded again",
     "kept": "stays stored as it is",
 }
 
@@ -133,7 +133,7 @@ def _print(done: Merged, timeout: float) -> None:
     if done.fulls:
         say(f"fulls, which stay: {ranges(done.fulls)}")
     if not done.written and not done.dropped:
-        say("no segment can go: checkpoints outside the range lie in the same ones, or build on them")
+        say("no segment can be dropped: checkpoints outside the range are in the same segments, or build on them")
         _closing(done, timeout)
         return
     click.echo(
@@ -156,7 +156,7 @@ def _closing(done: Merged, timeout: float) -> None:
     if done.answer == "accepted":
         if done.dropped:
             unneeded = counted(len(done.dropped), "segment", "is", "are")
-            note(f"{unneeded} needed no more: `ckpt gc` frees {size(done.dropped_nbytes)}")
+            note(f"{unneeded} no longer needed: `ckpt gc` frees {size(done.dropped_nbytes)}")
         return
     if done.answer == "planned":
         measured = "; sizes are measured, not estimated" if done.written or done.dropped else ""
@@ -166,8 +166,8 @@ def _closing(done: Merged, timeout: float) -> None:
         note(done.reason)
     if done.answer == "waiting":
         note(
-            f"no answer in {timeout:g} s. A run that is alive looks for requests every 5 s and after each save, and "
-            "may still accept it; a newer term makes it void. If no run is writing: --take-over"
+            f"no answer in {timeout:g} s. A live run looks for requests every 5 s and after each save, and may still "
+            "accept this one; a newer term makes it void. If no run is writing: --take-over"
         )
     else:
-        note(f"{done.answer}: nothing was changed; the same command plans anew")
+        note(f"{done.answer}: nothing was changed; run the same command to plan again")

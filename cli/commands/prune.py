@@ -1,4 +1,4 @@
-"""``ckpt prune``: retire what no rule keeps."""
+"""Implements ``ckpt prune``: retires the checkpoints that no rule keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @make_command(
     "prune",
     examples=[
-        "ckpt prune runs/gpt --dry-run                            # what the store's rules keep, and what goes",
+        "ckpt prune runs/gpt --dry-run                            # what the store's rules keep and retire",
         "ckpt prune runs/gpt --gc                                 # a training run is writing: it is asked",
         "ckpt prune runs/gpt --keep last:10 --keep best:loss:3 --take-over",
     ],
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     type=RULE,
     multiple=True,
     metavar="RULE",
-    help="Go by this rule instead of the store's (ckpt keep); may be repeated.",
+    help="Use this rule instead of the store's (ckpt keep); may be repeated.",
 )
-@click.option("--gc", "collect", is_flag=True, help="Delete what nothing needs any more, too, as ckpt gc does.")
-@click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what would go.")
+@click.option("--gc", "collect", is_flag=True, help="Also delete the segments that nothing needs, as ckpt gc does.")
+@click.option("--dry-run", is_flag=True, help="Change nothing: show what each rule keeps, and what is retired.")
 @answer_options
 def command(
     store: str,
@@ -46,10 +46,10 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Give up the checkpoints that no rule keeps.
+    """Retire the checkpoints that no rule keeps.
 
-    The newest checkpoint always stays, and so does what has a tag. What others build on stays stored; `ckpt gc`, or
-    --gc, deletes the rest.
+    The newest checkpoint is always kept, and so is one with a tag. A retired checkpoint that others build on stays
+    stored; `ckpt gc`, or --gc, deletes the rest.
     """
     target = opened(store)
     done = target.prune(*rules, dry_run=dry_run, take_over=take_over, timeout=timeout)
@@ -63,7 +63,7 @@ def command(
         _print(done, collected, dry_run)
         if done.held:
             command_line = f"`ckpt compact {shlex.quote(store)} --gc`"
-            note(f"{command_line} stores anew what is kept, so that bases that nobody keeps can go")
+            note(f"{command_line} rewrites the kept checkpoints, so that these can be deleted")
 
 
 def _json(store: str, done: Pruned, collected: Collected | None, dry_run: bool) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
     if done.held:
         those, whose = ("it", "its") if len(done.held) == 1 else ("them", "their")
         say(
-            f"retired and stored still, because others build on {those}: {checkpoints(done.held)} "
+            f"retired but still stored, because others build on {those}: {checkpoints(done.held)} "
             f"({size(done.held_nbytes)} of {whose} own)"
         )
     freed = done.dropped_nbytes
@@ -105,7 +105,7 @@ def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
         if done.dropped:
             what = "would free" if dry_run else "frees"
             unneeded = counted(len(done.dropped), "segment", "is", "are")
-            note(f"{unneeded} needed no more: `ckpt gc` {what} {size(freed)}")
+            note(f"{unneeded} no longer needed: `ckpt gc` {what} {size(freed)}")
     elif dry_run:
         say(
             f"would delete {counted(len(done.dropped) + len(collected.segments), 'segment')}: "
@@ -114,4 +114,4 @@ def _print(done: Pruned, collected: Collected | None, dry_run: bool) -> None:
     else:
         say(f"deleted {counted(len(collected.segments), 'segment')}: {size(collected.nbytes)}")
         if collected.pinned:
-            note(f"{size(collected.pinned_nbytes)} stay until their readers are done: `ckpt gc` then")
+            note(f"{size(collected.pinned_nbytes)} stay until their readers are done: run `ckpt gc` then")

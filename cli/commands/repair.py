@@ -1,4 +1,4 @@
-"""``ckpt repair``: what is intact of a damaged store, as a new one."""
+"""Implements ``ckpt repair``: makes a new store from the intact parts of a damaged one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptstore import Repaired
 
 LOST = CorruptionError.exit_code
-"""When a checkpoint, or a tag, is lost."""
+"""Exit code if a checkpoint, or a tag, is lost."""
 _MOST = 20
 _BUILDS = "what it builds on is lost: "
 _BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
@@ -34,13 +34,13 @@ _BASE = re.compile(rf"^{_BUILDS}([0-9]+@[0-9]+)\Z")
 )
 @STORE
 @click.argument("target", type=PLACE, metavar="DST")
-@click.option("--run", metavar="UUID", help="Of several runs in one folder take this one: the beginning of its uuid.")
+@click.option("--run", metavar="UUID", help="If the folder contains several runs: the start of the run's uuid.")
 def command(store: str, target: str, run: str | None, as_json: bool) -> int:
-    """Make a store of what is intact of a damaged one.
+    """Make a new store from the intact parts of a damaged one.
 
-    STORE is only read; DST must not exist, or be empty. DST gets every checkpoint that is still complete, each restored
-    and compared before it counts; where the log is gone it is made again. It says what is lost, checkpoint by
-    checkpoint, and exits with 4 if anything is. If it was interrupted, the same command goes on.
+    STORE is only read; DST must not exist, or be empty. DST gets every checkpoint that is still complete. Each one is
+    restored and compared before it counts. A lost log is rebuilt. The command lists every lost checkpoint, and exits
+    with 4 if there is one. After an interruption the same command continues.
     """
     import ckptstore
 
@@ -50,7 +50,7 @@ def command(store: str, target: str, run: str | None, as_json: bool) -> int:
         emit(_json(store, target, done))
     else:
         _print(done)
-    # Without the whole log nobody knows which checkpoint a damaged segment was of.
+    # Without the whole log it is unknown to which checkpoint a damaged segment belonged.
     unknown = done.log != "whole" and any(one.key.startswith("seg/") and not one.checkpoints for one in done.damage)
     return LOST if done.lost or done.tags or unknown else 0
 
@@ -85,21 +85,21 @@ def _print(done: Repaired) -> None:
     kept = checkpoints(done.kept) if done.kept else "no checkpoint"
     say(f"{click.style('kept', fg='green', bold=True)}     {kept}", hanging=9)
     if done.found:
-        say(f"found    {checkpoints(done.found)}: the log says nothing of them, their segments do", hanging=9)
+        say(f"found    {checkpoints(done.found)}: not in the log, but in their segments", hanging=9)
     if done.rewritten:
-        say(f"rewritten, because what leads to them is damaged where they do not need it: {ranges(done.rewritten)}")
+        say(f"rewritten, because their chain is damaged where they do not need it: {ranges(done.rewritten)}")
     say(f"{counted(done.segments, 'segment')}, {size(done.nbytes)} written; latest is {done.latest or 'nothing'}")
     if done.log != "whole":
-        note("tags, metadata and retirements that stood in lost parts of the log are lost with them")
+        note("tags, metadata and retirements in the lost parts of the log are lost with them")
     if done.unproven:
         note(
-            f"tensors of {ranges(done.unproven)} are what was saved; of the rest of their state nothing but their own "
-            "segments tells"
+            f"the tensors of {ranges(done.unproven)} are what was saved; only their own segments vouch for the rest of "
+            "their state"
         )
 
 
 def _print_lost(label: str, lost: Mapping[str, str]) -> None:
-    """Every one of them: that is what the command is for. Those that are lost for the same reason share a line."""
+    """Print every lost checkpoint: that is what the command is for. Those lost for the same reason share a line."""
     together: dict[str, list[str]] = {}
     for ref, why in lost.items():
         root, seen = ref, {ref}

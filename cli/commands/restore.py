@@ -1,4 +1,4 @@
-"""``ckpt restore``: a checkpoint as ordinary files."""
+"""Implements ``ckpt restore``: writes a checkpoint to ordinary files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     "--format",
     "file_format",
     type=click.Choice(["safetensors", "pt"]),
-    help="Default: what the name of PATH says, else safetensors.",
+    help="Default: by the suffix of PATH, else safetensors.",
 )
 @select_option("Only tensors that match; may be repeated.")
 @click.option("--strip", metavar="PREFIX", help="Only tensors named PREFIX..., without it: for load_state_dict.")
@@ -74,7 +74,7 @@ def command(
         _explain(store, ref, select, as_json, whole=whole)
         return
     if whole:
-        raise click.UsageError("--all goes with --explain")
+        raise click.UsageError("--all needs --explain")
     if out is None:
         raise click.UsageError("Missing option '--out' (or --explain, to see the plan only).")
     piped = out == "-"
@@ -104,8 +104,10 @@ def command(
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
     if as_json or max_shard_size is not None:
-        raise click.UsageError("--out - is one file on stdout: it goes with neither --json nor --max-shard-size")
-    if sys.__stdout__ is None:  # `cli.main` has put /dev/null in its place
+        raise click.UsageError(
+            "--out - writes one file to stdout: it cannot be combined with --json or --max-shard-size"
+        )
+    if sys.__stdout__ is None:  # `cli.main` has replaced it with /dev/null
         raise click.UsageError("--out - writes the file to stdout, which is closed here")
     if sys.stdout.isatty():
         raise click.UsageError("--out - writes the file to stdout, which is a terminal here: use a pipe, or > FILE")
@@ -115,16 +117,16 @@ def _told(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> N
 
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")
-        note(f"{len(result.converted)} values are of another type in a .pt file (numpy, frozenset): {some}")
+        note(f"{len(result.converted)} values have another type in a .pt file (numpy, frozenset): {some}")
     if result.tied:
         some = ", ".join(f"{name} (as {there})" for name, there in result.tied[:3])
         more = " ..." if len(result.tied) > 3 else ""
         note(
-            f"a .safetensors file has a tied tensor once; left out ({len(result.tied)}): {some}{more}; a model that "
-            "ties them takes it with load_state_dict(..., strict=False)"
+            f"a .safetensors file contains a tied tensor once; left out ({len(result.tied)}): {some}{more}; a model "
+            "that ties them loads it with load_state_dict(..., strict=False)"
         )
     if result.lossy:
-        note(f"{result.ref} is lossy: not the bits that training had; it was stored so on request")
+        note(f"{result.ref} is lossy: its bits differ from those of the training; it was stored that way on request")
     if as_json:
         emit(
             {

@@ -1,4 +1,4 @@
-"""``ckpt retire``: checkpoints that are promised no longer."""
+"""Implements ``ckpt retire``: gives up checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckptstore.store import Store
 
 _LOOKED_AT = 100
-"""Checkpoints among which an example is looked for."""
+"""Number of newest checkpoints searched for an example."""
 
 
 @make_command(
@@ -30,17 +30,19 @@ _LOOKED_AT = 100
 )
 @STORE
 @click.argument("refs", type=REF, nargs=-1, metavar="REF...")
-@click.option("--dry-run", is_flag=True, help="Change nothing: show what would become of them.")
+@click.option("--dry-run", is_flag=True, help="Change nothing: show what would be retired and freed.")
 @answer_options
 def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, timeout: float, as_json: bool) -> None:
     """Give up checkpoints, so that gc may delete them.
 
-    They are no longer listed and cannot be loaded. The latest cannot be given up, nor one that has a tag.
-    What others build on stays stored; `ckpt gc` deletes the rest. `ckpt rm` is the same command.
+    Retired checkpoints are no longer listed and cannot be loaded. The latest cannot be retired, nor one with a tag.
+    A checkpoint that others build on stays stored; `ckpt gc` deletes the rest. `ckpt rm` is the same command.
     """
     target = opened(store)
     if not refs:
-        error = click.UsageError("say which checkpoints to give up: no REF is given, and nothing was changed")
+        error = click.UsageError(
+            "pass the REFs of the checkpoints to give up: no REF is given, and nothing was changed"
+        )
         error.add_note(
             f"`ckpt retire {shlex.quote(target.url)} {_example(target)} --dry-run` shows what giving one up would do"
         )
@@ -61,15 +63,15 @@ def command(store: str, refs: tuple[str, ...], dry_run: bool, take_over: bool, t
     say(f"{'would retire' if dry_run else 'retired'} {checkpoints(done.retired)}")
     if done.kept:
         those = ("it", "its") if len(done.kept) == 1 else ("them", "their")
-        say(f"stored still, because others build on {those[0]} or share {those[1]} segment: {ranges(done.kept)}")
+        say(f"still stored, because others build on {those[0]} or share {those[1]} segment: {ranges(done.kept)}")
     if done.dropped:
         then = "would free" if dry_run else "frees"
         unneeded = counted(len(done.dropped), "segment", "is", "are")
-        note(f"{unneeded} needed no more: `ckpt gc` {then} {size(done.dropped_nbytes)}")
+        note(f"{unneeded} no longer needed: `ckpt gc` {then} {size(done.dropped_nbytes)}")
 
 
 def _example(store: Store) -> str:
-    """The REF of the newest checkpoint that may be given up; if there is none: of the newest."""
+    """Return the REF of the newest checkpoint that may be given up, else of the newest one."""
     found = store.lineage(_LOOKED_AT)
     refs = [info.ref for info in found.checkpoints if info.ref != found.latest and not info.tags]
     return next(iter(refs), found.latest or "REF")

@@ -1,4 +1,4 @@
-"""``ckpt stats``: where a store's bytes are."""
+"""Implements ``ckpt stats``: shows where a store's bytes are."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def command(store: str, plot: Path | None, metric: str, as_json: bool) -> int:
     """Show where a store's bytes are, and how it grows.
 
-    By kind, by term and by class of tensor. It also says what pruning by the store's rules, and gc, would free. Exits
-    with 4 if the log is damaged: the rest is then of what is left of it.
+    By kind, by term and by class of tensor. It also shows what pruning by the store's rules, and gc, would free. Exits
+    with 4 if the log is damaged: then the numbers cover only what is left of it.
     """
-    if plot is not None:  # before anything is read, not after
+    if plot is not None:  # fail before reading, not after
         from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
 
         refuse_store(plot.resolve())
@@ -54,7 +54,7 @@ def command(store: str, plot: Path | None, metric: str, as_json: bool) -> int:
     else:
         _print(found)
         if plot is not None:
-            note(f"drawn: {plot}")
+            note(f"wrote the plot to {plot}")
     return note_damage(target.url, found.damage)
 
 
@@ -107,7 +107,7 @@ def _print(found: StoreStats) -> None:
     shares = [[kind_name(kind), f"{share.checkpoints:,}", size(share.nbytes)] for kind, share in found.kinds.items()]
     click.echo("\n" + table(["KIND", ">CHECKPOINTS", ">STORED"], shares))
     if "held" in found.kinds:
-        say("held: retired, and stored because others build on them")
+        say("held: retired, but stored because others build on them")
     terms = {term: share for term, share in found.terms.items() if share.nbytes or share.checkpoints}
     if len(terms) > 1:
         shares = [[str(term), f"{share.checkpoints:,}", size(share.nbytes)] for term, share in terms.items()]
@@ -117,7 +117,7 @@ def _print(found: StoreStats) -> None:
             [_CLASSES.get(kind, kind), f"{one.tensors:,}", size(one.nbytes), size(one.stored), size(one.chain)]
             for kind, one in found.classes.items()
         ]
-        click.echo(f"\ntensors of {found.latest}, stored by itself, and with all that it is restored from:")
+        click.echo(f"\ntensors of {found.latest}, stored alone, and with all that it is restored from:")
         click.echo(table(["CLASS", ">TENSORS", ">SIZE", ">STORED", ">WITH ITS CHAIN"], rows))
     rules = f"rules: {', '.join(found.rules)}" if found.rules else "no rules: every checkpoint is kept"
     if found.prunable_nbytes is not None:

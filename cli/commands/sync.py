@@ -1,4 +1,4 @@
-"""``ckpt sync``: bring to a store's second tier what it lacks."""
+"""Implements ``ckpt sync``: copies to a store's second tier what is missing there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptstore import Synced
 
 ELSEWHERE = FencedError.exit_code
-"""When the run was continued elsewhere, and checkpoints of this store are a branch."""
+"""Exit code if the run was continued elsewhere, and checkpoints of this store are a branch."""
 
 
 @make_command(
@@ -33,19 +33,19 @@ ELSEWHERE = FencedError.exit_code
 )
 @STORE
 @click.argument("remote", type=PLACE, metavar="[REMOTE]", required=False)
-@click.option("--follow", is_flag=True, help="Go on, as the store grows, until interrupted.")
+@click.option("--follow", is_flag=True, help="Continue, as the store grows, until interrupted.")
 @click.option(
     "--every",
     type=click.FloatRange(min=0.05, max=86_400),
     default=2.0,
     metavar="SECONDS",
-    help="With --follow: between two looks at the store. Default: 2.",
+    help="With --follow: time between two polls of the store. Default: 2.",
 )
-@click.option("--bandwidth", type=RATE, help="Bring at most so much in a second: 50MB/s.")
+@click.option("--bandwidth", type=RATE, help="Send at most this much per second: 50MB/s.")
 @click.option(
     "--anew",
     is_flag=True,
-    help="If a part of the remote is gone, delete what is left of it first. Refused if it has what STORE has not.",
+    help="If a part of the remote is gone, delete the rest first. Refused if the remote has data that STORE lacks.",
 )
 def command(
     store: str,
@@ -56,11 +56,11 @@ def command(
     anew: bool,
     as_json: bool,
 ) -> int:
-    """Bring to a second tier what it lacks.
+    """Copy to a second tier what is missing there.
 
-    REMOTE is a path or URL: an empty place, or this run's second tier or copy. Without it, the one that the store
-    remembers. Segments go first, then the log, in its order. If it was interrupted, the same command goes on.
-    Credentials come from the environment. With --json and --follow it prints one document a line.
+    REMOTE is a path or URL: an empty place, or this run's second tier or copy. Default: the one that the store
+    remembers. Segments are copied first, then the log, in its order. After an interruption the same command continues.
+    Credentials come from the environment. With --json and --follow it prints one document per line.
     """
     last = 0
     if follow:
@@ -89,7 +89,7 @@ def _tell(store: str, remote: str | None, done: Synced, print_json: Callable[[di
             note("they can be read and exported here; a writer continues from what the remote has")
         if done.damage:
             say(f"left out, damaged here: {ranges(done.damaged)}")
-            note(f"{done.damage}; `ckpt verify {store}` says what else is")
+            note(f"{done.damage}; `ckpt verify {store}` names all that is damaged")
     if done.damaged:
         return CorruptionError.exit_code
     return ELSEWHERE if done.branch else 0

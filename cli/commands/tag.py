@@ -1,4 +1,4 @@
-"""``ckpt tag``: names for checkpoints."""
+"""Implements ``ckpt tag``: names checkpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ckptstore.cli.output import emit, moment, note, table
     "tag",
     examples=[
         "ckpt tag runs/gpt                        # the tags",
-        "ckpt tag runs/gpt best 1000@2            # a training run is writing: it is asked (1000@2 best will do, too)",
+        "ckpt tag runs/gpt best 1000@2            # a training run is writing: it is asked (1000@2 best works, too)",
         "ckpt tag runs/gpt released --take-over   # names the latest; no run is writing",
         "ckpt tag runs/gpt best --delete",
-        "ckpt tag - best 1000                     # of the store that CKPT_STORE names",
+        "ckpt tag - best 1000                     # in the store that CKPT_STORE names",
     ],
 )
 @STORE
@@ -31,13 +31,13 @@ def command(
 ) -> None:
     """Name a checkpoint, or list the tags.
 
-    REF is latest if left out. A tag that exists moves. tag:NAME is a REF from then on, and what has a tag is never
-    retired.
+    The default REF is latest. An existing tag is moved. tag:NAME can then be used as a REF, and a checkpoint with a tag
+    is never retired.
     """
     target = opened(store)
     if name is None:
         if delete:
-            raise click.UsageError("--delete: which tag?")
+            raise click.UsageError("--delete: pass the name of the tag")
         found = target.tags()
         if as_json:
             emit({"store": store, "tags": [_json(tag, info.ref) for tag, info in found.items()]})
@@ -49,11 +49,11 @@ def command(
         return
     if delete:
         if ref is not None:
-            raise click.UsageError("--delete removes a tag from whatever it names; leave REF out")
+            raise click.UsageError("--delete removes a tag from any checkpoint; omit REF")
         target.untag(name, take_over=take_over, timeout=timeout)
     else:
         if ref is not None and _names(ref) and not _names(name):
-            name, ref = ref, name  # no tag may be called like a REF, so either order says what is meant
+            name, ref = ref, name  # no tag can be named like a REF, so either order is unambiguous
         ref = target.tag(name, ref or "latest", take_over=take_over, timeout=timeout).ref
     if as_json:
         emit({"store": store, "tags": [_json(name, ref)]})
@@ -62,7 +62,7 @@ def command(
 
 
 def _names(text: str) -> bool:
-    """Whether a new tag may be called so."""
+    """Tell whether a new tag may have this name."""
     from ckptstore.errors import UsageError
     from ckptstore.log.refs import check_new_tag
 

@@ -1,4 +1,4 @@
-"""``ckpt tune``: models that choose a run's settings: ``wasted-time`` here, ``interval`` in `tune_interval`."""
+"""Implements ``ckpt tune``: models that choose a run's settings (``interval`` is in `tune_interval`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OPTIONS: Final = {
     "write_latency": "--write-latency",
     "diff_bytes": "--diff-bytes",
 }
-"""Field of `Job` -> option, in the order they are reported."""
+"""Field of `Job` -> option, in the order of the report."""
 
 
 @make_command(
@@ -54,20 +54,20 @@ _OPTIONS: Final = {
         "ckpt tune wasted-time --paper",
     ],
 )
-@click.option("--from", "store", type=PLACE, metavar="STORE", help="Measure what is not given in this store.")
-@click.option("--paper", is_flag=True, help="Take what is not given from LowDiff's Table I, and compare with it.")
+@click.option("--from", "store", type=PLACE, metavar="STORE", help="Measure missing inputs in this store.")
+@click.option("--paper", is_flag=True, help="Take missing inputs from LowDiff's Table I, and compare with it.")
 @click.option("--full-bytes", type=AMOUNT, help="S: a full, as stored.")
 @click.option("--bandwidth", type=RATE, help="W: write bandwidth: 1GB/s, 10Gbit/s.")
 @click.option("--mtbf", type=TIME, help="M: mean time between failures of the whole job: 1h, 3d.")
 @click.option("--iteration-time", "iteration", type=TIME, help="t: one iteration without checkpoints: 500ms.")
-@click.option("--load-time", "load_full", type=TIME, help="R_F: reading a full (default: S / W).")
-@click.option("--merge-time", "merge_batch", type=TIME, help="R_D: applying one batch, whatever its size.")
-@click.option("--replay-time", "replay_diff", type=TIME, help="Applying one diff, for batches that keep them apart.")
+@click.option("--load-time", "load_full", type=TIME, help="R_F: time to read a full (default: S / W).")
+@click.option("--merge-time", "merge_batch", type=TIME, help="R_D: time to apply one batch of any size.")
+@click.option("--replay-time", "replay_diff", type=TIME, help="Time to apply one diff, if batches keep diffs apart.")
 @click.option("--write-latency", type=TIME, help="How long one write of a batch stalls training (default: 0s).")
-@click.option("--diff-bytes", type=AMOUNT, help="One diff, as stored: tells whether the bandwidth suffices.")
+@click.option("--diff-bytes", type=AMOUNT, help="One diff, as stored: to check whether the bandwidth suffices.")
 @click.option("--recovery", type=click.Choice(["serial", "parallel"]), default="serial", show_default=True)
-@click.option("--run-time", type=TIME, help="T: length of the run, for the wasted time in all.")
-@click.option("--gpus", type=click.IntRange(min=1), default=1, metavar="N", help="GPUs that wait, for the same.")
+@click.option("--run-time", type=TIME, help="T: length of the run, for the total wasted time.")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, metavar="N", help="GPUs that wait, for the same total.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw a heat map (PNG, SVG, PDF).")
 def _wasted_time(
     store: str | None,
@@ -81,18 +81,18 @@ def _wasted_time(
 ) -> None:
     """Find how often to store fulls, and how many diffs to write at once, so that the least time is wasted.
 
-    The model is LowDiff's Eq. (8); docs/tuning.md explains every term. Inputs are given, or measured with --from.
+    The model is LowDiff's Eq. (8); docs/tuning.md explains every term. Pass the inputs, or measure them with --from.
     """
     if store is not None and paper:
-        raise click.UsageError("--from and --paper both say where numbers come from; give one")
-    if plot is not None:  # before anything is measured, not after
+        raise click.UsageError("--from and --paper are both sources of numbers; pass only one")
+    if plot is not None:  # fail before measuring, not after
         from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
 
         refuse_store(plot.resolve())
         refuse_missing_folder(plot)
     measured = None
     if store is not None:
-        from ckptstore.tuning.job_profile import measure  # the engine; a model alone needs none of it
+        from ckptstore.tuning.job_profile import measure  # imports the engine, which the model alone does not need
 
         measured = measure(opened(store))
     job, sources = _job(given, measured, paper, recovery)
@@ -123,7 +123,7 @@ command.add_command(_wasted_time)
 def _job(
     given: dict[str, float | None], measured: Measurement | None, paper: bool, recovery: Recovery
 ) -> tuple[Job, dict[str, str]]:
-    """The job, and for each of its numbers where it comes from."""
+    """Return the job, and the source of each of its numbers."""
     from ckptstore.tuning import Job
     from ckptstore.tuning.paper_table import TABLE_JOB
 
@@ -141,7 +141,7 @@ def _job(
     if measured is not None:
         take("store", asdict(measured) | {"bandwidth": measured.write_floor})
         if recovery == "parallel" and sources.get("replay_diff") == "store":
-            # A tree merges batches, so it is their size that counts: one diff stands for one batch.
+            # A tree merges batches, so only their number counts: one diff counts as one batch.
             values["merge_batch"] += values.pop("replay_diff")
             del sources["replay_diff"]
     if "full_bytes" in values and values.get("bandwidth", 0) > 0:
@@ -150,7 +150,7 @@ def _job(
     if "merge_batch" not in values and "replay_diff" not in values:
         missing.append("--merge-time or --replay-time")
     if missing:
-        why = "the store does not tell them" if measured else "give them, or --from STORE, or --paper"
+        why = "the store does not contain them" if measured else "pass them, or --from STORE, or --paper"
         raise click.UsageError(f"missing: {', '.join(missing)} ({why})")
     take("default", {"merge_batch": 0.0, "replay_diff": 0.0, "write_latency": 0.0})
     return Job(**values, recovery=recovery), {name: sources[name] for name in _OPTIONS if name in sources}
@@ -160,18 +160,18 @@ def _remarks(job: Job, sources: dict[str, str]) -> None:
     from ckptstore.tuning import best
 
     if sources["bandwidth"] == "store":
-        note("the bandwidth is a lower bound from the times of commits, training included; better give --bandwidth")
+        note("the bandwidth is a lower bound from the times of commits, training included; --bandwidth is more exact")
     if sources["iteration"] == "store":
-        note("the iteration time is that between commits, saving included")
+        note("the iteration time is the time between commits, saving included")
     model = job.model()
     optimum = best(model)
     share = job.bandwidth_share(optimum.interval)
     if share is not None and share > 1 and sources["bandwidth"] != "store":
-        note(f"diffs and fulls need {share:.3g} times the bandwidth: writes pile up; smaller diffs or fewer are needed")
+        note(f"diffs and fulls need {share:.3g} times the bandwidth: writes pile up; store fewer or smaller diffs")
     if model.total(optimum.interval, optimum.batch) > 1:
-        note("even the best configuration wastes more time than it trains: the model holds for rare failures only")
+        note("even the best configuration wastes more time than it trains: the model is valid for rare failures only")
     if model.replay_diff >= 1:
-        note("replaying a diff takes as long as an iteration or longer: diffs do not pay, only fulls do")
+        note("replaying a diff takes as long as an iteration or longer: diffs do not pay off, only fulls do")
 
 
 def _document(job: Job, paper: bool) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _text(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
 
 
 def _fulls_win(found: dict[str, Any]) -> bool:
-    """Whether fulls alone waste no more than fulls and diffs do."""
+    """Tell whether fulls alone waste no more than fulls and diffs do."""
     alone, both = (float(found[name]["wasted"]["total"]) for name in ("fulls_only", "optimum"))
     return alone <= both
 
@@ -292,11 +292,11 @@ def _inputs(found: dict[str, Any], typed: dict[str, str]) -> Iterator[str]:
 
 
 def _around(found: dict[str, Any]) -> Iterator[str]:
-    """The neighbours as a grid, multiples of the least."""
+    """Yield the neighbors as a grid, as multiples of the minimum."""
     around = {(n["interval"], n["batch"]): n["ratio"] for n in found["neighbours"]}
     intervals = sorted({interval for interval, _ in around})
     batches = sorted({batch for _, batch in around})
-    yield "times the least, around it:"
+    yield "multiples of the minimum, around it:"
     yield table(
         [">full_every \\ batch", *(f">{batch:,}" for batch in batches)],
         [
@@ -308,7 +308,7 @@ def _around(found: dict[str, Any]) -> Iterator[str]:
 
 def _table_one(shown: dict[str, Any]) -> Iterator[str]:
     for title, cells in (("Table I by this model", shown["model"]), ("Table I as printed", shown["printed"])):
-        yield f"{title} (multiples of its least):"
+        yield f"{title} (multiples of its minimum):"
         yield table(
             [">full_every \\ batch", *(f">{batch}" for batch in shown["batches"])],
             [

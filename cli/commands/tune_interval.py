@@ -1,4 +1,4 @@
-"""``ckpt tune interval``: how often to save, how many saves at once, how many threads; found by saving for a while."""
+"""Implements ``ckpt tune interval``: measures saves to find how often to save, and how many at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptstore.tuning.trial_saves import Profile
 
 _STAGING: Final = (64 << 20, 128 << 20)
-"""b: what a writer takes by default, and twice that."""
+"""b: a writer's default, and twice that."""
 
 
 @make_command(
@@ -34,7 +34,7 @@ _STAGING: Final = (64 << 20, 128 << 20)
 )
 @STORE
 @click.option("--iteration-time", "iteration", type=TIME, help="t: one iteration; default: from the store's commits.")
-@click.option("--size", "nbytes", type=SIZE, help="m: bytes of the state; default: as the newest checkpoint.")
+@click.option("--size", "nbytes", type=SIZE, help="m: bytes of the state; default: those of the newest checkpoint.")
 @click.option("--like", type=REF, metavar="REF|FILE", help="Take the state's tensors from a checkpoint or a file.")
 @click.option(
     "--slowdown",
@@ -42,13 +42,15 @@ _STAGING: Final = (64 << 20, 128 << 20)
     default=1.05,
     show_default=True,
     metavar="Q",
-    help="q: by how much saving may slow training.",
+    help="q: the factor by which saving may slow training.",
 )
-@click.option("--memory", type=SIZE, help="M: host memory that saves may take.")
-@click.option("--space", type=SIZE, help="S: bytes that checkpoints may take; default: what is free.")
+@click.option("--memory", type=SIZE, help="M: host memory that saves may use.")
+@click.option("--space", type=SIZE, help="S: bytes that checkpoints may use; default: the free space.")
 @click.option("--in-flight", type=click.IntRange(1, 64), default=4, show_default=True, help="Try N up to this.")
 @click.option("--threads", type=click.IntRange(1, 64), default=4, show_default=True, help="Try p up to this.")
-@click.option("--probe", type=SIZE, default="256MiB", show_default=True, help="Save at most so much; times are scaled.")
+@click.option(
+    "--probe", type=SIZE, default="256MiB", show_default=True, help="Save at most this much; scale the times."
+)
 @click.option("--saves", type=click.IntRange(2), default=4, show_default=True, help="Measured saves of each setting.")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the model (PNG, SVG, PDF).")
 def command(
@@ -56,16 +58,16 @@ def command(
 ) -> None:
     """Find how often to save, and how many saves at once.
 
-    Saves a state for a while into a temporary store beside STORE (a store, a folder, or a path where one will be), and
-    applies PCcheck's model to find f (the interval), N (saves in flight) and p (threads of each); docs/tuning.md
-    explains it.
+    Saves a state for a while into a temporary store beside STORE (a store, a folder, or a path that does not exist
+    yet), and applies PCcheck's model to find f (the interval), N (saves in flight) and p (threads of each);
+    docs/tuning.md explains it.
     """
     from ckptstore.tuning.trial_folder import existing_store, scratch
     from ckptstore.tuning.trial_saves import lengths_like, lengths_of, trial_state
 
     if nbytes is not None and like is not None:
-        raise click.UsageError("--size and --like both say what the state is; give one")
-    if plot is not None:  # before anything is measured, not after
+        raise click.UsageError("--size and --like both describe the state; pass only one")
+    if plot is not None:  # fail before measuring, not after
         from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
         from ckptstore.tuning.interval_plot import need_matplotlib
 
@@ -80,11 +82,11 @@ def command(
         name for name, value in (("--size or --like", nbytes or like), ("--iteration-time", pace)) if value is None
     ]
     if missing or pace is None:
-        why = "the store has too few checkpoints to tell" if there else "there is no store yet that could tell"
+        why = "the store has too few checkpoints to measure" if there else "there is no store yet to measure"
         raise click.UsageError(f"missing: {', '.join(missing)} ({why})")
     lengths = lengths_of(nbytes) if like is None and nbytes is not None else lengths_like(str(like), there)
     if (whole := sum(lengths)) < 1:
-        raise click.UsageError(f"{like}: a state without a byte in its tensors is saved in no time")
+        raise click.UsageError(f"{like}: the tensors of this state have no bytes, so there is nothing to measure")
     state = trial_state(lengths, asked["probe"])
     saved = sum(array.nbytes for array in state.values())
     with scratch(store) as place:
@@ -112,7 +114,7 @@ _MEMBERS: Final = (
 
 
 def _pace(store: Store | None) -> float | None:
-    """Seconds per step by the commits of a store."""
+    """Return the seconds per step, from the commits of a store."""
     from ckptstore.tuning.job_profile import seconds_per_step
 
     return None if store is None else seconds_per_step(store.checkpoints())
@@ -125,7 +127,7 @@ def _limits(asked: Mapping[str, Any], free: int) -> Limits:
 
 
 def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping[str, Any]) -> Profile:
-    """Measure as many N as the limits allow, of a state that is given in part."""
+    """Measure as many N as the limits allow, with a part of the state."""
     from ckptstore.tuning.save_interval import Setting, fits, most_in_flight, writer_memory
     from ckptstore.tuning.trial_saves import Plan, profile
 
@@ -134,27 +136,27 @@ def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping
     saved = sum(array.nbytes for array in state.values())
 
     def memory(setting: Setting) -> int | None:
-        """As much of what is saved here as of the state itself."""
+        """Return the memory limit for the part that is saved, in proportion to the limit for the whole state."""
         room = writer_memory(whole, setting, limits) if fits(setting, limits, whole) else None
         return None if room is None else room * saved // whole
 
     _check_probe(whole, saved, memory(Setting(1, 1, staging[-1])))
     if most < asked["in_flight"]:
-        note(f"memory or space allow {most} saves in flight of the {asked['in_flight']} that were to be tried")
+        note(f"memory or space allow only {most} saves in flight of the {asked['in_flight']} to try")
     plan = Plan(most, range(1, asked["threads"] + 1), staging, asked["saves"], limits.slowdown, memory)
     with progress("saving") as advance:
         return profile(place, state, plan, advance)
 
 
 def _check_probe(whole: int, saved: int, memory: int | None) -> None:
-    """What is saved has to be so much that its part of M is as much as a writer needs."""
+    """Check that the saved part is so large that its part of M suffices for a writer."""
     from ckptstore.host.arenas import LEAST
 
     if memory is not None and memory < LEAST:
         least = -(-LEAST * saved // max(memory, 1))
         raise click.UsageError(
-            f"--memory is less than a save of {size(whole)}, of which too little would be measured: give --probe "
-            f"{size(least)} or more"
+            f"--memory is less than a save of {size(whole)}, and the measured part of it would be too small: pass "
+            f"--probe {size(least)} or more"
         )
 
 
@@ -209,7 +211,7 @@ def _setting(timing: Timing, chosen: bool, limits: Limits, iteration: float, who
 
 def _remarks(found: Mapping[str, Any]) -> None:
     if found["sources"]["iteration"] == "store":
-        note("the iteration time is that between commits, saving included")
+        note("the iteration time is the time between commits, saving included")
     if found["probe_bytes"] < found["state_bytes"]:
         note(
             f"{size(found['probe_bytes'])} of {size(found['state_bytes'])} were saved, and times scaled by "
@@ -270,5 +272,5 @@ def _threads(number: int) -> str:
 
 
 def _short(seconds: float) -> str:
-    """``1.25 s``, ``38.1 ms``."""
+    """Format ``1.25 s`` or ``38.1 ms``."""
     return duration(seconds) if seconds >= 1 else f"{seconds * 1000:.3g} ms"

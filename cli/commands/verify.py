@@ -1,4 +1,4 @@
-"""``ckpt verify``: is every byte what was written?"""
+"""Implements ``ckpt verify``: checks that every byte is what was written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DAMAGED = CorruptionError.exit_code
 UNREAD = StorageError.exit_code
-"""When nothing is damaged, but something could not be read."""
+"""Exit code if nothing is damaged, but something could not be read."""
 
 
 @make_command(
@@ -34,18 +34,18 @@ UNREAD = StorageError.exit_code
 )
 @STORE
 @click.argument("ref", type=REF, required=False, metavar="[REF]")
-@click.option("--deep", is_flag=True, help="Decode and replay, too, and compare the states that come out.")
+@click.option("--deep", is_flag=True, help="Also decode and replay, and compare the resulting states.")
 def command(store: str, ref: str | None, deep: bool, as_json: bool) -> int:
     """Check every byte and hash of a store, or of one checkpoint.
 
-    Reads everything, and compares what is stored with what the log promised. Names what is damaged, which checkpoints
-    that costs, and which can still be restored. With a REF only those segments are read that it can be restored from.
+    Reads everything, and compares it with what the log promised. Names what is damaged, the checkpoints that it makes
+    unrestorable, and those that can still be restored. With a REF it reads only the segments that can restore it.
     Exits with 4 if there is damage, with 8 if there is none but something could not be read.
     """
     from ckptstore.backends import open_backend
     from ckptstore.store import Store
 
-    # Not `opened`: a damaged FORMAT file is a finding here, no reason to stop.
+    # Not `opened`: a damaged FORMAT file is a finding of this command, not an error.
     target = Store(open_backend(store, create=False))
     with progress("verifying") as advance:
         report = target.verify(ref, deep=deep, progress=advance)
@@ -100,7 +100,7 @@ def _print(report: VerificationReport, store: str) -> None:
         say(f"intact   {checkpoints(report.restorable) if report.restorable else 'no checkpoint'}", hanging=9)
         passing = not report.unread and all(damage.passing for damage in report.damage)
         if passing:
-            note("no checkpoint is touched, and nothing has to be repaired")
+            note("no checkpoint is affected, and nothing needs repair")
         elif report.latest is not None:
             say(f"newest checkpoint that can be restored: {report.latest.ref}")
             if report.ref is None:
@@ -108,10 +108,10 @@ def _print(report: VerificationReport, store: str) -> None:
                 command = f"ckpt restore {place} {report.latest.ref} --out FILE"
                 note(f"`{command}` writes it to a file; `ckpt repair {place} DST` makes a store of what is intact")
     if report.orphans:
-        # A segment is named as damage where the log lacks the term that it is of.
+        # A segment counts as damage if the log lacks the term that it belongs to.
         hidden = any(damage.key.startswith("log/") or damage.key in report.orphans for damage in report.damage)
         why = (
-            "or to one that damage of the log hides: keep them, `ckpt repair` finds what is in them"
+            "or to one that damage of the log hides: keep them, `ckpt repair` can recover what is in them"
             if hidden
             else "of retired checkpoints or interrupted saves; harmless, ckpt gc deletes them"
         )
@@ -121,8 +121,8 @@ def _print(report: VerificationReport, store: str) -> None:
         say(f"{counted(len(report.strangers), 'file', 'is', 'are')} not part of the store: {names}")
         if not all(map(in_format, report.strangers)):
             note(
-                "the store is whole without them: no store writes such names, but an editor, a file manager or a sync "
-                "client does. ckpt neither reads nor deletes them: delete them, or move them out"
+                "the store is complete without them: no store writes such names, but an editor, a file manager or a "
+                "sync client does. ckpt neither reads nor deletes them: delete them, or move them out"
             )
     if report.ok:
         click.echo(click.style("intact", fg="green", bold=True))

@@ -1,4 +1,4 @@
-"""``ckpt watch``: follow a run that is being written."""
+"""Implements ``ckpt watch``: shows a run that is being written."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _CHANGES = 5
     examples=[
         "ckpt watch runs/gpt                      # Ctrl-C ends it",
         "ckpt watch runs/gpt --metric accuracy --every 10",
-        "ckpt watch runs/gpt --wait --json        # an object in a line for every change",
+        "ckpt watch runs/gpt --wait --json        # one JSON object per line and change",
         "ckpt watch s3://bucket/gpt --once",
     ],
 )
 @STORE
 @click.option(
-    "--every", type=float, default=2.0, metavar="SECONDS", help="Between two looks: 0.01 to 86400. Default: 2."
+    "--every", type=float, default=2.0, metavar="SECONDS", help="Time between polls: 0.01 to 86400. Default: 2."
 )
 @click.option("--metric", default="loss", metavar="NAME", help="Number of the metadata to follow. Default: loss.")
-@click.option("--once", is_flag=True, help="Say how the run is doing, and end.")
+@click.option("--once", is_flag=True, help="Print the state of the run, and exit.")
 @click.option("--wait", is_flag=True, help="If there is no store yet, wait until there is one.")
 def command(store: str, every: float, metric: str, once: bool, wait: bool, as_json: bool) -> None:
     """Follow a run that is being written.
 
-    It shows the newest checkpoint, who writes, bytes, speed, a metric of the metadata and the space left: on a terminal
-    in a few lines that are drawn anew, in a pipe in a line for every change. It takes no lock, and Ctrl-C ends it.
+    It shows the newest checkpoint, who writes, bytes, speed, a metric of the metadata and the space left. On a terminal
+    it redraws a few lines; in a pipe it prints a line for every change. It takes no lock, and Ctrl-C ends it.
     """
     import ckptstore
 
@@ -69,14 +69,14 @@ def _tell_waiting(target: Any) -> None:
     from ckptstore.errors import StoreNotFoundError
 
     try:
-        target.format  # noqa: B018  # raises when there is none
+        target.format  # noqa: B018  # raises if there is none
     except StoreNotFoundError:
         note(f"waiting for a store at {target.url}")
 
 
 @contextmanager
 def _shown(as_json: bool) -> Iterator[Callable[[RunStatus, bool], None]]:
-    """What shows a status, and is told whether it is the first: a display on a terminal, lines elsewhere."""
+    """Yield a function that shows a status and whether it is the first: a display on a terminal, lines elsewhere."""
     if not as_json and sys.stdout.isatty():
         from rich.console import Console
 
@@ -102,9 +102,9 @@ def _shown(as_json: bool) -> Iterator[Callable[[RunStatus, bool], None]]:
 
 
 def _end(last: RunStatus | None, as_json: bool) -> None:
-    """Say how the run was doing when Ctrl-C came. A display stands there already."""
+    """Print the last status after Ctrl-C. A terminal already shows it."""
     if last is None:
-        note("nothing was seen")
+        note("no store was seen")
     elif as_json or not sys.stdout.isatty():
         _tell(last, as_json, final=True)
 
@@ -149,7 +149,7 @@ def _json(status: RunStatus, final: bool) -> dict[str, Any]:
 
 
 def _facts(status: RunStatus) -> list[str]:
-    """What is known, each in a few words; what is not is left out."""
+    """Return the known facts, each in a few words. Unknown ones are omitted."""
     facts = [status.latest or "no checkpoint", *_saved(status)]
     if status.steps_per_second is not None:
         facts.append(f"{number(status.steps_per_second)} steps/s")
@@ -188,13 +188,13 @@ def _damage(status: RunStatus) -> list[str]:
 
 
 def _begun(status: RunStatus) -> list[str]:
-    """The newest term; which may have no checkpoint yet, or be of a command that took the store over."""
+    """Return the newest term. It may have no checkpoint yet, or belong to a command that took over the store."""
     since = "" if status.parent is None else f", from {status.parent}"
     return [f"term {status.term:,}{since}"] if status.term else []
 
 
 def _display(status: RunStatus, changes: deque[str], console: Console) -> Table:
-    """The lines of a terminal."""
+    """Return the lines of a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -215,7 +215,7 @@ def _display(status: RunStatus, changes: deque[str], console: Console) -> Table:
         values = [value for _, value in status.values]
         row(status.metric, number(values[-1]), spark(values, min(_BARS, max(1, console.width - 30)), console.encoding))
     if damage := _damage(status):
-        row("damage", f"{damage[0]}: `ckpt verify` says more")
+        row("damage", f"{damage[0]}: `ckpt verify` names them")
     for place, change in enumerate(changes):
         row("" if place else "lately", change)
     return grid

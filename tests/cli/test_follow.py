@@ -40,7 +40,7 @@ def test_a_file_and_a_command(ckpt: Run, run: Path, tmp_path: Path) -> None:
     out, told = tmp_path / "policy.safetensors", tmp_path / "told"
     words = f"echo $CKPT_REF $CKPT_STEP $CKPT_OUT >> {told}; exit 3"
     outcome = ckpt("follow", run, "--out", out, "--select", "model.*", "--exec", words, "--once")
-    assert "5@3: the command ended with 3" in outcome.err
+    assert "5@3: the command exited with 3" in outcome.err
     assert told.read_text() == f"5@3 5 {out}\n"
     assert sorted(load_file(out)) == ["model.embedding.weight", "model.frozen"]
     again = ckpt("follow", run, "--out", out, "--select", "model.*", "--once")

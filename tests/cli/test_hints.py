@@ -58,7 +58,7 @@ def test_damage_names_what_can_be_restored_instead(ckpt: Run, tmp_path: Path) ->
     out = tmp_path / "x.pt"
     outcome = ckpt("restore", store.url, "3", "--out", out)
     assert outcome.code == 4
-    assert "hint: 2@1 is the nearest before it that does not need this segment: " in outcome.err
+    assert "hint: 2@1 is the nearest earlier checkpoint that does not need this segment: " in outcome.err
     command = outcome.err.split("segment: `ckpt ")[1].split("`")[0]
     assert ckpt(*shlex.split(command)).code == 0
     assert out.exists()
@@ -128,10 +128,10 @@ def outcome_hint(text: str) -> str:
 def test_a_rule_without_its_option(ckpt: Run, run: Path) -> None:
     outcome = ckpt("prune", run, "--keep", "last:5", "every:20")
     assert outcome.code == 2
-    assert outcome_hint(outcome.err) == "each rule has its --keep: --keep every:20"
+    assert outcome_hint(outcome.err) == "pass each rule with its own --keep: --keep every:20"
 
 
 def test_the_second_store_of_a_diff_has_a_ref_of_its_own(ckpt: Run, run: Path) -> None:
     outcome = ckpt("diff", run, "3", run)
     assert outcome.code == 2
-    assert outcome_hint(outcome.err) == f"of which checkpoint? ckpt diff {run} 3 {run} 3"
+    assert outcome_hint(outcome.err) == f"name its checkpoint: ckpt diff {run} 3 {run} 3"

@@ -118,7 +118,7 @@ def test_usage(ckpt: Run, tmp_path: Path) -> None:
     (tmp_path / "junk.pt").write_bytes(b"this is no checkpoint at all")
     assert ckpt("import", store, tmp_path / "junk.pt").code == 5
     alone = ckpt("import", tmp_path / "alone", write(tmp_path / "d" / "ckpt.safetensors", 3))
-    assert (alone.code, "its name tells no step, so it is 0@1; --step N says which it is" in alone.err) == (0, True)
+    assert (alone.code, "its name contains no step, so it is 0@1; set the step with --step N" in alone.err) == (0, True)
     told = ckpt("import", tmp_path / "told", tmp_path / "d" / "ckpt.safetensors", "--step", "500")
     assert (told.code, told.err) == (0, "")
     nameless = ckpt("import", store, one, write(tmp_path / "c" / "final.safetensors", 3))

@@ -159,5 +159,5 @@ def test_a_damaged_segment(ckpt: Run, run: Path) -> None:
     outcome = ckpt("inspect", run)
     assert outcome.code == 4
     assert segment.name in outcome.err
-    assert "hint: 4@2 is the nearest before it that does not need this segment: " in outcome.err
+    assert "hint: 4@2 is the nearest earlier checkpoint that does not need this segment: " in outcome.err
     assert f"`ckpt restore {run} 4@2 --out FILE`; `ckpt verify {run}` names what is damaged" in outcome.err

@@ -78,7 +78,7 @@ def test_nothing_to_gain_is_said_instead_of_a_table_of_zeros(ckpt: Run, tmp_path
     assert planned.out == (
         "9@3: stays stored as it is\n"
         "would be retired: 8@3\n"
-        "no segment can go: checkpoints outside the range lie in the same ones, or build on them\n"
+        "no segment can be dropped: checkpoints outside the range are in the same segments, or build on them\n"
     )
     assert planned.err.endswith("note: nothing was written (--dry-run)\n")
 
@@ -88,7 +88,7 @@ def test_keep_steps_as_text(ckpt: Run, chain: Path) -> None:
     assert outcome.code == 0
     assert outcome.out.startswith("merged into one segment: 5 checkpoints: 2..6@1\n6@1: chunks copied as they are\n")
     assert "TO RESTORE 6@1" in outcome.out
-    assert "5 segments are needed no more: `ckpt gc` frees " in outcome.err
+    assert "5 segments are no longer needed: `ckpt gc` frees " in outcome.err
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
 
 
@@ -142,7 +142,7 @@ def test_nobody_answers(ckpt: Run, chain: Path) -> None:
         outcome = ckpt("merge", chain, "4..6", "--timeout", "0.1")
         found = ckpt("merge", chain, "4..6", "--timeout", "0", "--json")
     assert outcome.code == 10
-    assert "no answer in 0.1 s. A run that is alive looks for requests" in outcome.err
+    assert "no answer in 0.1 s. A live run looks for requests" in outcome.err
     assert "--take-over" in outcome.err
     assert steps(chain) == [1, 2, 3, 4, 5, 6]
     assert found.code == 10

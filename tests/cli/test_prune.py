@@ -55,7 +55,7 @@ def test_dry_run_and_then(ckpt: Run, chain: Path) -> None:
         "best:loss:2      2  7@1, 8@1",
     ]
     assert text.out.splitlines()[6].startswith("would keep 8, would retire 12: 1@1, 2@1, 4@1, 6@1, 9@1, 11..14@1,")
-    assert "stored still, because others build on them: " in text.out.splitlines()[7]
+    assert "still stored, because others build on them: " in text.out.splitlines()[7]
     segments = len(list((chain / "seg").rglob("*.safetensors")))
     done = ckpt("prune", chain, "--gc", "--take-over", "--json").json
     assert done == planned | {"dry_run": False, "gc": done["gc"]}
@@ -102,10 +102,10 @@ def test_what_to_do_next(ckpt: Run, chain: Path) -> None:
     outcome = ckpt("prune", chain)
     assert outcome.code == 2
     assert outcome.err.splitlines()[-1] == (
-        f"hint: `ckpt prune {chain} --keep last:100` for once, or `ckpt keep {chain} last:100` for good"
+        f"hint: `ckpt prune {chain} --keep last:100` prunes once; `ckpt keep {chain} last:100` sets the rule for good"
     )
     assert ckpt("keep", chain, "last=5").err.endswith("hint: did you mean last:5?\n")
     ckpt("tag", chain, "good", "4", "--take-over")
     assert ckpt("inspect", chain, "good").err.endswith("hint: did you mean tag:good?\n")
     pruned = ckpt("prune", chain, "--keep", "every:5", "--take-over")
-    assert f"note: `ckpt compact {chain} --gc` stores anew what is kept" in pruned.err
+    assert f"note: `ckpt compact {chain} --gc` rewrites the kept checkpoints" in pruned.err

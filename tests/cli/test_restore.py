@@ -124,7 +124,7 @@ def test_the_name_decides_the_format(ckpt: Run, pristine: Path, tmp_path: Path, 
 def test_what_a_pt_file_cannot_hold_is_noted(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     outcome = ckpt("restore", pristine, "--out", tmp_path / "x.pt")
     assert outcome.code == 0
-    assert "5 values are of another type" in outcome.err  # numpy arrays are tensors in a .pt file
+    assert "5 values have another type" in outcome.err  # numpy arrays are tensors in a .pt file
 
 
 def test_the_mode_is_the_users(ckpt: Run, pristine: Path, tmp_path: Path) -> None:

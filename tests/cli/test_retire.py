@@ -17,7 +17,7 @@ def test_dry_run_and_then(ckpt: Run, run: Path) -> None:
     text = ckpt("retire", run, "3@1", "4@1", "--dry-run")
     assert text.out == "would retire 2 checkpoints: 3@1, 4@1\n"
     assert ckpt("rm", run, "3@1", "4@1", "--dry-run").out == text.out  # what people type
-    assert "2 segments are needed no more: `ckpt gc` would free " in text.err
+    assert "2 segments are no longer needed: `ckpt gc` would free " in text.err
     done = ckpt("retire", run, "3@1", "4@1", "--take-over", "--json").json
     assert done == planned | {"dry_run": False}
     assert [info.ref for info in store.checkpoints()] == ["1@1", "2@1", "3@2", "4@2", "5@3"]
@@ -32,7 +32,7 @@ def test_what_is_kept_is_said(ckpt: Run, tmp_path: Path) -> None:
     outcome = ckpt("retire", store.url, "2", "--take-over")
     assert outcome.out.splitlines() == [
         "retired 2@1",
-        "stored still, because others build on it or share its segment: 2@1",
+        "still stored, because others build on it or share its segment: 2@1",
     ]
     assert outcome.err == ""
 
@@ -56,7 +56,8 @@ def test_without_a_ref_it_says_what_to_type(ckpt: Run, run: Path) -> None:
     for name in ("rm", "retire"):
         outcome = ckpt(name, run)
         assert outcome.code == 2
-        assert "error: say which checkpoints to give up: no REF is given, and nothing was changed" in outcome.err
+        said = "error: pass the REFs of the checkpoints to give up: no REF is given, and nothing was changed"
+        assert said in outcome.err
         assert f"hint: `ckpt retire {run} 4@2 --dry-run` shows what giving one up would do" in outcome.err
     assert sorted(run.rglob("*")) == before
     assert ckpt("retire", run, "4@2", "--dry-run").code == 0

@@ -108,7 +108,7 @@ def test_from_a_store_with_parallel_recovery(ckpt: Run, trained: Path) -> None:
 def test_from_a_store_without_diffs(ckpt: Run, pristine: Path) -> None:
     outcome = ckpt("tune", "wasted-time", "--from", pristine, "--mtbf", "1h")
     assert outcome.code == 2
-    assert "missing: --merge-time or --replay-time (the store does not tell them)" in outcome.err
+    assert "missing: --merge-time or --replay-time (the store does not contain them)" in outcome.err
     assert ckpt("tune", "wasted-time", "--from", pristine, "--mtbf", "1h", "--replay-time", "1ms").code == 0
 
 

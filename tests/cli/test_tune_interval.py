@@ -22,7 +22,7 @@ def test_a_store_says_what_its_state_and_pace_are(ckpt: Run, pristine: Path) -> 
     found = outcome.json
     assert_documented(found, documented("ckpt tune interval")[0])
     assert found["sources"] == {"state_bytes": "latest", "iteration": "store"}
-    assert "the iteration time is that between commits" in outcome.err
+    assert "the iteration time is the time between commits" in outcome.err
     assert sorted(path.name for path in pristine.parent.iterdir()) == [pristine.name], "nothing stays"
 
 
@@ -62,7 +62,7 @@ def test_limits_bound_what_is_tried(ckpt: Run, tmp_path: Path) -> None:
     outcome = ckpt("tune", "interval", tmp_path / "run", *size, "--space", "2MB", "--json")
     assert outcome.code == 0, outcome.err
     assert {one["in_flight"] for one in outcome.json["settings"]} == {1}
-    assert "allow 1 saves in flight of the 2" in outcome.err
+    assert "allow only 1 saves in flight of the 2" in outcome.err
     assert outcome.json["limits"] == {"slowdown": 1.05, "memory": None, "space": 2_000_000}
     for option, message in (("--space", "two checkpoints of this state need"), ("--memory", "one save of this state")):
         outcome = ckpt("tune", "interval", tmp_path / "run", *size, option, "1MB")
@@ -95,7 +95,7 @@ def test_a_picture(ckpt: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["run"], 2, "missing: --size or --like, --iteration-time (there is no store yet that could tell)"),
+        (["run"], 2, "missing: --size or --like, --iteration-time (there is no store yet to measure)"),
         (["run", "--size", "1MB"], 2, "missing: --iteration-time"),
         (["run", "--size", "1MB", "--like", "latest"], 2, "--size and --like"),
         (["run", "--like", "latest", "--iteration-time", "1s"], 2, "no store yet that it could be a REF of"),

@@ -88,7 +88,7 @@ def test_segments_that_a_damaged_slot_hides_are_not_called_harmless(ckpt: Run, r
     flip(slot, slot.stat().st_size // 2)
     outcome = ckpt("verify", run)
     assert outcome.code == 4
-    why = "or to one that damage of the log hides: keep them, `ckpt repair` finds what is in them"
+    why = "or to one that damage of the log hides: keep them, `ckpt repair` can recover what is in them"
     assert f"1 segment belongs to no checkpoint ({why})" in outcome.out
 
 
@@ -103,7 +103,7 @@ def test_a_lost_log_sends_nobody_to_gc(ckpt: Run, run: Path) -> None:
     assert hint in ckpt("inspect", run).err
     log = ckpt("log", run)
     assert "no checkpoint yet" not in log.err
-    assert f"`ckpt repair {run} DST` builds a store from what the segments still contain" in log.err
+    assert f"`ckpt repair {run} DST` makes a store from what is left in the segments" in log.err
 
 
 @pytest.mark.filterwarnings("default")

@@ -18,8 +18,8 @@ from ckptstore.formats.records import (
     OpenRecord,
     SegmentEntry,
 )
-from ckptstore.maintenance.compact import Limits, Planned, Samples, plan_moves
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact import CompactLimits, Planned, Samples, plan_moves
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import known_sizes
 from ckptstore.maintenance.merge.merge_range import unneeded
 from ckptstore.restore.restore_plan import TYPICAL, plan_all, restore_seconds
@@ -124,7 +124,7 @@ def stores(draw: st.DrawFn) -> Catalog:
 
 
 limits = st.builds(
-    Limits,
+    CompactLimits,
     max_depth=st.none() | st.integers(0, 5),
     max_restore_seconds=st.none() | st.floats(0.01, 2.0),
     target_bytes=st.none() | st.integers(0, 5 * STATE),
@@ -132,9 +132,9 @@ limits = st.builds(
 sizes = st.builds(Sizes, st.integers(STATE // 3, STATE), st.sampled_from([0, STATE // 100, STATE // 10]))
 
 
-def made(catalog: Catalog, planned: Planned) -> Imagined:
+def made(catalog: Catalog, planned: Planned) -> SimulatedStore:
     """The store after a plan: each of its records may be committed where it comes."""
-    world = Imagined(catalog, TYPICAL)
+    world = SimulatedStore(catalog, TYPICAL)
     for move in planned.moves:
         check_commit(world.catalog, world.record(move.kind, move.rewrites, move.drops))
         what = move.kind, move.why, move.rewrites, move.drops
@@ -157,7 +157,7 @@ class TestAnyStore:
     @given(stores(), limits, sizes, st.booleans())
     @settings(max_examples=40, deadline=None)
     def test_nothing_kept_is_lost_and_limits_hold_or_are_named(
-        self, catalog: Catalog, wanted: Limits, guess: Sizes, owned: bool
+        self, catalog: Catalog, wanted: CompactLimits, guess: Sizes, owned: bool
     ) -> None:
         before = dict(catalog.checkpoints.items())
         planned = plan_moves(catalog, wanted, guess, owned=owned)
@@ -182,7 +182,7 @@ class TestAnyStore:
     @given(stores(), limits, sizes, st.booleans())
     @settings(max_examples=40, deadline=None)
     def test_what_a_plan_leads_to_has_no_plan(
-        self, catalog: Catalog, wanted: Limits, guess: Sizes, owned: bool
+        self, catalog: Catalog, wanted: CompactLimits, guess: Sizes, owned: bool
     ) -> None:
         after = made(catalog, plan_moves(catalog, wanted, guess, owned=owned)).catalog
         assert plan_moves(after, wanted, guess, owned=owned).moves == ()
@@ -191,7 +191,7 @@ class TestAnyStore:
     @settings(max_examples=40, deadline=None)
     def test_what_goes_is_what_a_commit_may_drop(self, catalog: Catalog, data: st.DataObject) -> None:
         """The planner looks at the neighbourhood only; `unneeded`, which the record is made by, at all of the store."""
-        world = Imagined(catalog, TYPICAL)
+        world = SimulatedStore(catalog, TYPICAL)
         if drops := world.garbage():
             world.move("drop", "", (), drops)
         kept = list(world.catalog.checkpoints)
@@ -203,7 +203,7 @@ class TestAnyStore:
 class TestMoves:
     def test_a_chain_of_bases_makes_way_for_a_full(self) -> None:
         catalog = chain(30, {20, 30}, nbytes=STATE // 4)
-        (move, *rest) = plan_moves(catalog, Limits(), Sizes(), owned=True).moves
+        (move, *rest) = plan_moves(catalog, CompactLimits(), Sizes(), owned=True).moves
         assert move.kind == "materialize"
         assert [(one.node, one.base) for one in move.rewrites] == [((1, 20), None)]
         assert len(move.drops) == 20
@@ -213,14 +213,14 @@ class TestMoves:
 
     def test_what_the_writer_goes_on_from_stays_unless_nobody_writes(self) -> None:
         catalog = chain(30, {10}, nbytes=STATE // 4)
-        assert [move.rewrites[0].node for move in plan_moves(catalog, Limits(), Sizes()).moves] == [(1, 10)]
-        nodes = [move.rewrites[0].node for move in plan_moves(catalog, Limits(), Sizes(), owned=True).moves]
+        assert [move.rewrites[0].node for move in plan_moves(catalog, CompactLimits(), Sizes()).moves] == [(1, 10)]
+        nodes = [move.rewrites[0].node for move in plan_moves(catalog, CompactLimits(), Sizes(), owned=True).moves]
         assert nodes == [(1, 10), (1, 30)]
 
     def test_who_was_stored_anew_gives_up_its_place_in_a_batch(self) -> None:
         """Step 8, stored anew because of 5 to 7, is not stored once more because its old diff lies with 9 and 10."""
         catalog = chain(14, {4, 8, 12, 13}, gradient=True, together=3, nbytes=26_000_000)
-        planned = plan_moves(catalog, Limits(), Sizes(70_000_000, 65_000_000), owned=True)
+        planned = plan_moves(catalog, CompactLimits(), Sizes(70_000_000, 65_000_000), owned=True)
         last = planned.moves[-1]
         assert [one.node for one in last.rewrites] == [(1, 12), (1, 13)]
         assert last.spared == ((1, 8),)
@@ -230,18 +230,18 @@ class TestMoves:
         """As many new deltas as old ones, and a full for a full: nothing is gained."""
         saves: list[tuple[int | None, int, bool]] = [(None, STATE, False)]
         catalog = store_of([*saves, *[(1, STATE // 10, False)] * 9], set(range(2, 11)))
-        assert plan_moves(catalog, Limits(), Sizes(), owned=True).moves == ()
+        assert plan_moves(catalog, CompactLimits(), Sizes(), owned=True).moves == ()
 
     def test_one_of_a_batch_frees_the_batch(self) -> None:
         catalog = chain(21, {11}, gradient=True, together=20, nbytes=STATE // 4)
-        (move, *_) = plan_moves(catalog, Limits(), Sizes(per_step=0), owned=True).moves
+        (move, *_) = plan_moves(catalog, CompactLimits(), Sizes(per_step=0), owned=True).moves
         # 11 and 21, the newest, lie in the one segment of the batch: both go out of it, or it stays.
         assert [one.node for one in move.rewrites] == [(1, 11), (1, 21)]
         assert len(move.drops) == 2
 
     def test_depth(self) -> None:
         catalog = chain(40, set(range(1, 41)))
-        planned = plan_moves(catalog, Limits(max_depth=8), Sizes())
+        planned = plan_moves(catalog, CompactLimits(max_depth=8), Sizes())
         assert max(depth for depth, _ in restores(made(catalog, planned).catalog).values()) <= 8
         assert planned.unmet == ()
         assert all(move.required and move.kind == "materialize" for move in planned.moves if move.kind != "merge")
@@ -249,14 +249,14 @@ class TestMoves:
 
     def test_a_time_that_cannot_be_reached_is_named(self) -> None:
         catalog = chain(3, {1, 2, 3})
-        planned = plan_moves(catalog, Limits(max_restore_seconds=1e-6), Sizes())
+        planned = plan_moves(catalog, CompactLimits(max_restore_seconds=1e-6), Sizes())
         assert {one.ref for one in planned.unmet} == {"1@1", "2@1", "3@1"}
         assert all("full" in one.why for one in planned.unmet)
         assert planned.moves == ()
 
     def test_fulls_become_deltas_as_far_as_the_data_lets_them(self) -> None:
         catalog = store_of([(None, STATE, False)] * 60, set(range(1, 61)))
-        planned = plan_moves(catalog, Limits(), Sizes())
+        planned = plan_moves(catalog, CompactLimits(), Sizes())
         after = made(catalog, planned).catalog
         fulls = [node[1] for node, edges in after.encodings.items() if edges[-1].base is None]
         # At 32 steps a delta takes 80 % of a full: the next one is the anchor of those that follow. The newest stays.
@@ -266,13 +266,13 @@ class TestMoves:
 
     def test_a_target_is_enough(self) -> None:
         catalog = store_of([(None, STATE, False)] * 20, set(range(1, 21)))
-        planned = plan_moves(catalog, Limits(target_bytes=15 * STATE), Sizes())
+        planned = plan_moves(catalog, CompactLimits(target_bytes=15 * STATE), Sizes())
         assert 14 * STATE < planned.bytes_after <= 15 * STATE
         assert planned.unmet == ()
 
     def test_what_rules_let_go_soon_is_no_base(self) -> None:
         catalog = store_of([(None, STATE, False)] * 20, set(range(1, 21)))
-        planned = plan_moves(catalog, Limits(), Sizes(), stays=lambda node: node[1] % 5 == 0)
+        planned = plan_moves(catalog, CompactLimits(), Sizes(), stays=lambda node: node[1] % 5 == 0)
         assert [(one.rewrites[0].node, one.rewrites[0].base) for one in planned.moves] == [
             ((1, 10), (1, 5)),
             ((1, 15), (1, 5)),
@@ -280,13 +280,13 @@ class TestMoves:
 
     def test_small_diffs_are_merged(self) -> None:
         catalog = chain(30, set(range(1, 31)), nbytes=1000)
-        (move,) = plan_moves(catalog, Limits(), Sizes(per_step=0)).moves
+        (move,) = plan_moves(catalog, CompactLimits(), Sizes(per_step=0)).moves
         assert move.kind == "merge"
         assert len(move.rewrites) == len(move.drops) == 29
 
     def test_what_cannot_be_stored_anew_is_left(self) -> None:
         catalog = chain(30, {20, 30}, nbytes=STATE // 4)
-        planned = plan_moves(catalog, Limits(max_depth=3), Sizes(), owned=True, refused=[(1, 20), (1, 30)])
+        planned = plan_moves(catalog, CompactLimits(max_depth=3), Sizes(), owned=True, refused=[(1, 20), (1, 30)])
         assert planned.moves == ()
         assert [one.ref for one in planned.unmet] == ["20@1", "30@1"]
 

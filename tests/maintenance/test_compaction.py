@@ -16,7 +16,7 @@ from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
 from ckptstore.maintenance.compact import Samples, compaction
-from ckptstore.maintenance.compact.size_samples import Measured, measure
+from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
 from tests.maintenance.stores import flip
 from tests.restore.twofold import stored_again
 from tests.store.states import same
@@ -246,7 +246,7 @@ class TestDamage:
                 noise = np.frombuffer(np.random.default_rng(step).bytes(100_000), np.uint8)
                 writer.save({"w": noise}, step)
         before = store.view().catalog
-        monkeypatch.setattr(compaction, "measure", lambda *_: Measured(Samples(0.5, ((1, 0.1),))))
+        monkeypatch.setattr(compaction, "measure", lambda *_: SampledSizes(Samples(0.5, ((1, 0.1),))))
         report = store.compact(take_over=True)
         assert results(report) == {"refused"}
         assert all("it would take" in move.reason for move in report.moves)

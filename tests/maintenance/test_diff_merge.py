@@ -606,7 +606,7 @@ def test_refused(store: Store, states: list[dict[str, Any]], writer: ckptstore.W
     """While the merge is prepared somebody tags a checkpoint that it would retire."""
     for step in range(9, 13):
         writer.save(states[step - 9], step=step)
-    prepare = preparing_module.Work.prepare
+    prepare = preparing_module.MergePreparation.prepare
 
     def meanwhile(self: Any, *arguments: Any, **options: Any) -> Any:
         found = prepare(self, *arguments, **options)
@@ -614,7 +614,7 @@ def test_refused(store: Store, states: list[dict[str, Any]], writer: ckptstore.W
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparing_module.Work, "prepare", meanwhile)
+        patch.setattr(preparing_module.MergePreparation, "prepare", meanwhile)
         done = merge(store.journal, "9..12", timeout=60)
     assert done.answer == "refused"
     assert "tag 'mine' names it" in done.reason
@@ -625,7 +625,7 @@ def test_refused(store: Store, states: list[dict[str, Any]], writer: ckptstore.W
 
 
 def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare = preparing_module.Work.prepare
+    prepare = preparing_module.MergePreparation.prepare
 
     def meanwhile(self: Any, *arguments: Any, **options: Any) -> Any:
         found = prepare(self, *arguments, **options)
@@ -633,7 +633,7 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
             pass
         return found
 
-    monkeypatch.setattr(preparing_module.Work, "prepare", meanwhile)
+    monkeypatch.setattr(preparing_module.MergePreparation, "prepare", meanwhile)
     with store.writer(poll_seconds=None):
         assert merge(store.journal, "2..6", timeout=60).answer == "void"
     with pytest.raises(FencedError):

@@ -164,7 +164,7 @@ def test_copies_that_both_go_on_are_branches(tmp_path: Path) -> None:
         writer.save({"there": 2}, 2)
     with store.writer() as writer:
         writer.save({"here": 2}, 2)
-    with pytest.raises(UsageError, match=r"went on by itself in term 2"):
+    with pytest.raises(UsageError, match=r"was written to in term 2"):
         store.copy(tmp_path / "copy")
     assert ckptstore.open(tmp_path / "copy").load("latest") == {"there": 2}
     assert ckptstore.verify(tmp_path / "copy").ok

@@ -120,7 +120,7 @@ def test_the_command_names_them_and_says_what_to_do(tmp_path: Path) -> None:
     found = ckpt("verify", run)
     assert found.exit_code == 0
     assert "3 files are not part of the store: log/Copy of x, pins/x~, seg/0000000001/x.json" in found.output
-    assert "the store is whole without them" in found.output
+    assert "the store is complete without them" in found.output
     assert "delete them, or move them out" in found.output
     assert "gc deletes them" not in found.output
     for command in ("gc", "stats"):
@@ -200,8 +200,8 @@ def test_a_damaged_pin_or_request_costs_no_checkpoint_and_says_so(
     assert "delete this file" in damage.what
     found = ckpt("verify", run)
     assert found.exit_code == 4
-    assert "repair" not in re.sub("nothing has to be repaired", "", found.output)
-    assert "no checkpoint is touched" in found.output
+    assert "repair" not in re.sub("nothing needs repair", "", found.output)
+    assert "no checkpoint is affected" in found.output
     (run / key).unlink()
     assert ckpt("verify", run).exit_code == 0
 
@@ -215,7 +215,7 @@ def test_damage_that_costs_a_checkpoint_still_sends_to_repair(tmp_path: Path, pa
     found = ckpt("verify", run)
     assert found.exit_code == 4
     assert "ckpt repair" in found.output
-    assert "no checkpoint is touched" not in found.output
+    assert "no checkpoint is affected" not in found.output
 
 
 class Heard:

@@ -139,9 +139,9 @@ def test_a_command(pristine: Path, tmp_path: Path) -> None:
     assert not any(Path(path).exists() or Path(path).parent.exists() for path, _, _ in lines)
     skipped = store.bisect('test "$CKPT_STEP" -ge 9 && exit 125; test "$CKPT_STEP" -lt 13')
     assert (skipped.first_bad, skipped.last_good) == (None, "8@2")
-    with pytest.raises(UsageError, match="ended with -9"):
+    with pytest.raises(UsageError, match="exited with -9"):
         store.bisect("kill -9 $$")
-    with pytest.raises(UsageError, match="ended with 200"):
+    with pytest.raises(UsageError, match="exited with 200"):
         store.bisect("exit 200")
 
 

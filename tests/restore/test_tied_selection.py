@@ -337,7 +337,7 @@ class TestExport:
         assert set(load_file(tmp_path / "m.safetensors")) == {"model.w", "model.d"}
         assert "tied" not in part.stderr
         whole = restore()
-        assert "has a tied tensor once; left out (1): model.w (as teacher.w)" in whole.stderr
+        assert "contains a tied tensor once; left out (1): model.w (as teacher.w)" in whole.stderr
         assert restore("--select", "nothing").exit_code == 3
 
 

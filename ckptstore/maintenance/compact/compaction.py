@@ -1,6 +1,6 @@
-"""``compact``: plan, and make the moves one after the other, beside a live writer or instead of one.
+"""Plans a compaction and makes its moves one by one, beside a live writer or in its place (``compact``).
 
-Each move is one record (`move_execution`), so a killed compaction is planned again and does what is left.
+Each move is one record (`move_execution`). After a kill, the next call plans again and makes the remaining moves.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
 from ckptstore.maintenance.compact.compaction_plan import plan_moves
 from ckptstore.maintenance.compact.compaction_report import CompactMove, CompactReport, Result
-from ckptstore.maintenance.compact.move_execution import Made, Maker
-from ckptstore.maintenance.compact.moves import Limits, Move, Planned
+from ckptstore.maintenance.compact.move_execution import ExecutedMove, MoveExecutor
+from ckptstore.maintenance.compact.moves import CompactLimits, Move, Planned
 from ckptstore.maintenance.compact.size_estimates import known_sizes
-from ckptstore.maintenance.compact.size_samples import Measured, measure
+from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
 from ckptstore.maintenance.merge.merge_range import outside
-from ckptstore.maintenance.merge.rewrite_context import Workshop
+from ckptstore.maintenance.merge.rewrite_context import RewriteContext
 from ckptstore.restore.restore_plan import plan_all, restore_seconds
 
 __all__ = ["compact", "make_moves", "planned_moves"]
@@ -46,7 +46,7 @@ _TRIES: Final = 3
 
 def compact(
     journal: Journal,
-    limits: Limits,
+    limits: CompactLimits,
     *,
     only: str | None = None,
     bandwidth: int | None = None,
@@ -55,23 +55,23 @@ def compact(
     timeout: float | None = 60.0,
     progress: Progress | None = None,
 ) -> CompactReport:
-    """Store kept checkpoints anew, so that bases that nobody keeps can go.
+    """Rewrite kept checkpoints, so that bases that are only held can be deleted.
 
     Args:
-        only: ``A..B``, two REFs of one term: nothing else is stored anew; None: whatever is worth it.
-        bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
-        dry_run: change nothing; sizes are guessed from samples.
+        only: ``A..B``, two REFs of one term: rewrite nothing else; None: everything that is worth it.
+        bandwidth: maximum bytes of state decoded, encoded and read back per second; None: no limit.
+        dry_run: change nothing; sizes are estimated from samples.
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-        timeout: seconds to wait for the live writer's answer to each move; None: as long as it takes.
-        progress: told (bytes done, bytes in all).
+        timeout: seconds to wait for the live writer's answer to each move; None: without limit.
+        progress: called with (bytes done, bytes in all).
 
     Raises:
-        UsageError: an option is none.
-        CheckpointNotFoundError: an end of `only` is not there.
-        CorruptLogError: the log is damaged, so that nobody can say what others build on. Nothing was changed.
-        ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
-        FencedError: another writer took the store over; without `take_over`: that happened again and again.
-        CommitUnknownError: only with `take_over`: whether the last move was committed is not known.
+        UsageError: an option is invalid.
+        CheckpointNotFoundError: an end of `only` does not exist.
+        CorruptLogError: the log is damaged, so that it is unknown what others build on. Nothing was changed.
+        ReadOnlyError, StorageError: the medium cannot be written, or failed. Earlier moves stay made.
+        FencedError: another writer took over the store; without `take_over`: that happened again and again.
+        CommitUnknownError: only with `take_over`: it is unknown whether the last move was committed.
     """
     timeout = seconds("timeout", timeout)
     if bandwidth is not None:
@@ -90,13 +90,13 @@ def compact(
 
 
 def planned_moves(
-    journal: Journal, limits: Limits, *, only: str | None = None, owned: bool = False
-) -> tuple[View, Measured, Planned]:
-    """The log, what samples of it say, and what is to be done.
+    journal: Journal, limits: CompactLimits, *, only: str | None = None, owned: bool = False
+) -> tuple[View, SampledSizes, Planned]:
+    """Read the log, measure samples of the store, and plan the moves.
 
     Args:
         only: as for `compact`.
-        owned: nobody else writes to the store.
+        owned: no other process writes to the store.
 
     Raises:
         UsageError, CheckpointNotFoundError, CorruptLogError, StorageError: as `compact`.
@@ -106,7 +106,7 @@ def planned_moves(
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
             f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
-            "`ckpt verify` says more"
+            "`ckpt verify` names the damage"
         )
     left = frozenset[Node]() if only is None else outside(catalog, only)
     measured = measure(journal, catalog)
@@ -131,32 +131,32 @@ def make_moves(
     held_back: Callable[[Advance], Advance],
     progress: Progress | None = None,
 ) -> tuple[CompactMove, ...]:
-    """Make the moves of a plan, one after the other -> what became of each.
+    """Make the moves of a plan one by one, and return the result of each.
 
     Args:
-        author: commits them, or asks who does.
-        held_back: wraps what is told of every piece that is done (a chunk at most), to slow the work down.
-        progress: told (bytes done, bytes in all).
+        author: commits them, or asks the live writer to.
+        held_back: wraps the callback that is called after every piece of work (a chunk at most), to slow it down.
+        progress: called with (bytes done, bytes in all).
 
     Raises:
-        ReadOnlyError, StorageError, FencedError, CommitUnknownError: as `compact`; and whatever `held_back` raises.
+        ReadOnlyError, StorageError, FencedError, CommitUnknownError: as `compact`; and anything `held_back` raises.
     """
-    with Workshop(journal, progress, dry_run=False, held_back=held_back) as shop:
-        return _make_all(Maker(journal, author, shop), author, planned)
+    with RewriteContext(journal, progress, dry_run=False, held_back=held_back) as shop:
+        return _make_all(MoveExecutor(journal, author, shop), author, planned)
 
 
-def _make_all(maker: Maker, author: ChangeCommitter, planned: Planned) -> tuple[CompactMove, ...]:
+def _make_all(maker: MoveExecutor, author: ChangeCommitter, planned: Planned) -> tuple[CompactMove, ...]:
     found: list[CompactMove] = []
     for place, move in enumerate(planned.moves):
         found.append(_make(maker, author, move))
-        if found[-1].result == "waiting":  # nobody is there who would answer the next
+        if found[-1].result == "waiting":  # no writer is there to answer the next one, either
             found += [_told(later, "left", "", None) for later in planned.moves[place + 1 :]]
             break
     return tuple(found)
 
 
-def _make(maker: Maker, author: ChangeCommitter, move: Move) -> CompactMove:
-    """One move, as often as newer terms begin meanwhile: what was written for one is of no use in the next."""
+def _make(maker: MoveExecutor, author: ChangeCommitter, move: Move) -> CompactMove:
+    """Make one move. Retry if a newer term begins: segments written for one term are useless in the next."""
     for left in reversed(range(_TRIES)):
         try:
             made = maker.make(move)
@@ -180,7 +180,7 @@ def _make(maker: Maker, author: ChangeCommitter, move: Move) -> CompactMove:
     raise AssertionError("every try ends in an answer")
 
 
-def _told(move: Move, result: Result, reason: str, made: Made | None) -> CompactMove:
+def _told(move: Move, result: Result, reason: str, made: ExecutedMove | None) -> CompactMove:
     stored = {rewrite.node: rewrite.base for rewrite in move.rewrites}
     after = move.bytes_after
     if made is not None:
@@ -226,14 +226,14 @@ def _freed(catalog: Catalog, move: Move) -> int:
     return sum(catalog.segments[one].size for one in move.drops if one in catalog.segments)
 
 
-def _slowest(catalog: Catalog, measured: Measured) -> float:
+def _slowest(catalog: Catalog, measured: SampledSizes) -> float:
     cost = restore_seconds(catalog, measured.rates)
     chains = [one for one in plan_all(catalog).values() if not isinstance(one, CkptError)]
     return max((sum(map(cost, chain.encodings)) for chain in chains), default=0.0)
 
 
 def _stays(catalog: Catalog) -> Callable[[Node], bool]:
-    """Tells of a kept checkpoint whether the store's rules will keep it for long."""
+    """Return a function that tells of a kept checkpoint whether the store's rules will keep it for long."""
     if not catalog.keep or not known(catalog.keep):
         return lambda _node: True
     reasons, _ = reasons_of(catalog, catalog.keep)

@@ -1,14 +1,14 @@
-"""The plan of a compaction: from a catalog, sizes and rates; nothing is read and no clock is asked.
+"""Plans a compaction from a catalog, sizes and rates. Reads nothing, and does not depend on the time.
 
-1. *Drop* what nothing kept needs.
-2. *Materialize* kept checkpoints that alone make bases stay which nobody keeps, where that frees more than it takes;
-   one that shares a segment with those bases and has another encoding gives up the one that lies there.
-3. *Materialize* kept checkpoints that take more links or time to restore than is allowed, from the full upwards.
-4. *Re-encode* kept fulls as deltas against an earlier kept full, or compressed, where that saves a fifth.
-   2 to 4 are repeated until nothing is found.
+1. *Drop* what no kept checkpoint needs.
+2. *Materialize* kept checkpoints that are the only reason for held bases to stay, if that frees more than it takes.
+   A checkpoint that shares a segment with those bases and has another encoding gives up the one in that segment.
+3. *Materialize* kept checkpoints that take more links or time to restore than allowed, from the full upwards.
+4. *Re-encode* kept fulls as deltas against an earlier kept full, or compressed, if that saves a fifth.
+   Steps 2 to 4 are repeated until they find no move.
 5. *Merge* runs of small diffs into one segment.
 
-Planning what a plan leads to finds nothing.
+Planning again after a plan was carried out finds no move.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ckptstore.errors import CorruptionError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.commit_checks import users
 from ckptstore.formats.records import Node, ref_of
-from ckptstore.maintenance.compact.delta_moves import Reencoding
-from ckptstore.maintenance.compact.encoding_choice import Chooser
-from ckptstore.maintenance.compact.moves import Kind, Limits, Move, Planned, Rewrite, Unmet
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.delta_moves import DeltaMoves
+from ckptstore.maintenance.compact.encoding_choice import EncodingChooser
+from ckptstore.maintenance.compact.moves import CompactLimits, Kind, Move, Planned, Rewrite, Unmet
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes
-from ckptstore.maintenance.compact.writer_bases import built_on
+from ckptstore.maintenance.compact.writer_bases import writer_bases
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan_all, restore_seconds
 
 __all__ = ["plan_moves"]
 
 _ROUNDS: Final = 8
 _SMALL: Final = 8 << 20
-"""Bytes of a diff, in all of its segments, that is worth merging with others."""
+"""Maximum bytes of a diff, in all of its segments, that is worth merging with others."""
 _TOGETHER: Final = 64 << 20
-"""Bytes of what becomes of them, about."""
+"""Approximate bytes of a merged segment."""
 _RUN: Final = 8
-"""So many small segments in a row at least: each merge is a record of the log, and copies bytes."""
+"""Minimum number of consecutive small segments: each merge is a record of the log, and copies bytes."""
 
 
 def plan_moves(
     catalog: Catalog,
-    limits: Limits,
+    limits: CompactLimits,
     sizes: Sizes,
     *,
     rates: Rates = TYPICAL,
@@ -49,17 +49,17 @@ def plan_moves(
     owned: bool = False,
     refused: Collection[Node] = (),
 ) -> Planned:
-    """What a compaction of `catalog` does.
+    """Plan a compaction of `catalog`.
 
-    Every promised checkpoint is kept: what is not to be has been retired before.
+    Every promised checkpoint is kept. Retire others before.
 
     Args:
-        sizes: guesses of what is coded anew.
-        rates: what a restore's seconds are reckoned by.
-        stays: tells of a kept checkpoint whether the store's rules will keep it for long: no other is merged, or
-            becomes the base of another.
-        owned: nobody else writes: what the newest term's writer may build on next is free to go, too.
-        refused: kept checkpoints that cannot be stored anew, or are not to be.
+        sizes: estimates of re-encoded sizes.
+        rates: used to compute the seconds of a restore.
+        stays: tells of a kept checkpoint whether the store's rules will keep it for long. Only such a checkpoint is
+            merged, or becomes the base of another.
+        owned: no other process writes: bases that the newest term's writer may build on next can be freed, too.
+        refused: kept checkpoints that cannot or must not be rewritten.
     """
     return _Planner(catalog, limits, sizes, rates, stays, owned, frozenset(refused)).run()
 
@@ -68,7 +68,7 @@ class _Planner:
     def __init__(
         self,
         catalog: Catalog,
-        limits: Limits,
+        limits: CompactLimits,
         sizes: Sizes,
         rates: Rates,
         stays: Callable[[Node], bool],
@@ -79,10 +79,10 @@ class _Planner:
         self._rates = rates
         self._stays = stays
         self._refused = refused
-        self._store = Imagined(catalog, rates)
-        self._chooser = Chooser(self._store, limits, sizes)
-        self._reencoding = Reencoding(self._store, limits, sizes)
-        self._busy = frozenset[Node]() if owned else built_on(catalog)
+        self._store = SimulatedStore(catalog, rates)
+        self._chooser = EncodingChooser(self._store, limits, sizes)
+        self._reencoding = DeltaMoves(self._store, limits, sizes)
+        self._busy = frozenset[Node]() if owned else writer_bases(catalog)
         self._moves: list[Move] = []
 
     def run(self) -> Planned:
@@ -99,7 +99,9 @@ class _Planner:
         self._merge()
         target = self._limits.target_bytes
         if target is not None and self._store.nbytes > target:
-            unmet.append(Unmet("", f"{self._store.nbytes} bytes stay, and {target} are wanted: nothing else saves any"))
+            unmet.append(
+                Unmet("", f"{self._store.nbytes} bytes stay, and {target} are wanted: no other move saves any")
+            )
         return Planned(tuple(self._moves), before, self._store.nbytes, slowest, self._slowest(), tuple(unmet))
 
     def _slowest(self) -> float:
@@ -107,7 +109,7 @@ class _Planner:
         return max((seconds for _, seconds in times.values()), default=0.0)
 
     def _times(self) -> dict[Node, tuple[int, float]]:
-        """Every kept checkpoint that can be restored -> links on its full, and seconds."""
+        """Map every restorable kept checkpoint to the number of links above its full, and its restore seconds."""
         seconds = restore_seconds(self._store.catalog, self._rates)
         found: dict[Node, tuple[int, float]] = {}
         for node, chain in plan_all(self._store.catalog, restore_seconds(self._store.catalog, TYPICAL)).items():
@@ -120,7 +122,7 @@ class _Planner:
         return frozenset(nodes)
 
     def _left_alone(self) -> frozenset[Node]:
-        """Fulls that stay as they are, and that nothing is coded against but what is already."""
+        """Return fulls that stay as they are, and that get no new deltas against them."""
         passing = {node for node in self._store.catalog.checkpoints if not self._stays(node)}
         return self._refused | self._newest() | passing
 
@@ -145,26 +147,26 @@ class _Planner:
             if found:
                 _, rewrites, drops = max(found, key=lambda choice: choice[0])
                 count = len(component)
-                bases = f"{count:,} base{'s' if count > 1 else ''} that nobody keeps"
+                bases = f"{count:,} held base{'s' if count > 1 else ''}"
                 kind: Kind = "materialize" if rewrites else "drop"
                 self._moves.append(self._store.move(kind, f"frees {bases}", rewrites, drops, spared=spared))
 
     def _spared(self, component: frozenset[Node], nodes: Collection[Node]) -> dict[Node, Plan]:
-        """Those that need not be stored anew: they have another encoding apart from `component`, as easy to restore."""
+        """Return the nodes that need no rewrite: another encoding, apart from `component`, restores them as fast."""
         found = {}
         for node in sorted(nodes):
-            besides, now = self._store.apart(node, component), self._store.chain(node)
-            if besides is None or now is None:
+            others, now = self._store.apart(node, component), self._store.chain(node)
+            if others is None or now is None:
                 continue
-            no_longer = len(besides.encodings) <= max(2, len(now.encodings))
-            if no_longer and self._store.seconds(besides.encodings) <= self._store.seconds(now.encodings):
-                found[node] = besides
+            no_longer = len(others.encodings) <= max(2, len(now.encodings))
+            if no_longer and self._store.seconds(others.encodings) <= self._store.seconds(now.encodings):
+                found[node] = others
         return found
 
     def _worth(
         self, component: frozenset[Node], chosen: frozenset[Node], spared: Mapping[Node, Plan]
     ) -> tuple[int, list[Rewrite], tuple[str, ...]] | None:
-        """What storing `chosen` anew gains, in bytes; None: nothing. `spared`: what restores others besides."""
+        """Return the gain of rewriting `chosen`, in bytes; None: none. `spared`: plans that restore others."""
         freed = self._store.size(self._freed(chosen, spared))
         rewrites = self._chooser.rewrites(sorted(chosen), component, freed)
         if rewrites is None:
@@ -177,9 +179,9 @@ class _Planner:
     def _freed(
         self, chosen: frozenset[Node], spared: Mapping[Node, Plan], kept_bases: Collection[Node] = ()
     ) -> tuple[str, ...]:
-        """What goes where `chosen` are stored anew, and of `spared` only what restores them besides stays."""
-        reached = [edge.checkpoint for besides in spared.values() for edge in besides.encodings[:-1]]
-        kept = {segment for besides in spared.values() for segment in besides.segments}
+        """Return the segments freed if `chosen` are rewritten, and `spared` keep only their other encodings."""
+        reached = [edge.checkpoint for others in spared.values() for edge in others.encodings[:-1]]
+        kept = {segment for others in spared.values() for segment in others.segments}
         drops = self._store.freed(chosen | spared.keys(), [*kept_bases, *reached])
         return tuple(segment for segment in drops if segment not in kept)
 
@@ -192,7 +194,7 @@ class _Planner:
         limits, unmet = self._limits, []
         if limits.max_depth is None and limits.max_restore_seconds is None:
             return []
-        # A chain's lower links come first: stored anew, they shorten what lies above.
+        # Start with a chain's lower links: rewriting them shortens the restores above.
         waiting = sorted((depth, node) for node, (depth, _) in self._times().items())
         for _, node in waiting:
             chain = self._store.chain(node)
@@ -202,7 +204,7 @@ class _Planner:
             if not why:
                 continue
             if self._busy and node in self._newest():
-                unmet.append(Unmet(ref_of(node), f"{why}; it is the newest, on whose bases its writer may build"))
+                unmet.append(Unmet(ref_of(node), f"{why}; it is the newest, and its writer may build on its bases"))
                 continue
             rewrite = None if node in self._refused else self._chooser.shorter(node, chain)
             if rewrite is None:
@@ -237,7 +239,7 @@ class _Planner:
         self._moves.append(self._store.move("merge", why, run, drops))
 
     def _small(self, node: Node) -> Rewrite | None:
-        """A diff in small segments of its own, which will stay; None: it is none."""
+        """Return a diff in small segments of its own that will stay; None if it is not one."""
         catalog = self._store.catalog
         edges = catalog.encodings.get(node, ())
         if len(edges) != 1 or edges[0].base is None or node in self._refused or not self._stays(node):

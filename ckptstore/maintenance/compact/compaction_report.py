@@ -1,4 +1,4 @@
-"""What a compaction did, or would do."""
+"""Defines the report of a compaction, made or planned."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ Result = Literal["planned", "done", "refused", "waiting", "left"]
 
 @dataclass(frozen=True, slots=True)
 class CompactMove(HtmlTable):
-    """What became of one move.
+    """The result of one move.
 
     Attributes:
-        kind: ``drop``: what nothing needs is given up; ``materialize``: a kept checkpoint coded anew, apart from what
-            it built on; ``re-encode``: a kept full as a delta, or compressed; ``merge``: diffs copied into one segment.
-        why: what for.
-        stored: REF of each checkpoint that is stored anew -> REF of what it is coded against; empty: a full.
-        result: ``planned``: a dry run; ``done``; ``refused``: nothing was changed by it; ``waiting``: nobody answered
-            yet, and it may still be done; ``left``: not begun, because nobody answered before.
+        kind: ``drop``: segments that nothing needs are given up; ``materialize``: a kept checkpoint is re-encoded apart
+            from what it built on; ``re-encode``: a kept full becomes a delta, or is compressed; ``merge``: diffs are
+            copied into one segment.
+        why: the reason.
+        stored: REF of each rewritten checkpoint -> REF of its new base; empty: it is a full.
+        result: ``planned``: a dry run; ``done``; ``refused``: it changed nothing; ``waiting``: there is no answer yet,
+            and it may still be done; ``left``: not begun, because an earlier one had no answer.
         reason: why it was refused, or what is known of it; else empty.
-        bytes_before, bytes_after: of all segments of the store, without it and with it, so that their difference is
-            the move's own. Before it is done: about.
+        bytes_before, bytes_after: bytes of all segments of the store, without this move and with it. Their difference
+            is the move's own. Before it is done: estimates.
         seconds_before, seconds_after: to restore the slowest of `stored`, at the rates of this machine.
         written: keys of the new segments.
-        dropped: keys of the segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
-        damaged: refused, because what it reads is not what was saved.
+        dropped: keys of the segments that nothing needs now, for gc; `dropped_nbytes`: their bytes.
+        damaged: refused, because the data it reads is not what was saved.
         asked: refused by the live writer.
     """
 
@@ -52,17 +53,17 @@ class CompactMove(HtmlTable):
 
 @dataclass(frozen=True, slots=True)
 class CompactReport(HtmlTable):
-    """What a compaction did, or with ``dry_run`` would do.
+    """The result of a compaction, or with ``dry_run`` its plan.
 
     Attributes:
         moves: in the order in which they were made.
-        bytes_before, bytes_after: of all segments that the log has. What was dropped takes space until gc.
-        restore_seconds_before, restore_seconds_after: of the kept checkpoint that takes longest to restore, reckoned by
-            what this machine reads and decodes in a second.
+        bytes_before, bytes_after: bytes of all segments that the log names. Dropped ones take space until gc.
+        restore_seconds_before, restore_seconds_after: of the kept checkpoint that takes longest to restore, computed
+            from this machine's rates of reading and decoding.
         kept: REFs of all checkpoints, by term and step. Compaction retires none.
-        unmet: limits that stay exceeded, of which checkpoint, and why.
+        unmet: limits that stay exceeded, with the checkpoint and the reason.
         collectable_nbytes: bytes that these moves leave to gc.
-        dry_run: nothing was changed; sizes and times are guessed from samples.
+        dry_run: nothing was changed; sizes and times are estimated from samples.
     """
 
     moves: tuple[CompactMove, ...]

@@ -1,9 +1,9 @@
-"""Fulls that are kept become deltas against an earlier kept full, as far apart as the data lets them be smaller.
+"""Plans to re-encode kept fulls as deltas against earlier kept fulls, over gaps where a delta is still small.
 
-The first full of a line of them stays. Each later one becomes a delta against it, as long as a delta saves a fifth;
-where none does any more, because the state has moved on too far, that one stays, and is what the next are coded
-against. So no restore applies more than one delta. What the store's rules will let go before long is left alone: it
-would only become a base that nobody keeps.
+The first full of a line stays. Each later one becomes a delta against it, as long as a delta saves a fifth. Once the
+state has changed so much that it does not, that full stays, and becomes the base of the next ones. So no restore
+applies more than one delta. A checkpoint that the store's rules will retire before long is left alone: it would only
+become a held base.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 
 from ckptstore.formats.commit_checks import users
 from ckptstore.formats.records import Encoding, Node
-from ckptstore.maintenance.compact.moves import Limits, Move, Rewrite
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.moves import CompactLimits, Move, Rewrite
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes
 
-__all__ = ["Reencoding"]
+__all__ = ["DeltaMoves"]
 
 _SHARE: Final = 0.8
-"""What is stored anew takes at most this share of what it took."""
+"""Maximum size of a rewritten checkpoint, as a share of its old size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +29,24 @@ class _Candidate:
     rewrite: Rewrite
     drops: tuple[str, ...]
     saved: int
-    slower: float  # seconds that its restore takes longer
+    slower: float  # additional seconds of its restore
 
     @property
     def order(self) -> tuple[float, Node]:
-        """Most bytes for a second first."""
+        """Sort key: most bytes saved per second first."""
         return (-self.saved / max(self.slower, 1e-9), self.rewrite.node)
 
 
-class Reencoding:
-    """Finds what fulls to store otherwise."""
+class DeltaMoves:
+    """Finds the fulls to re-encode."""
 
-    def __init__(self, store: Imagined, limits: Limits, sizes: Sizes) -> None:
+    def __init__(self, store: SimulatedStore, limits: CompactLimits, sizes: Sizes) -> None:
         self._store = store
         self._limits = limits
         self._sizes = sizes
 
     def moves(self, leave: Collection[Node]) -> Iterator[Move]:
-        """Move by move, each made in the imagined store.
+        """Yield one move after the other, each made in the simulated store.
 
         Args:
             leave: checkpoints that stay as they are.
@@ -94,7 +94,7 @@ class Reencoding:
         return max(found, key=lambda one: (one.saved, one.rewrite.base is None), default=None)
 
     def _lone_full(self, node: Node) -> Encoding | None:
-        """A kept checkpoint's full, if that is all that there is of it, in segments of its own."""
+        """Return a kept checkpoint's full, if that is its only encoding, in segments of its own."""
         edges = self._store.catalog.encodings.get(node, ())
         if len(edges) != 1 or edges[0].base is not None:
             return None
@@ -105,5 +105,5 @@ class Reencoding:
         return edges[0] if lone else None
 
     def _would_exceed(self, node: Node) -> bool:
-        """Whether others build on it, so that one link more would be theirs, too."""
+        """Tell whether others build on it: they would get one more link, too."""
         return bool(self._store.dependents(node))

@@ -1,4 +1,4 @@
-"""How a kept checkpoint is stored anew: as a full, or as a delta against another one, whichever takes fewer bytes."""
+"""Chooses how to rewrite a kept checkpoint: as a full, or as a delta against another one, whichever is smaller."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from ckptstore.formats.records import Encoding, Node
-from ckptstore.maintenance.compact.moves import Limits, Rewrite
-from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.moves import CompactLimits, Rewrite
+from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes
 from ckptstore.restore.restore_plan import Plan
 
-__all__ = ["Chooser"]
+__all__ = ["EncodingChooser"]
 
 _MOST: Final = 4096
-"""Checkpoints that one move stores anew at most: it is one record, and begun again after a crash."""
+"""Maximum number of checkpoints that one move rewrites: it is one record, and starts again after a crash."""
 
 
-class Chooser:
-    """Chooses within limits."""
+class EncodingChooser:
+    """Chooses encodings within limits."""
 
-    def __init__(self, store: Imagined, limits: Limits, sizes: Sizes) -> None:
+    def __init__(self, store: SimulatedStore, limits: CompactLimits, sizes: Sizes) -> None:
         self._store = store
         self._limits = limits
         self._sizes = sizes
 
-    # -- for the sake of bytes
+    # -- to save bytes
 
     def rewrites(self, nodes: Sequence[Node], without: Collection[Node], most: int) -> list[Rewrite] | None:
-        """How to store `nodes` anew, so that nothing needs `without`; None: that takes `most` bytes or more."""
-        done: dict[Node, tuple[int, float]] = {}  # links on its full, and seconds, once stored anew
+        """Return rewrites of `nodes` so that nothing needs `without`; None: they take `most` bytes or more."""
+        done: dict[Node, tuple[int, float]] = {}  # links above its full, and seconds, once rewritten
         found: list[Rewrite] = []
         if len(nodes) > _MOST:
             return None
@@ -57,7 +57,7 @@ class Chooser:
                 continue
             rewrite = Rewrite(node, base, nbytes)
             depth, seconds = self._after(rewrite, done)
-            # Never harder to restore than it was; and within the limits, if there are any.
+            # Never slower to restore than before, and within the limits if there are any.
             if depth <= max(1, before[0]) and seconds <= before[1] and not self._limits.exceeded(depth, seconds):
                 yield rewrite
 
@@ -77,19 +77,19 @@ class Chooser:
             yield before
 
     def _apart(self, base: Node, avoid: Collection[Node]) -> bool:
-        """Whether a checkpoint is restored without any of these."""
+        """Tell whether a checkpoint can be restored without any of these."""
         chain = self._store.chain(base)
         return chain is not None and not any(edge.checkpoint in avoid for edge in chain.encodings)
 
-    # -- for the sake of a limit
+    # -- to meet a limit
 
     def shorter(self, node: Node, chain: Plan) -> Rewrite | None:
-        """How to store a checkpoint anew within the limits; None: it cannot be.
+        """Return a rewrite of a checkpoint within the limits; None: there is none.
 
-        A delta gets half of the links that are allowed at most, so that what builds on it has some left.
+        A delta gets at most half of the allowed links, so that checkpoints that build on it have some left.
         """
         choices = []
-        # Whoever restores it takes what costs least: what it has already is not taken, and would not be.
+        # A restore takes the cheapest encoding. An existing one was not cheap enough, so do not choose it again.
         there = {None if one.base is None else one.base.node for one in self._store.catalog.encodings[node]}
         full = self._full(node)
         if None not in there and not self._limits.exceeded(*self._after(full, {})):
@@ -108,29 +108,29 @@ class Chooser:
         return min(choices, key=lambda one: (one.nbytes, one.base is not None), default=None)
 
     def reason(self, node: Node, seconds: float, refused: bool) -> str:
-        """Why nothing helps, for people."""
+        """Explain in words why no rewrite helps."""
         if refused:
-            return "; it cannot be stored anew"
+            return "; it cannot be rewritten"
         full = self._after(self._full(node), {})
         exceeded = self._limits.exceeded(*full)
         if exceeded and full[1] < seconds:
             return f"; as a full: {exceeded}"
-        return "; as a full it takes no less" if exceeded else "; what is stored besides is restored sooner"
+        return "; as a full it takes no less" if exceeded else "; an encoding that it has is restored sooner"
 
-    # -- what it takes
+    # -- sizes and times
 
     def _full(self, node: Node) -> Rewrite:
         return Rewrite(node, None, self._sizes.full(self._store.entry(node)))
 
     def _delta(self, node: Node, chain: Plan, base: Node) -> int | None:
-        """Bytes of a delta: no more than what lies between the two, if one is below the other."""
+        """Return the bytes of a delta: at most those of the links between the two, if one is below the other."""
         guess = self._sizes.delta(self._store.entry(node), self._store.entry(base))
         places = [place for place, edge in enumerate(chain.encodings) if edge.checkpoint == base]
         if not places:
             return guess
         links = chain.encodings[places[0] + 1 :]
         if not links or any(edge.kind == "gradient" for edge in links):
-            return guess  # a step is smaller than what it moves
+            return guess  # a step is smaller than the change it makes
         between = sum(edge.bytes for edge in links)
         return between if guess is None else min(between, guess)
 

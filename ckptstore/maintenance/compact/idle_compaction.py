@@ -1,8 +1,8 @@
-"""Compaction in a writer's idle time: a thread of the writer's process that makes the moves of ``compact``.
+"""Compacts a store in a writer's idle time, in a thread of the writer's process that makes the moves of ``compact``.
 
-It stands still while a save is on its way: after each piece of work, a chunk of 16 MiB at most, it looks whether one
-is. What it made is committed by the writer itself, as an ordinary record between two saves. Killed at any instant it
-leaves what a killed ``compact`` leaves.
+The thread pauses while a save is in progress: after each piece of work, a chunk of 16 MiB at most, it checks whether
+one is. The writer itself commits each move, as an ordinary record between two saves. A kill at any instant leaves what
+a killed ``compact`` leaves.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ckptstore.log.log_reader import read
 from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.compaction import make_moves, planned_moves
 from ckptstore.maintenance.compact.compaction_report import CompactMove
-from ckptstore.maintenance.compact.moves import Limits
+from ckptstore.maintenance.compact.moves import CompactLimits
 from ckptstore.write.local import LocalWriter
 
 __all__ = ["CompactOptions", "CompactPass", "begin"]
 
 _LOOK: Final = 0.02
-"""Seconds between two looks whether the writer is idle again."""
+"""Seconds between two checks whether the writer is idle again."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompactPass:
-    """What one pass of compaction did, in a writer's idle time.
+    """The result of one pass of compaction in a writer's idle time.
 
     Attributes:
-        moves: what became of each; see `Store.compact`.
+        moves: the result of each move; see `Store.compact`.
         seconds: from its plan to its end.
-        stood_still: those of `seconds` in which it waited for saves.
-        error: what ended it before its end; None: nothing. It is tried again.
+        stood_still: how many of `seconds` it waited for saves.
+        error: the error that ended it early; None: it was complete. A failed pass is repeated.
     """
 
     moves: tuple[CompactMove, ...]
@@ -58,14 +58,14 @@ class CompactOptions:
     """How a writer compacts its store in its idle time (`Store.writer`'s `compact`).
 
     Attributes:
-        bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
-        every: seconds from the end of one pass to the beginning of the next. A pass without a change since the last
-            one looks at the log and at nothing else.
+        bandwidth: maximum bytes of state decoded, encoded and read back per second; None: no limit.
+        every: seconds from the end of one pass to the start of the next. A pass without a change since the last one
+            only reads the log.
         max_depth, max_restore_seconds, target_bytes: as for `Store.compact`.
-        on_pass: told of each pass that had something to do, by the thread that did it; what it raises harms nothing.
+        on_pass: called with each pass that had something to do, in the thread that did it. Its exceptions do no harm.
 
     Raises:
-        UsageError: one is no such number.
+        UsageError: an attribute is invalid.
     """
 
     bandwidth: int | None = 64 << 20
@@ -84,20 +84,20 @@ class CompactOptions:
             raise UsageError(f"on_pass: {self.on_pass!r}; it takes a function of one CompactPass")
         self.limits()
 
-    def limits(self) -> Limits:
-        """What is to be reached. Raises `UsageError`."""
-        return Limits(self.max_depth, self.max_restore_seconds, self.target_bytes)
+    def limits(self) -> CompactLimits:
+        """Return the limits to reach. Raises `UsageError`."""
+        return CompactLimits(self.max_depth, self.max_restore_seconds, self.target_bytes)
 
 
 def begin(journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
-    """Have a writer compact its store in its idle time, until it is closed."""
-    idle = _Idle(journal, writer, options)
+    """Start compacting a writer's store in its idle time, until the writer is closed."""
+    idle = _IdleCompactor(journal, writer, options)
     writer.accompany(idle)
     idle.start()
 
 
-class _Idle:
-    """See `write.companion.Companion`."""
+class _IdleCompactor:
+    """The companion that compacts. See `write.companion.Companion`."""
 
     def __init__(self, journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
         self._journal = journal
@@ -112,7 +112,7 @@ class _Idle:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread is to be had: saves are what counts
+        with contextlib.suppress(RuntimeError):  # no thread could be started: saves continue without compaction
             self._thread = background_threads.start(self._run, "compact")
 
     def active(self) -> bool:
@@ -132,7 +132,7 @@ class _Idle:
                 moves = self._pass()
             except WriterClosedError:
                 return
-            except Exception as found:  # noqa: BLE001  # whatever it is, it harms no save, and is tried again
+            except Exception as found:  # noqa: BLE001  # no error may harm a save; the pass is repeated
                 error = found
                 self._complain(found)
             finally:
@@ -148,15 +148,15 @@ class _Idle:
         _, _, planned = planned_moves(self._journal, self._options.limits())
         moves: tuple[CompactMove, ...] = ()
         if planned.moves:
-            author = _Within(self._journal, self._writer)
+            author = _WriterAuthor(self._journal, self._writer)
             moves = make_moves(self._journal, author, planned, self._held_back)
-            # What it has committed itself is no reason to look again; what was saved meanwhile is.
+            # Its own records are no reason for another pass, but saves in the meantime are.
             end += sum(move.result == "done" for move in moves)
         self._seen = end
         return moves
 
     def _held_back(self, advance: Advance) -> Advance:
-        """What is told of bytes waits for its turn, and for saves."""
+        """Wrap a progress callback so that it waits for the bandwidth, and for saves."""
         rate = self._options.bandwidth
         bandwidth = None if rate is None else Bandwidth(rate, sleep=self._sleep)
 
@@ -169,20 +169,20 @@ class _Idle:
         return told
 
     def _sleep(self, duration: float) -> None:
-        self._stop.wait(duration)  # closing is not kept waiting
+        self._stop.wait(duration)  # closing interrupts the wait
 
     def _make_way(self) -> None:
-        """Return when no save is on its way. Raises `WriterClosedError` when the writer closes."""
-        with self._way:  # one thread waits, the others for it
+        """Return when no save is in progress. Raises `WriterClosedError` when the writer closes."""
+        with self._way:  # one thread waits for the writer, the others wait for the lock
             began = time.monotonic()
             while not self._stop.is_set() and self._writer.busy():
                 self._stop.wait(_LOOK)
             self._stood_still += time.monotonic() - began
         if self._stop.is_set():
-            raise WriterClosedError("the writer is being closed: what is compacted just now is given up")
+            raise WriterClosedError("the writer is being closed: the compaction in progress is given up")
 
     def _complain(self, error: Exception) -> None:
-        """Say what went wrong, once."""
+        """Warn of an error, once."""
         if (why := f"{type(error).__name__}: {error}") not in self._said:
             self._said.add(why)
             warn(f"{self._journal.url}: compaction beside the saves failed: {why}")
@@ -192,20 +192,20 @@ class _Idle:
             return
         try:
             self._options.on_pass(done)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to harm a save
+        except Exception as error:  # noqa: BLE001  # no error in the callback may harm a save
             warn(f"on_pass raised {type(error).__name__}: {error}")
 
 
-class _Within:
+class _WriterAuthor:
     """The author of the changes: the writer itself (`log.change_committer.ChangeCommitter`)."""
 
-    owned: int | None = None  # the writer may build on what the newest is coded against, so that is left alone
+    owned: int | None = None  # the writer may build on the bases of the newest checkpoint, so they are left alone
 
     def __init__(self, journal: Journal, writer: LocalWriter) -> None:
         self._journal = journal
         self._writer = writer
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
+    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log record needs no words
         return self._writer.commit_beside(term, change)
 
     def catalog(self) -> Catalog:

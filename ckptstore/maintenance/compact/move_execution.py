@@ -1,13 +1,13 @@
-"""One move of a compaction, made: nothing is given up before what takes its place is durable, read back and compared.
+"""Makes one move of a compaction. Nothing is given up before its replacement is durable, read back and compared.
 
-1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`): the catalog may have gone on since the plan was made.
-2. Decode each checkpoint through its chain, every chunk compared with its hash; write it anew under ``seg/<t>/`` of the
-   newest term t, durable.
-3. Read that back through its whole new chain: every chunk's hash again, and the state's with the log's.
-4. One record adds the encodings and drops what nothing needs any more: the writer of t is asked for it, or it is
+1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`): the catalog may have changed since the plan was made.
+2. Decode each checkpoint through its chain, every chunk compared with its hash. Write it again under ``seg/<t>/`` of
+   the newest term t, durable.
+3. Read it back through its whole new chain. Check every chunk's hash again, and the state's hash against the log.
+4. One record adds the encodings and drops what nothing needs now. The writer of t is asked to commit it, or it is
    committed here (`ckptstore.log.change_committer`).
 
-Killed before 4, it leaves segments that nothing names, for gc; after it, the move is made.
+A kill before 4 leaves segments that nothing names, for gc. After it, the move is made.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim
 from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.moves import Move, Rewrite
-from ckptstore.maintenance.compact.writer_bases import built_on
+from ckptstore.maintenance.compact.writer_bases import writer_bases
 from ckptstore.maintenance.merge.chunk_copies import copied_bytes, copy_encodings, merged_draft
-from ckptstore.maintenance.merge.delta_merge import recode
+from ckptstore.maintenance.merge.delta_merge import reencode
 from ckptstore.maintenance.merge.merge_check import opened_plan
 from ckptstore.maintenance.merge.merge_range import unneeded
-from ckptstore.maintenance.merge.rewrite_context import Workshop
+from ckptstore.maintenance.merge.rewrite_context import RewriteContext
 from ckptstore.restore.restore_plan import Plan, plan
 
-__all__ = ["Made", "Maker"]
+__all__ = ["ExecutedMove", "MoveExecutor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ExecutedMove:
     """What one move did, or asked for.
 
     Attributes:
-        outcome: of the record.
-        stored: what each checkpoint is coded against now; None: it is a full.
+        outcome: the outcome of the record.
+        stored: the new base of each checkpoint; None: it is a full.
         written, dropped: the segments that the record adds and drops.
     """
 
@@ -55,41 +55,41 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The checkpoints of a move, as they are restored at present."""
+class _ReadPlans:
+    """The checkpoints of a move, with the plans that restore them now."""
 
     plans: dict[Node, Plan]
-    besides: tuple[Plan, ...] = ()
+    others: tuple[Plan, ...] = ()
 
     @property
     def segments(self) -> tuple[str, ...]:
-        read = (*self.plans.values(), *self.besides)
+        read = (*self.plans.values(), *self.others)
         return tuple(dict.fromkeys(segment for chosen in read for segment in chosen.segments))
 
 
-class Maker:
-    """Makes moves, one after the other."""
+class MoveExecutor:
+    """Makes moves, one by one."""
 
-    def __init__(self, journal: Journal, author: ChangeCommitter, shop: Workshop) -> None:
+    def __init__(self, journal: Journal, author: ChangeCommitter, shop: RewriteContext) -> None:
         """
         Args:
-            author: commits, or asks who does.
-            shop: what is written with.
+            author: commits the record, or asks the live writer to.
+            shop: the context for writing.
         """
         self._journal = journal
         self._backend = journal.backend
         self._author = author
         self._shop = shop
 
-    def make(self, move: Move) -> Made:
+    def make(self, move: Move) -> ExecutedMove:
         """Make a move.
 
         Raises:
-            UsageError: it is not worth it, or not possible any more. Nothing was changed.
-            CorruptionError: what it reads, or wrote, is damaged. Nothing was changed.
-            StorageError: the medium failed. What nobody was told of is removed.
+            UsageError: it is not worth it, or no longer possible. Nothing was changed.
+            CorruptionError: the data it reads, or wrote, is damaged. Nothing was changed.
+            StorageError: the medium failed. Segments that were not reported to a writer are removed.
             FencedError: a newer term has begun.
-            CommitUnknownError: only who has taken over: whether it was committed is not known.
+            CommitUnknownError: only after a take-over: it is unknown whether the record was committed.
         """
         with claim(self._journal, lambda catalog: _choose(catalog, move), lambda chosen: chosen.segments) as (
             view,
@@ -99,31 +99,31 @@ class Maker:
             if self._author.owned is not None and catalog.term != self._author.owned:
                 raise FencedError(f"{self._journal.url}: term {catalog.term} began after term {self._author.owned}")
             shop.term = catalog.term
-            with shop.nothing_left_behind(), shop.term_goes_on():
+            with shop.removing_on_failure(), shop.fenced_if_newer_term():
                 segments, encodings = self._write(catalog, chosen, move)
                 shop.remove({segment.id for segment in segments})
-                self._prove(catalog, chosen.besides)
-                change = self._change(catalog, move, chosen.besides, segments, encodings)
+                self._prove(catalog, chosen.others)
+                change = self._change(catalog, move, chosen.others, segments, encodings)
                 crash_point("compact.verified")
             shop.told()
         outcome = self._author.commit(catalog.term, f"compact: {move.kind}", change)
         crash_point("compact.committed")
-        return Made(
+        return ExecutedMove(
             outcome,
             {edge.checkpoint: None if edge.base is None else edge.base.node for edge in encodings},
             tuple(segments),
             tuple(catalog.segments[segment] for segment in change.drops),
         )
 
-    def _prove(self, catalog: Catalog, besides: Sequence[Plan]) -> None:
-        """Read what the spared are restored from afterwards: nobody may have looked at it since it was written."""
-        for one in besides:
+    def _prove(self, catalog: Catalog, others: Sequence[Plan]) -> None:
+        """Read what the spared checkpoints are restored from after the move: it may never have been checked."""
+        for one in others:
             entry = _entry(catalog, one.target.node)
             self._shop.tally.total += entry.nbytes
             with opened_plan(self._backend, catalog, entry, one.encodings) as found:
                 self._shop.check(found)
 
-    def _write(self, catalog: Catalog, chosen: _Chosen, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
+    def _write(self, catalog: Catalog, chosen: _ReadPlans, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         if move.kind == "drop":
             return [], []
         if move.kind == "merge":
@@ -146,7 +146,7 @@ class Maker:
         chains: dict[Node, tuple[Encoding, ...]],
         before: Sequence[SegmentEntry],
     ) -> tuple[list[SegmentEntry], tuple[Encoding, ...]]:
-        """Store a checkpoint anew, and prove it -> the new segments, and what then restores it."""
+        """Rewrite a checkpoint and verify it. Return the new segments, and the chain that then restores it."""
         entry = _entry(catalog, rewrite.node)
         below = () if rewrite.base is None else chains[rewrite.base]
         self._shop.tally.total += 2 * entry.nbytes
@@ -156,7 +156,7 @@ class Maker:
             if rewrite.base is not None:
                 other = _entry(catalog, rewrite.base)
                 base = stack.enter_context(opened_plan(self._backend, catalog, other, below, before))
-            written, edge, state = recode(
+            written, edge, state = reencode(
                 self._shop.session,
                 found,
                 base,
@@ -169,7 +169,7 @@ class Maker:
             self._shop.check(again)
         return written, chain
 
-    def _copy(self, catalog: Catalog, chosen: _Chosen, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
+    def _copy(self, catalog: Catalog, chosen: _ReadPlans, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         edges = [chosen.plans[rewrite.node].encodings[-1] for rewrite in move.rewrites]
         last = move.rewrites[-1].node
         shop = self._shop
@@ -188,26 +188,26 @@ class Maker:
         self,
         catalog: Catalog,
         move: Move,
-        besides: Sequence[Plan],
+        others: Sequence[Plan],
         segments: Sequence[SegmentEntry],
         encodings: Sequence[Encoding],
     ) -> Change:
         if move.kind == "drop" and not move.spared:
             drops = droppable(catalog, catalog.held)
         else:
-            kept = {segment for one in besides for segment in one.segments}
-            given_up = {edge.checkpoint for edge in encodings} | {one.target.node for one in besides}
-            last = [one.encodings[-1] for one in besides]
+            kept = {segment for one in others for segment in one.segments}
+            given_up = {edge.checkpoint for edge in encodings} | {one.target.node for one in others}
+            last = [one.encodings[-1] for one in others]
             drops = unneeded(catalog, (), given_up, [*encodings, *last])
             drops = tuple(one for one in drops if one not in kept)
         if self._author.owned is None:
-            # A live writer may be about to build on it.
-            busy = {node for node in built_on(catalog) if node not in catalog.checkpoints}
+            # A live writer may be about to build on them.
+            busy = {node for node in writer_bases(catalog) if node not in catalog.checkpoints}
             drops = tuple(one for one in drops if busy.isdisjoint(users(catalog, one)))
         drops = tuple(one for one in drops if one in catalog.segments)
         new, old = sum(one.size for one in segments), sum(catalog.segments[one].size for one in drops)
         if not drops and not move.required:
-            raise UsageError("there is nothing to free any more")
+            raise UsageError("there is nothing left to free")
         if new >= old and not move.required and move.kind != "merge":
             raise UsageError(f"it would take {new:,} bytes and free {old:,}")
         change = Change(tuple(segments), encodings=tuple(encodings), drops=drops)
@@ -215,8 +215,8 @@ class Maker:
         return change
 
 
-def _choose(catalog: Catalog, move: Move) -> _Chosen:
-    """Plans of what a move reads. Raises `UsageError` if it is out of date."""
+def _choose(catalog: Catalog, move: Move) -> _ReadPlans:
+    """Return the plans of what a move reads. Raises `UsageError` if the move is out of date."""
     nodes = [node for rewrite in move.rewrites for node in (rewrite.node, rewrite.base) if node is not None]
     if move.kind == "merge":
         nodes = [rewrite.node for rewrite in move.rewrites]
@@ -224,19 +224,19 @@ def _choose(catalog: Catalog, move: Move) -> _Chosen:
         if node not in catalog.checkpoints:
             raise UsageError(f"{ref_of(node)} was retired meanwhile")
     plans = {node: plan(catalog, catalog.checkpoints[node].id) for node in dict.fromkeys(nodes)}
-    return _Chosen(plans, tuple(_besides(catalog, move)))
+    return _ReadPlans(plans, tuple(_other_plans(catalog, move)))
 
 
-def _besides(catalog: Catalog, move: Move) -> list[Plan]:
-    """What restores the spared without the segments that go. Raises `UsageError` if nothing does any more."""
+def _other_plans(catalog: Catalog, move: Move) -> list[Plan]:
+    """Return plans that restore the spared without the dropped segments. Raises `UsageError` if there are none now."""
     found = []
     for node in move.spared:
         if node not in catalog.checkpoints:
-            continue  # retired meanwhile: it needs nothing
+            continue  # it was retired in the meantime and needs no plan
         try:
             found.append(plan(catalog, catalog.checkpoints[node].id, avoid=frozenset(move.drops)))
         except CorruptionError as error:
-            raise UsageError(f"{ref_of(node)} has no other encoding any more: {error}") from error
+            raise UsageError(f"{ref_of(node)} no longer has another encoding: {error}") from error
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a compaction means to do: moves, each of which one record of the log commits."""
+"""Defines the moves of a compaction. One record of the log commits each of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Literal
 from ckptstore.formats.records import Node
 from ckptstore.host.option_checks import seconds, whole
 
-__all__ = ["Kind", "Limits", "Move", "Planned", "Rewrite", "Unmet"]
+__all__ = ["CompactLimits", "Kind", "Move", "Planned", "Rewrite", "Unmet"]
 
 Kind = Literal["drop", "materialize", "re-encode", "merge"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a compaction is to reach.
+class CompactLimits:
+    """The limits that a compaction has to reach.
 
     Attributes:
-        max_depth: deltas and steps that the restore of a kept checkpoint may apply to its full; None: any number.
-        max_restore_seconds: how long such a restore may take; None: as long as it does.
-        target_bytes: bytes of all segments at which it is enough to save bytes at the cost of time; None: as few as can
-            be had.
+        max_depth: maximum number of deltas and steps that a restore of a kept checkpoint applies to its full; None:
+            any number.
+        max_restore_seconds: maximum time of such a restore; None: no limit.
+        target_bytes: size of all segments below which no more bytes are saved at the cost of time; None: save as many
+            as possible.
 
     Raises:
-        UsageError: one is no such number.
+        UsageError: an attribute is invalid.
     """
 
     max_depth: int | None = None
@@ -39,7 +40,7 @@ class Limits:
         seconds("max_restore_seconds", self.max_restore_seconds)
 
     def exceeded(self, depth: int, time: float) -> str:
-        """What a restore of `depth` and `time` exceeds, for people; empty: nothing."""
+        """Describe the limit that a restore of `depth` and `time` exceeds; empty: none."""
         if self.max_depth is not None and depth > self.max_depth:
             return f"{depth} links on its full, {self.max_depth} are allowed"
         if self.max_restore_seconds is not None and time > self.max_restore_seconds:
@@ -49,12 +50,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A kept checkpoint that is stored anew.
+    """A rewrite of a kept checkpoint.
 
     Attributes:
         node: (term, step).
-        base: the kept checkpoint that it is coded against; None: a full. Of a copy: the one that it has.
-        nbytes: about how many bytes that takes.
+        base: the kept checkpoint that becomes its base; None: it becomes a full. Of a copy: its present base.
+        nbytes: estimated size in bytes.
     """
 
     node: Node
@@ -64,18 +65,18 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of a compaction: what is written, what goes, in one record.
+    """One step of a compaction: what is written and what is dropped, in one record.
 
     Attributes:
-        kind: ``drop``: nothing needs it; ``materialize``: coded anew, apart from what it built on; ``re-encode``: a
-            full becomes a delta, or a compressed full; ``merge``: stored chunks copied into one segment.
-        why: for people.
-        rewrites: in this order; a base among them comes before who builds on it. None of a drop.
-        drops: ids of the segments that go.
-        required: a limit asks for it, whatever it costs in bytes; else it has to free more than it writes.
-        bytes_before, bytes_after: of all segments of the store, before the move and after it.
-        seconds_before, seconds_after: how long the slowest of the rewritten takes to restore; 0 of a drop.
-        spared: kept checkpoints that lose an encoding with the drops, and have another: they are not stored anew.
+        kind: ``drop``: nothing needs it; ``materialize``: re-encoded apart from what it built on; ``re-encode``: a
+            full becomes a delta, or a compressed full; ``merge``: stored chunks are copied into one segment.
+        why: the reason, for people.
+        rewrites: in this order: a base comes before what builds on it. Empty for a drop.
+        drops: ids of the segments to drop.
+        required: a limit requires it, whatever it costs in bytes; otherwise it has to free more than it writes.
+        bytes_before, bytes_after: bytes of all segments of the store, before the move and after it.
+        seconds_before, seconds_after: restore time of the slowest rewritten checkpoint; 0 for a drop.
+        spared: kept checkpoints that lose an encoding with the drops, and have another: they are not rewritten.
     """
 
     kind: Kind
@@ -92,7 +93,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Unmet:
-    """What a compaction cannot reach. `ref`: the checkpoint that it is about; empty: the whole store."""
+    """A limit that a compaction cannot reach. `ref`: the checkpoint that exceeds it; empty: the whole store."""
 
     ref: str
     why: str
@@ -100,10 +101,10 @@ class Unmet:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Moves, in the order in which they are to be made, and what they lead to.
+    """The moves of a compaction in order, and their effect.
 
     Attributes:
-        bytes_before, bytes_after: of all segments of the store.
+        bytes_before, bytes_after: bytes of all segments of the store.
         seconds_before, seconds_after: of the kept checkpoint that takes longest to restore.
         unmet: limits that stay exceeded, and why.
     """

@@ -1,4 +1,4 @@
-"""A store as it would be: moves applied to a catalog of its own, with sizes that are guessed."""
+"""Simulates a store: applies moves to a catalog of its own, with estimated sizes."""
 
 from __future__ import annotations
 
@@ -12,56 +12,56 @@ from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, N
 from ckptstore.maintenance.compact.moves import Kind, Move, Rewrite
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan, restore_seconds
 
-__all__ = ["Imagined"]
+__all__ = ["SimulatedStore"]
 
 _MADE: Final = "c0ffee00c0ffee00"
-"""What the ids of segments that are not there begin with."""
+"""Prefix of the ids of simulated segments."""
 
 
-class Imagined:
-    """What the store holds after the moves so far.
+class SimulatedStore:
+    """A store after the moves so far.
 
     Attributes:
-        catalog: of it; changes with every move.
-        nbytes: of all its segments.
+        catalog: its catalog, which changes with every move.
+        nbytes: bytes of all its segments.
     """
 
     def __init__(self, catalog: Catalog, rates: Rates) -> None:
         """
         Args:
-            rates: what a restore's seconds are reckoned by.
+            rates: used to compute the seconds of a restore.
         """
         self._builder = CatalogBuilder(catalog)
         self.catalog = self._builder.catalog
         self.nbytes = sum(segment.size for segment in catalog.segments.values())
         self._seconds = restore_seconds(self.catalog, rates)
-        self._choice = restore_seconds(self.catalog, TYPICAL)  # as who loads it will choose
+        self._choice = restore_seconds(self.catalog, TYPICAL)  # as a load will choose
         taken = [int(one.removeprefix(_MADE), 16) for one in catalog.segments if one.startswith(_MADE)]
-        self._made = max(taken, default=0) + 1  # of an imagined store another may be imagined
+        self._made = max(taken, default=0) + 1  # the catalog may itself come from a simulated store
 
-    # -- what is there
+    # -- queries
 
     def entry(self, node: Node) -> CheckpointEntry:
-        """A checkpoint, promised or held."""
+        """Return a checkpoint, promised or held."""
         found = self.catalog.find(node)
         assert found is not None, node
         return found
 
     def chain(self, node: Node) -> Plan | None:
-        """How a checkpoint would be restored; None: it cannot be."""
+        """Return the plan that restores a checkpoint; None: there is none."""
         try:
             return plan(self.catalog, self.entry(node).id, self._choice)
         except CorruptionError:
             return None
 
     def seconds(self, encodings: Iterable[Encoding]) -> float:
-        """What applying them takes."""
+        """Return the seconds that applying these encodings takes."""
         return sum(map(self._seconds, encodings))
 
     def apart(self, node: Node, others: Collection[Node]) -> Plan | None:
-        """How a kept checkpoint would be restored without any segment of `others`, by an encoding that it has besides.
+        """Return the plan that restores a kept checkpoint through another encoding, without segments of `others`.
 
-        None: it has none besides, or that one leads to them.
+        None: it has no other encoding, or that one needs their segments.
         """
         if len(self.catalog.encodings.get(node, ())) < 2:
             return None
@@ -74,7 +74,7 @@ class Imagined:
             return None
 
     def edge(self, rewrite: Rewrite, segment: str = "") -> Encoding:
-        """The encoding that a rewrite makes."""
+        """Return the encoding that a rewrite makes."""
         base = None if rewrite.base is None else self.entry(rewrite.base).id
         chain = self.chain(rewrite.node)
         lossy = chain is not None and chain.encodings[-1].lossy
@@ -82,25 +82,25 @@ class Imagined:
         return Encoding(rewrite.node, kind, base, (segment,), lossy, rewrite.nbytes)
 
     def bases(self, node: Node) -> set[Node]:
-        """What a checkpoint's encodings are made against."""
+        """Return the bases of a checkpoint's encodings."""
         return {edge.base.node for edge in self.catalog.encodings.get(node, ()) if edge.base is not None}
 
     def dependents(self, node: Node) -> list[Node]:
-        """Who has an encoding against a checkpoint, ascending."""
+        """Return the checkpoints that have an encoding against this one, ascending."""
         return sorted(other for other in self.catalog.edges().dependents(node) if node in self.bases(other))
 
     def sharers(self, node: Node) -> set[Node]:
-        """Who reads a segment that a checkpoint's encodings read, itself included."""
+        """Return the checkpoints that share a segment with this one's encodings, itself included."""
         edges = self.catalog.encodings.get(node, ())
         return {user for edge in edges for segment in edge.segments for user in users(self.catalog, segment)}
 
     def freed(self, renewed: Collection[Node], kept_bases: Collection[Node] = ()) -> tuple[str, ...]:
-        """Ids of the segments that nothing needs once the checkpoints `renewed` are stored anew.
+        """Return the ids of the segments that nothing needs once the checkpoints `renewed` are rewritten.
 
-        Looks only at them, at what they build on, and at what shares a segment with those.
+        Examines only them, what they build on, and checkpoints that share a segment with those.
 
         Args:
-            kept_bases: what they are coded against then.
+            kept_bases: the bases of the rewritten checkpoints.
         """
         below: set[Node] = set()
         wanted: set[Node] = set(kept_bases)
@@ -119,11 +119,11 @@ class Imagined:
         return self._alone({*renewed, *(below - self._reached(wanted, renewed))})
 
     def garbage(self) -> tuple[str, ...]:
-        """Ids of the segments that no kept checkpoint needs."""
+        """Return the ids of the segments that no kept checkpoint needs."""
         return self._alone(set(self.catalog.held) - self._reached(self.catalog.checkpoints))
 
     def _reached(self, wanted: Iterable[Node], renewed: Collection[Node] = ()) -> set[Node]:
-        """`wanted`, and what they build on; the encodings of `renewed` are given up, and not followed."""
+        """Return `wanted` and all that they build on. The encodings of `renewed` are given up, and not followed."""
         found: set[Node] = set()
         stack = list(wanted)
         while stack:
@@ -148,11 +148,11 @@ class Imagined:
         )
 
     def size(self, segments: Iterable[str]) -> int:
-        """Bytes of segments."""
+        """Return the bytes of segments."""
         return sum(self.catalog.segments[segment].size for segment in segments)
 
     def components(self) -> Iterator[frozenset[Node]]:
-        """Held checkpoints that can only go together: they build on one another, or share a segment. By lowest node."""
+        """Yield groups of held checkpoints that build on one another or share a segment, by lowest node."""
         left = dict.fromkeys(sorted(self.catalog.held))
         while left:
             stack = [next(iter(left))]
@@ -166,7 +166,7 @@ class Imagined:
                 stack += [*self.bases(node), *self.dependents(node), *self.sharers(node)]
             yield frozenset(found)
 
-    # -- what is done
+    # -- changes
 
     def move(
         self,
@@ -178,7 +178,7 @@ class Imagined:
         required: bool = False,
         spared: Iterable[Node] = (),
     ) -> Move:
-        """Make a move here -> the move."""
+        """Make a move in this store, and return it."""
         before, nodes = self.nbytes, [rewrite.node for rewrite in rewrites]
         seconds_before = self._slowest(nodes)
         freed = self.size(drops)
@@ -200,12 +200,12 @@ class Imagined:
         )
 
     def record(self, kind: Kind, rewrites: Sequence[Rewrite], drops: tuple[str, ...]) -> CommitRecord:
-        """What would commit a move."""
+        """Return the record that would commit a move."""
         segments, encodings = self._written(kind, rewrites)
         return CommitRecord(self.catalog.term, segments=tuple(segments), encodings=tuple(encodings), drops=drops)
 
     def _written(self, kind: Kind, rewrites: Sequence[Rewrite]) -> tuple[list[SegmentEntry], list[Encoding]]:
-        if kind == "merge":  # one segment of all, and the encodings that there are
+        if kind == "merge":  # one segment for all, with their present encodings
             segment = self._segment(0, sum(rewrite.nbytes for rewrite in rewrites))
             present = [self.catalog.encodings[rewrite.node][-1] for rewrite in rewrites]
             return [segment], [

@@ -1,4 +1,4 @@
-"""About how many bytes a checkpoint will take, coded anew: from what the store has already, and from samples."""
+"""Estimates how many bytes a re-encoded checkpoint will take, from the store's own encodings and from samples."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["Samples", "Sizes", "known_sizes"]
 
 
 class Sizes(Protocol):
-    """Guesses how large an encoding will be. The same question has the same answer."""
+    """Estimates the size of encodings. The same question always gets the same answer."""
 
     def full(self, entry: CheckpointEntry) -> int:
-        """Stored bytes of a compressed full."""
+        """Return the stored bytes of a compressed full."""
 
     def delta(self, entry: CheckpointEntry, base: CheckpointEntry) -> int | None:
-        """Stored bytes of a delta against another checkpoint; None: there is nothing to guess from."""
+        """Return the stored bytes of a delta against another checkpoint; None: there is nothing to estimate from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Stored bytes per logical byte, as `size_samples` or the store's own encodings show them.
+    """Stored bytes per logical byte, from `size_samples` or from the store's own encodings.
 
     Attributes:
         full: of a compressed full.
-        deltas: (steps between the two, stored per logical byte), ascending.
+        deltas: (steps between the two, stored bytes per logical byte), ascending.
     """
 
     full: float = 1.0
     deltas: tuple[tuple[int, float], ...] = ()
 
     def delta(self, gap: int) -> float | None:
-        """Of a delta over so many steps: what was seen at the two gaps around it, by the gap's magnitude."""
+        """Return the ratio of a delta over `gap` steps, interpolated over the logarithm of the two nearest gaps."""
         if not self.deltas:
             return None
         below = [found for found in self.deltas if found[0] <= gap]
@@ -57,13 +57,13 @@ class _Sampled:
 
     def delta(self, entry: CheckpointEntry, base: CheckpointEntry) -> int | None:
         if (entry.nbytes, entry.tensors) != (base.nbytes, base.tensors):
-            return None  # another model, it seems: nothing is known of its tensors
+            return None  # probably another model: nothing is known of its tensors
         ratio = self.samples.delta(max(1, abs(entry.step - base.step)))
         return None if ratio is None else ALIGN + math.ceil(entry.nbytes * ratio)
 
 
 def known_sizes(catalog: Catalog, samples: Samples | None = None) -> Sizes:
-    """What the store's own deltas and compressed fulls show, and `samples` besides, which count more."""
+    """Return estimates from the store's own deltas and compressed fulls; `samples` take precedence."""
     fulls: list[float] = []
     deltas: dict[int, list[float]] = {}
     for node, edges in catalog.encodings.items():

@@ -1,4 +1,4 @@
-"""Samples for a plan: how small this store's checkpoints get as fulls, and as deltas so many steps apart."""
+"""Measures on samples how small this store's checkpoints get as fulls, and as deltas over several steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan
 from ckptstore.restore.restore_rates import measure_rates
 from ckptstore.write.encoding import Choices, choose_all
 
-__all__ = ["Measured", "measure"]
+__all__ = ["SampledSizes", "measure"]
 
 _Pair = tuple[Node, Node]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What samples show.
+class SampledSizes:
+    """The result of measuring samples.
 
     Attributes:
-        samples: of sizes; None: nothing could be read.
-        rates: of restores.
+        samples: compression ratios; None: nothing could be read.
+        rates: restore rates.
     """
 
     samples: Samples | None = None
@@ -43,15 +43,15 @@ class Measured:
 _PAIRS: Final = 3
 
 
-def measure(journal: Journal, catalog: Catalog) -> Measured:
-    """Code a few samples of a few checkpoints, in memory. What cannot be read is passed over.
+def measure(journal: Journal, catalog: Catalog) -> SampledSizes:
+    """Encode a few samples of a few checkpoints in memory. Unreadable ones are skipped.
 
     Raises:
         StorageError: the medium failed.
     """
     pairs = _pairs(catalog)
     if not pairs:
-        return Measured()
+        return SampledSizes()
     full: float | None = None
     rates = TYPICAL
     deltas: dict[int, float] = {}
@@ -65,11 +65,11 @@ def measure(journal: Journal, catalog: Catalog) -> Measured:
                     deltas[node[1] - base[1]] = _ratio(found, below)
         except CorruptionError:
             continue
-    return Measured(None if full is None else Samples(full, tuple(sorted(deltas.items()))), rates)
+    return SampledSizes(None if full is None else Samples(full, tuple(sorted(deltas.items()))), rates)
 
 
 def _opened(journal: Journal, node: Node, base: Node, stack: ExitStack) -> tuple[OpenCheckpoint, OpenCheckpoint]:
-    """Both, pinned."""
+    """Open both checkpoints, pinned."""
     pinned = claim(journal, lambda catalog: _plans(catalog, node, base), _segments)
     view, plans = stack.enter_context(pinned)
     opened = [
@@ -80,7 +80,7 @@ def _opened(journal: Journal, node: Node, base: Node, stack: ExitStack) -> tuple
 
 
 def _pairs(catalog: Catalog) -> list[_Pair]:
-    """(base, checkpoint): neighbours, and others further apart; of fulls if there are two: they are soon read."""
+    """Return (base, checkpoint) pairs of neighbors and distant ones; of fulls if there are two, which read fastest."""
     term = max((node[0] for node in catalog.checkpoints), default=0)
     kept = [node for node in catalog.checkpoints if node[0] == term]
     fulls = [node for node in kept if any(edge.base is None for edge in catalog.encodings.get(node, ()))]
@@ -108,7 +108,7 @@ def _segments(plans: Sequence[Plan]) -> tuple[str, ...]:
 
 
 def _ratio(found: OpenCheckpoint, below: OpenCheckpoint | None) -> float:
-    """Stored bytes per logical byte, as the samples of every tensor say."""
+    """Return the stored bytes per logical byte, estimated from samples of every tensor."""
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
     with workers(default_threads(), "sample") as coders:
         plans = [

@@ -1,4 +1,4 @@
-"""What the newest term's writer may build on next, and whether it may be there at all."""
+"""Determines which bases the newest term's writer may build on next, and whether it may still be alive."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.records import Node
 from ckptstore.restore.restore_plan import plan
 
-__all__ = ["built_on"]
+__all__ = ["writer_bases"]
 
 
-def built_on(catalog: Catalog) -> frozenset[Node]:
-    """What stays stored only for the newest checkpoint; nothing, if the term says that its writer has ended.
+def writer_bases(catalog: Catalog) -> frozenset[Node]:
+    """Return the bases that are stored only for the newest checkpoint; empty, if the term says that its writer ended.
 
-    A writer may code the next checkpoint against the newest, or against what that is coded against. If such a base is
-    gone it starts with a full, which costs more than the base takes. What lies below a kept checkpoint is none of its
-    business: that one stays, however it is stored.
+    A writer may encode the next checkpoint against the newest, or against the newest one's base. Without such a base it
+    starts with a full, which costs more than the base takes. What lies below a kept checkpoint does not concern the
+    writer: that checkpoint stays, however it is stored.
     """
     opened = catalog.terms.get(catalog.term)
     if not catalog.checkpoints or (opened is not None and opened.extra.get(CLOSED) is True):

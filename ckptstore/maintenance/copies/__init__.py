@@ -1,6 +1,7 @@
-"""A store's history, written again somewhere else: segments copied as they are, the log made anew around them.
+"""Writes a store's history to another place: segments are copied unchanged, and the log is written again around them.
 
-`store_copy` is ``ckpt copy``; `transfer` does the work for it and for ``ckpt repair``. Imports what `maintenance` may.
+`store_copy` implements ``ckpt copy``. `transfer` does the work for it and for ``ckpt repair``. Imports what
+`maintenance` may import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``copy`` in another form: each checkpoint decoded through its chain, verified, and written as a plain full."""
+"""Copies checkpoints as fulls: decodes each through its chain, verifies it, and writes it as a plain full."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ckptstore.restore.restore_plan import plan
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["Written", "copy_as_fulls", "write_anew"]
+__all__ = ["WrittenFulls", "copy_as_fulls", "rewrite_as_full"]
 
 _TOGETHER: Final = 16
-"""Fulls that one round commits."""
+"""Number of fulls that one round commits."""
 
 
 @dataclass
-class Written:
-    """What was written: segments, and their bytes."""
+class WrittenFulls:
+    """The number of written segments, and their bytes."""
 
     brought: int = 0
     nbytes: int = 0
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
-        """See `transfer.Supply`: they are there already."""
+        """Do nothing: the segments are already there. See `transfer.Supply`."""
 
 
 def copy_as_fulls(
@@ -46,7 +46,7 @@ def copy_as_fulls(
     catalog: Catalog,
     nodes: Sequence[Node],
     replica: LogCopy,
-    done: Written,
+    done: WrittenFulls,
     lacks: Mapping[int, int],
     progress: Progress | None,
     threads: int,
@@ -54,12 +54,12 @@ def copy_as_fulls(
     """Write the checkpoints `nodes` of `catalog`, whose segments the caller has pinned, as fulls.
 
     Args:
-        done: told what is written.
+        done: counts what is written.
         lacks: see `Transfer`.
 
     Raises:
         TakenError: another process adds to the place.
-        CorruptSegmentError: what is stored is not what was saved.
+        CorruptSegmentError: the stored data is not what was saved.
         StorageError: a medium failed.
     """
     part = Catalog(term=catalog.term)
@@ -80,7 +80,7 @@ def copy_as_fulls(
         session = SegmentSession(replica.backend, staging, blocks.pool, coders, lambda _: None, tally.advance)
         for begin in range(0, max(1, len(left)), _TOGETHER):
             for entry in left[begin : begin + _TOGETHER]:
-                segments, edge = write_anew(session, journal, catalog, entry, plan(catalog, entry.id).encodings)
+                segments, edge = rewrite_as_full(session, journal, catalog, entry, plan(catalog, entry.id).encodings)
                 done.brought += len(segments)
                 done.nbytes += sum(segment.size for segment in segments)
                 part.segments.update((segment.id, segment) for segment in segments)
@@ -93,11 +93,11 @@ def copy_as_fulls(
 
 
 def _merged(catalog: Catalog, there: Catalog) -> Catalog:
-    """What `with_paths` looks up: checkpoints of the one, segments of the other."""
+    """Return a catalog for `with_paths`: checkpoints of the one, segments of the other."""
     return Catalog(checkpoints=catalog.checkpoints, segments=there.segments, tags=catalog.tags)
 
 
-def write_anew(
+def rewrite_as_full(
     session: SegmentSession,
     journal: Journal,
     catalog: Catalog,
@@ -107,7 +107,7 @@ def write_anew(
     """Decode a checkpoint through a chain of encodings, and write it as a full.
 
     Raises:
-        CorruptSegmentError: what is stored is not what was saved.
+        CorruptSegmentError: the stored data is not what was saved.
         StorageError: a medium failed.
     """
     with opened_plan(journal.backend, catalog, entry, encodings) as found:

@@ -1,4 +1,4 @@
-"""Which part of a catalog a copy has: the checkpoints that are asked for, what they build on, their terms."""
+"""Selects the part of a catalog to copy: the requested checkpoints, what they build on, their terms."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["chosen_nodes", "known_to", "left_out", "lines_of", "part_of", "with_
 
 
 def chosen_nodes(catalog: Catalog, names: Sequence[str | int]) -> list[Node]:
-    """The checkpoints that REFs name, ascending; all of them if there are none. Raises as `refs.resolve`."""
+    """Return the checkpoints that REFs name, ascending; without REFs all of them. Raises as `refs.resolve`."""
     found = (refs.resolve(catalog, name).node for name in names) if names else iter(catalog.checkpoints)
     return sorted(set(found))
 
 
 def part_of(catalog: Catalog, nodes: Sequence[Node] | None) -> Catalog:
-    """What a copy is to have.
+    """Return the part of the catalog that a copy gets.
 
     Args:
-        nodes: the checkpoints that are asked for, each by its cheapest chain; None: everything that is promised, with
-            every encoding, every term, and the rules of retention, which would retire what somebody asked for.
+        nodes: the requested checkpoints, each with its cheapest chain; None: every promised checkpoint, with every
+            encoding, every term, and the retention rules (rules in a partial copy would retire requested checkpoints).
 
     Raises:
         CorruptionError: one of them has no chain.
@@ -47,7 +47,7 @@ def part_of(catalog: Catalog, nodes: Sequence[Node] | None) -> Catalog:
 
 
 def with_paths(part: Catalog, catalog: Catalog, nodes: Iterable[Node], edges: Iterable[Encoding]) -> None:
-    """Put checkpoints and the encodings that restore them into `part`, with segments, tags and what is only a base."""
+    """Add checkpoints and the encodings that restore them to `part`, with segments, tags and held bases."""
     promised = set(nodes)
     for node in promised:
         part.checkpoints[node] = catalog.checkpoints[node]
@@ -62,7 +62,7 @@ def with_paths(part: Catalog, catalog: Catalog, nodes: Iterable[Node], edges: It
 
 
 def lines_of(catalog: Catalog, terms: Iterable[int]) -> set[int]:
-    """Terms, and those that they continue from, and so on."""
+    """Return the terms, those that they continue from, and so on."""
     found: set[int] = set()
     waiting = list(terms)
     while waiting:
@@ -76,21 +76,21 @@ def lines_of(catalog: Catalog, terms: Iterable[int]) -> set[int]:
 
 
 def known_to(catalog: Catalog) -> Callable[[Node], bool]:
-    """Says of a checkpoint of the run whether a store has it, or had it: what it does not know was saved later."""
+    """Return a function that tells whether a store has, or had, a checkpoint. A checkpoint it never had is newer."""
 
     def known(node: Node) -> bool:
         term, step = node
         if term != catalog.term:
-            return term in catalog.terms  # nothing comes to an earlier term any more
+            return term in catalog.terms  # an earlier term gets no more checkpoints
         return catalog.find(node) is not None or step in catalog.spent
 
     return known
 
 
 def left_out(catalog: Catalog, part: Catalog, there: Catalog) -> dict[int, int]:
-    """Of what a store promises, what a copy of a part of it does not get -> term: the lowest step.
+    """Return what a partial copy omits of the promised checkpoints, as term -> lowest omitted step.
 
-    What a term lacks already where it comes from (a second tier, another such copy) it lacks in the copy as well.
+    A term that already lacks steps in its source (a second tier, another such copy) lacks them in the copy as well.
     """
     nodes = [node for node in catalog.checkpoints if node not in part.checkpoints and there.find(node) is None]
     lacks = {term: step for term, opened in catalog.terms.items() if type(step := opened.extra.get(LACKS)) is int}
@@ -100,7 +100,7 @@ def left_out(catalog: Catalog, part: Catalog, there: Catalog) -> dict[int, int]:
 
 
 def _leads(catalog: Catalog, edge: Encoding) -> bool:
-    """Whether an encoding leads somewhere: its segments and its base are there."""
+    """Tell whether an encoding is usable: its segments and its base exist."""
     if any(segment not in catalog.segments for segment in edge.segments):
         return False
     below = None if edge.base is None else catalog.find(edge.base.node)

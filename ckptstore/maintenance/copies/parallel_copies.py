@@ -1,4 +1,4 @@
-"""Segments brought from one medium to another, several at a time."""
+"""Copies segments from one medium to another, several at a time."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ckptstore.host.progress import Advance
 from ckptstore.host.task_pool import Task, sweep
 from ckptstore.maintenance.copies.segment_copy import BLOCKS, copy_segment
 
-__all__ = ["Copies"]
+__all__ = ["SegmentCopies"]
 
 
 @dataclass
-class Copies:
-    """A `Supply` that copies what one store has.
+class SegmentCopies:
+    """A `Supply` that copies from another store.
 
     Attributes:
-        brought: how many segments, and `nbytes`: their bytes.
+        brought: number of copied segments; `nbytes`: their bytes.
     """
 
     source: Backend
@@ -36,7 +36,7 @@ class Copies:
         self._staging = Staging.for_chunks(BLOCKS * self.threads)
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
-        """See `transfer.Supply`."""
+        """Copy the segments. See `transfer.Supply`."""
 
         def task(entry: SegmentEntry) -> Task:
             def work() -> Iterable[Task]:

@@ -1,8 +1,8 @@
-"""One segment from a medium to another, byte for byte: nothing arrives that was not compared with its hash.
+"""Copies one segment from a medium to another, byte for byte, and compares every byte with its hash on the way.
 
-Copied, never linked or cloned: a link shares the blocks, and with them the bad sector that the copy is made for; and a
-segment's file may be given to another one when it is deleted (recycling), which a second name would show. Every byte
-passes through this process anyway, because it is verified.
+It copies, and never links or clones: a link shares the blocks, and with them the bad sector that the copy protects
+against. When a segment is deleted, its file may be overwritten by a new one (recycling), which would show through a
+second name. Every byte passes through this process anyway, because it is verified.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ckptstore.segments.segment_reader import SegmentReader, TensorChunk, extent
 __all__ = ["BLOCKS", "check_segment", "copy_segment"]
 
 BLOCKS = 2
-"""Blocks of a `Staging` that one call needs: the segment's first one, which is written last, and the present one."""
+"""Blocks of a `Staging` that one call needs: the segment's first one, which is written last, and the current one."""
 
 
 def copy_segment(
     source: Backend, target: Backend, entry: SegmentEntry, run: str, staging: Staging, advance: Advance
 ) -> None:
-    """Copy a segment and make it durable. What an earlier try left at its key is replaced.
+    """Copy a segment and make it durable. Remains of an earlier try at its key are replaced.
 
     Args:
-        run: whose segment it has to say that it is.
-        staging: memory; `BLOCKS` blocks of it for each thread that copies.
-        advance: told the bytes that are written.
+        run: the run that the segment has to belong to.
+        staging: memory; `BLOCKS` blocks of it for each copying thread.
+        advance: called with the number of bytes written.
 
     Raises:
-        CorruptSegmentError: it is missing, or a byte of it is not what was written; nothing is left of the copy.
+        CorruptSegmentError: it is missing, or a byte of it is not what was written; the copy is removed.
         StorageError: a medium failed.
     """
     with closing(SegmentReader(source, entry)) as reader, staging.block() as first, staging.block() as block:
@@ -48,7 +48,7 @@ def copy_segment(
         sink = _opened(target, entry)
         sink.shared = True
         try:
-            # The first block has the header, and goes last: a file without one is recognisably unfinished.
+            # The first block has the header and is written last: a file without a header is recognizably unfinished.
             size = staging.block_bytes
             for offset in range(0, entry.size, size):
                 length = min(size, entry.size - offset)
@@ -66,7 +66,7 @@ def copy_segment(
             sink.abort()
             raise
     advance(min(size, entry.size))
-    # Header and index have hashes of their own: what arrived is compared with them.
+    # Header and index have hashes of their own: check those of the copy.
     try:
         SegmentReader(target, entry).close()
     except CorruptSegmentError:
@@ -75,7 +75,7 @@ def copy_segment(
 
 
 def check_segment(source: Backend, entry: SegmentEntry, run: str, staging: Staging) -> None:
-    """Read all of a segment, and compare it: `copy_segment` without the copy.
+    """Read a whole segment and check it: `copy_segment` without the copy.
 
     Raises:
         CorruptSegmentError, StorageError: as `copy_segment`.
@@ -92,7 +92,7 @@ def check_segment(source: Backend, entry: SegmentEntry, run: str, staging: Stagi
 def _opened(target: Backend, entry: SegmentEntry) -> SegmentSink:
     try:
         return target.open_sink(entry.key, entry.size)
-    except KeyExistsError:  # nobody knows of it: it was left by a copy that was killed
+    except KeyExistsError:  # no log names it: a killed copy left it
         target.delete(entry.key)
         return target.open_sink(entry.key, entry.size)
 
@@ -108,9 +108,9 @@ def _tensors(reader: SegmentReader) -> Iterable[TensorEntry]:
 
 
 class _Checking:
-    """The chunks of a segment, hashed as its bytes come by from first to last.
+    """Hashes the chunks of a segment as its bytes pass from first to last.
 
-    All of them come by: a header is refused whose chunks end elsewhere than the segment does.
+    All of them pass: a header is refused if its chunks do not end where the segment ends.
     """
 
     def __init__(self, key: str, found: Sequence[Sequence[TensorChunk]]) -> None:
@@ -120,7 +120,7 @@ class _Checking:
         self._sum = xxhash.xxh3_64()
 
     def take(self, offset: int, data: Bytes) -> None:
-        """The bytes from `offset` on. Raises `CorruptSegmentError` naming tensor and offset."""
+        """Add the bytes from `offset` on. Raises `CorruptSegmentError` naming tensor and offset."""
         end = offset + len(data)
         while self._next < len(self._pieces):
             chunk = self._pieces[self._next].chunk

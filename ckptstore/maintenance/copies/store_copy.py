@@ -1,16 +1,17 @@
-"""``copy``: checkpoints of a store, or all of it, in another place: the same run, terms, states and segments.
+"""Copies checkpoints of a store, or all of it, to another place: the same run, terms, states and segments.
 
-1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`): what is copied is what the log said at one instant,
-   whatever a writer, a collector or a merge does meanwhile.
-2. Bring it over (`transfer`), every byte compared with its hash on the way.
-3. FORMAT: from now on it is a store.
+1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`): the copy is what the log said at one instant, whatever a
+   writer, a collector or a merge does in the meantime.
+2. Copy it (`transfer`), with every byte compared with its hash on the way.
+3. Write FORMAT: from now on the place is a store.
 
-Killed at any instant, it leaves a place that is no store yet; the same command goes on with it. A copy that is a store
-already takes what is new.
+A kill at any instant leaves a place that is not yet a store; the same command continues there. A copy that is already
+a store gets what is new.
 
-Several may make one copy at once. Those of one machine take turns in a folder. In a bucket nobody waits: a segment has
-the same bytes whoever sends it, nobody deletes what another may be about to name, and who finds a slot taken begins
-anew. What is there is read before what there is to copy: so nobody puts back what another has brought there since.
+Several processes may make one copy at once. In a folder those of one machine take turns. In a bucket they do not wait:
+a segment has the same bytes from every sender, no process deletes what another may be about to name, and a process
+that finds a slot taken starts again. Each reads the target before the source, so no process restores what another one
+has already superseded.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import CopyOrigin, LogCopy, TakenError
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import claim
-from ckptstore.maintenance.copies.copies_as_fulls import Written, copy_as_fulls
+from ckptstore.maintenance.copies.copies_as_fulls import WrittenFulls, copy_as_fulls
 from ckptstore.maintenance.copies.copy_selection import chosen_nodes, left_out, part_of
-from ckptstore.maintenance.copies.parallel_copies import Copies
+from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.transfer import Transfer
 
 __all__ = ["As", "Copied", "check_apart", "check_known", "copy"]
@@ -45,20 +46,20 @@ __all__ = ["As", "Copied", "check_apart", "check_known", "copy"]
 As = Literal["stored", "full"]
 _FORMS: Final = ("stored", "full")
 _TRIES: Final = 16
-"""Times that another process may add to the place before this one."""
+"""Number of times that another process may add to the place before this one gives up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copied(HtmlTable):
-    """What `copy` did.
+    """The result of `copy`.
 
     Attributes:
-        run: the run's uuid, which both have.
-        checkpoints: REFs of what was asked for, ascending: all of it is there now.
-        bases: REFs of what had to come along, because others build on it; not promised there.
-        segments: how many were written this time, of `nbytes` bytes.
-        present: how many of those that are needed were there already.
-        went_on: whether the place had a copy, finished or not, which this call went on with.
+        run: the run's uuid, which both stores have.
+        checkpoints: REFs of the requested checkpoints, ascending: all of them are there now.
+        bases: REFs of checkpoints copied only because others build on them; not promised there.
+        segments: number of segments written by this call, of `nbytes` bytes.
+        present: number of needed segments that were already there.
+        went_on: whether the place had a copy, complete or not, that this call continued.
     """
 
     run: str
@@ -82,14 +83,14 @@ def copy(
     """Copy checkpoints to another place. See `Store.copy`.
 
     Args:
-        target: where to: nothing, an unfinished copy of the same, or a copy of this run.
+        target: an empty place, an unfinished copy of the same, or a copy of this run.
         names: REFs; none: everything.
-        form: ``full``: each checkpoint is decoded, and stored as an uncompressed full.
-        threads: segments that are copied at once; None: up to four.
+        form: ``full``: decode each checkpoint, and store it as an uncompressed full.
+        threads: segments copied at once; None: up to four.
 
     Raises:
-        UsageError: the target is something else, lies in the store, or went on by itself.
-        CheckpointNotFoundError: nothing answers to a REF.
+        UsageError: the target is something else, lies in the store, or has been written to.
+        CheckpointNotFoundError: a REF names no checkpoint.
         CorruptionError: the store is damaged. What was copied so far stays, for another try.
         ReadOnlyError, StorageError: a medium failed, or cannot be written.
     """
@@ -98,8 +99,8 @@ def copy(
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(journal.backend, target)
     view = read(journal)
-    _chosen(journal, view.catalog, names)  # raises before anything is made
-    copying = _Copying(journal, view, target, tuple(names), form, progress, threads)
+    _chosen(journal, view.catalog, names)  # raises before anything is written
+    copying = _CopyRun(journal, view, target, tuple(names), form, progress, threads)
     with alone(target, make=True):
         tries = 0
         while True:
@@ -112,19 +113,19 @@ def copy(
 
 
 def _chosen(journal: Journal, catalog: Catalog, names: Sequence[str | int]) -> tuple[list[Node], Catalog]:
-    """What is asked for, and that with what it builds on."""
+    """Return the requested checkpoints, and the part of the catalog with all that they build on."""
     _check_copyable(journal, catalog)
     nodes = chosen_nodes(catalog, names)
     return nodes, part_of(catalog, nodes if names else None)
 
 
 @dataclass
-class _Copying:
-    """A copy, which may have to be begun again: what another process adds meanwhile is there then.
+class _CopyRun:
+    """A copy in progress. It may have to start again, if another process has added to the target.
 
     Attributes:
-        view: the store's log as it was read last.
-        brought, nbytes: segments that were written, all tries together.
+        view: the store's log as it was last read.
+        brought, nbytes: segments written in all tries together.
     """
 
     journal: Journal
@@ -138,15 +139,14 @@ class _Copying:
     nbytes: int = 0
 
     def once(self) -> Copied:
-        """Raises as `copy`, and `TakenError`."""
+        """Try once. Raises as `copy`, and `TakenError`."""
 
         def choose(catalog: Catalog) -> tuple[Catalog, list[Node], Catalog]:
             return catalog, *_chosen(self.journal, catalog, self.names)
 
         replica = LogCopy(self.target, CopyOrigin(self.journal.format, "copy", _request(self.names, self.form)))
         went_on = not replica.begun or bool(replica.catalog.term)
-        # Prevents: tags, rules and promises of a view that is older than that from which another process has made what
-        # is there.
+        # Prevents: tags, rules and promises from a view that is older than the one that another process has copied.
         self.view = read(self.journal, self.view)
         claimed = claim(self.journal, choose, lambda chosen: tuple(chosen[2].segments), since=self.view)
         with claimed as (_, (source, nodes, wanted)):
@@ -167,8 +167,8 @@ class _Copying:
         )
 
     def _write(self, source: Catalog, nodes: Sequence[Node], replica: LogCopy, lacks: Mapping[int, int]) -> int:
-        """Each checkpoint as a full -> segments that were there already."""
-        done = Written()
+        """Write each checkpoint as a full. Return the number of segments that were already there."""
+        done = WrittenFulls()
         try:
             copy_as_fulls(self.journal, source, nodes, replica, done, lacks, self.progress, self.threads)
         finally:
@@ -177,9 +177,9 @@ class _Copying:
         return max(0, whole - done.brought)
 
     def _bring(self, source: Catalog, wanted: Catalog, replica: LogCopy, lacks: Mapping[int, int]) -> int:
-        """Every segment as it is -> how many were there already."""
+        """Copy every segment unchanged. Return the number of those that were already there."""
         tally = Tally(self.progress)
-        done = Copies(self.journal.backend, self.target, self.journal.run, self.threads, tally.advance)
+        done = SegmentCopies(self.journal.backend, self.target, self.journal.run, self.threads, tally.advance)
         transfer = Transfer(wanted, replica, done, lacks, source)
         tally.total = sum(entry.size for entry in transfer.missing())
         self.target.check_space(tally.total)
@@ -189,18 +189,18 @@ class _Copying:
             self._count(done)
         return len(wanted.segments) - done.brought
 
-    def _count(self, done: Written | Copies) -> None:
+    def _count(self, done: WrittenFulls | SegmentCopies) -> None:
         self.brought += done.brought
         self.nbytes += done.nbytes
 
 
 def check_apart(source: Backend, target: Backend) -> None:
-    """Raise `UsageError` if one place lies in the other, or what is to be made in some other store."""
+    """Raise `UsageError` if one place lies in the other, or if the copy would lie in some other store."""
     if isinstance(source, LocalBackend) and isinstance(target, LocalBackend):
         there, here = Path(target.root).resolve(), Path(source.root).resolve()
         if there == here or here in there.parents or there in here.parents:
-            raise UsageError(f"{target.url}: the copy of a store has a place of its own, outside of {source.url}")
-    if isinstance(target, LocalBackend) and not Path(target.root).exists():  # before anything is made there
+            raise UsageError(f"{target.url}: the copy of a store needs a place of its own, outside of {source.url}")
+    if isinstance(target, LocalBackend) and not Path(target.root).exists():  # before anything is created there
         Journal(target).check_outside()
 
 
@@ -208,13 +208,13 @@ def _check_copyable(journal: Journal, catalog: Catalog) -> None:
     """Raise `CorruptLogError` if the log is damaged, `ReadOnlyError` if a newer version wrote it."""
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged: nobody knows what belongs to it; `ckpt repair` copies what is intact"
+            f"{journal.url}: the log is damaged, so its content is unknown; `ckpt repair` copies what is intact"
         )
     check_known(journal.url, journal.format, catalog)
 
 
 def check_known(url: str, format_file: FormatFile, catalog: Catalog) -> None:
-    """Raise `ReadOnlyError` if a newer version wrote what a copy of this one's would not have."""
+    """Raise `ReadOnlyError` if a newer version wrote something that a copy by this version would omit."""
     needs = catalog.ro_compat.union(format_file.features.get("write", ())) - KNOWN_FEATURES
     needs = needs.union(name for _, members in catalog.unknown for name in members)
     if needs:
@@ -222,5 +222,5 @@ def check_known(url: str, format_file: FormatFile, catalog: Catalog) -> None:
 
 
 def _request(names: Sequence[str | int], form: As) -> str:
-    """What tells this request from others: who goes on with a copy has to ask for the same."""
+    """Return a text that identifies this request: an unfinished copy is continued only by the same request."""
     return f"{form}: {' '.join(str(name) for name in names) or 'all'}"[:10_000]

@@ -1,8 +1,8 @@
-"""Making a wanted history somewhere else: terms, segments, checkpoints and tags, in an order that can be gone on with.
+"""Writes a given history to another place: terms, segments, checkpoints and tags, in an order that can be continued.
 
 For every term, ascending: its OPEN; then, in batches by step, the segments of its checkpoints' encodings, durable, and
-a COMMIT that names them. What must be known to the log and is not kept (what a term continued from, bases that nobody
-promises) is promised and retired again, as it was where it comes from.
+a COMMIT that names them. What the log must know but does not keep (the checkpoint that a term continued from, held
+bases) is promised and retired again, as in the source.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["Supply", "Transfer"]
 
 _BATCH_BYTES: Final = 256 << 20
 _BATCH: Final = 256
-"""What is copied again at most after a crash: so many bytes, of so many checkpoints."""
+"""Maximum that is copied again after a crash: this many bytes, of this many checkpoints."""
 
 
 class Supply(Protocol):
-    """Where segments come from."""
+    """A source of segments."""
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
         """Make these segments durable in the new place. Raises `CorruptSegmentError`, `StorageError`."""
@@ -42,7 +42,7 @@ class Supply(Protocol):
 
 @dataclass
 class _Unit:
-    """What goes together: a checkpoint, if it is still to be promised, and encodings, of it or of an older one."""
+    """What one COMMIT keeps together: a checkpoint, if it is not promised yet, and encodings of it or older ones."""
 
     step: int
     checkpoint: CheckpointEntry | None
@@ -50,7 +50,7 @@ class _Unit:
 
 
 class Transfer:
-    """Brings a wanted catalog to a `LogCopy`."""
+    """Writes a wanted catalog to a `LogCopy`."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Transfer:
     ) -> None:
         """
         Args:
-            wanted: terms, checkpoints (promised and held), encodings, segments and tags that are to be there in the
-                end, besides what is. Every encoding's segments and base are in it.
-            lacks: term -> the lowest step that is left out, although the place may be taken for one that has all: noted
-                there.
-            source: what `wanted` was chosen from: all of a store; None: whatever is there and not in `wanted` is not
-                promised any more.
+            wanted: terms, checkpoints (promised and held), encodings, segments and tags that the place has in the end,
+                in addition to its own. It includes every encoding's segments and base.
+            lacks: term -> the lowest omitted step; recorded there, because the place may be mistaken for a complete
+                one.
+            source: the whole catalog that `wanted` was chosen from; None: checkpoints that are there but not in
+                `wanted` are retired.
         """
         self._wanted = wanted
         self._replica = replica
@@ -78,16 +78,16 @@ class Transfer:
         self._added: set[Node] = set()
 
     def missing(self) -> list[SegmentEntry]:
-        """The segments that are to be brought."""
+        """Return the segments to copy."""
         return [entry for entry in self._wanted.segments.values() if entry.id not in self._replica.catalog.segments]
 
     def run(self) -> None:
-        """Do it.
+        """Run the transfer.
 
         Raises:
-            UsageError: what is there cannot become this: it went on by itself, or is too new for what is to be added.
+            UsageError: the place cannot become this: it has been written to, or its term is newer than the additions.
             TakenError: another process adds to the place.
-            CorruptSegmentError: of `Supply`. What was brought so far stays.
+            CorruptSegmentError: raised by `Supply`. What was copied so far stays.
             StorageError: a medium failed.
         """
         self._check()
@@ -103,20 +103,20 @@ class Transfer:
         for number, opened in there.terms.items():
             ours = self._wanted.terms.get(number)
             if ours is None and not self._replica.begun:
-                continue  # of checkpoints that are not asked for this time
+                continue  # of checkpoints that are not requested this time
             if ours is None or ours.nonce != opened.nonce:
                 raise UsageError(
-                    f"{url}: it went on by itself in term {number}, a branch of the run by now; copy to another place"
+                    f"{url}: it was written to in term {number}, and is now a branch of the run; copy to another place"
                 )
         if self._replica.begun and self._source is not None:
             known = known_to(self._source)
             for node in there.checkpoints:
                 if not known(node):
-                    # Prevents: what was copied of a store that has more of the run, perhaps by somebody who is at it
-                    # now, taken for something that is not promised any more, and retired.
+                    # Prevents: a checkpoint that was copied from a store that has more of the run, perhaps by a copy
+                    # in progress, taken for a retired one, and retired.
                     raise UsageError(
                         f"{url}: the unfinished copy that is there has {ref_of(node)}, which this store never had: it "
-                        "is made of one that has gone on further; finish it from there, or copy to another place"
+                        "comes from a store with newer checkpoints; finish it from there, or copy to another place"
                     )
         for node, entry in (*self._wanted.checkpoints.items(), *self._wanted.held.items()):
             found = there.find(node)
@@ -125,9 +125,7 @@ class Transfer:
         late = [number for number, units in self._orders.items() if number < there.term and _left(units, there)]
         unpromised = [node for node in self._wanted.checkpoints if node in there.held]
         if late or unpromised:
-            what = (
-                f"what is to be added is of term {late[0]}" if late else f"{ref_of(unpromised[0])} is there as a base"
-            )
+            what = f"the additions are of term {late[0]}" if late else f"{ref_of(unpromised[0])} is there as a base"
             raise UsageError(f"{url}: it has term {there.term} already, and {what}; copy to an empty place")
 
     def _open(self, opened: TermEntry) -> None:
@@ -135,7 +133,7 @@ class Transfer:
         if opened.term in there.terms:
             return
         extra = {name: value for name, value in opened.extra.items() if name not in (CLOSED, HIGHEST, REACHED)}
-        if (reached := there.reached()) is not None:  # here, which may not be as far as where it comes from
+        if (reached := there.reached()) is not None:  # what this place has reached, which may be less than the source
             extra[REACHED] = reached
         self._replica.open(
             OpenRecord(
@@ -149,10 +147,10 @@ class Transfer:
         )
 
     def _note_lacking(self, number: int) -> None:
-        """Say what of a term is left out, before anything above it is there.
+        """Record which steps of a term are omitted, before anything of a newer term is there.
 
-        Prevents: whoever opens the next term, on whatever machine and after whatever crash, says that the term had come
-        further than that, and what was never here is taken for something that was retired here.
+        Prevents: the next term, opened on any machine and after any crash, records that this term had reached a later
+        step, so that a checkpoint that was never here is taken for one that was retired here.
         """
         there, step = self._replica.catalog, self._lacks.get(number)
         if step is None or number != there.term:
@@ -184,7 +182,7 @@ class Transfer:
             self._replica.commit(CommitRecord(term=opened.term, extra={CLOSED: True}))
 
     def _settle(self) -> None:
-        """What is known at the end: which checkpoints are promised no longer, the tags, the rules of retention."""
+        """Commit what is known at the end: retirements, tags, retention rules."""
         there = self._replica.catalog
         if not there.term:
             return
@@ -196,20 +194,20 @@ class Transfer:
             self._replica.commit(CommitRecord(term=there.term, retires=retires, tags=tags, keep=keep))
 
     def _is_spent(self, node: Node) -> bool:
-        """Whether a promised checkpoint is there only because something needs, or needed, it."""
+        """Tell whether a promised checkpoint is there only because another one needs, or needed, it."""
         if node in self._wanted.checkpoints:
             return False
         if self._replica.begun:
             return True
-        # In a place that was a store before, what was not promised just now was asked for another time.
+        # In a place that already was a store, a checkpoint that is not promised now was requested another time.
         there = self._replica.catalog
         return node in self._added or not there.restorable(there.checkpoints[node].id)
 
 
 def _by_term(wanted: Catalog, there: Catalog) -> dict[int, list[_Unit]]:
-    """Term -> what its COMMITs say, by step. An encoding is of the term of its newest segment."""
+    """Map each term to the content of its COMMITs, by step. An encoding belongs to the term of its newest segment."""
     orders: dict[int, dict[Node, _Unit]] = {}
-    # What a term continued from has to be promised when it begins, if nothing else is known of it but its name.
+    # The parent of a term has to be promised when the term begins, even if only its name is known.
     parents = [one.parent for one in wanted.terms.values() if one.parent is not None and one.term not in there.terms]
     entries = {one.node: CheckpointEntry(one.term, one.step, one.state, 0.0, 0, 0) for one in parents}
     for table in (wanted.held, wanted.checkpoints):
@@ -224,7 +222,7 @@ def _by_term(wanted: Catalog, there: Catalog) -> dict[int, list[_Unit]]:
 
 
 def _left(units: Iterable[_Unit], there: Catalog) -> list[_Unit]:
-    """What of these is not there yet."""
+    """Return what of these units is not there yet."""
     found: list[_Unit] = []
     for unit in units:
         entry = unit.checkpoint
@@ -238,7 +236,7 @@ def _left(units: Iterable[_Unit], there: Catalog) -> list[_Unit]:
 
 
 def _batches(units: Sequence[_Unit], wanted: Catalog, there: Catalog) -> Iterator[list[_Unit]]:
-    """Units in groups, each worth a COMMIT."""
+    """Group units into COMMITs."""
     batch: list[_Unit] = []
     nbytes = 0
     seen: set[str] = set()

@@ -1,8 +1,8 @@
-"""A stored checkpoint in portions, each of which may be written anew by itself.
+"""Splits a stored checkpoint into portions that can be rewritten one by one.
 
-A segment has a name once, so it can hold one shard of a tensor (SPEC 5.1). What many ranks have written is therefore in
-as many portions as a tensor has shards; what they have of whole tensors is put together. Shards stay cut as they are:
-the state's hash is of them (SPEC 4), and deltas build on the same shard.
+A segment has each name once, so it can contain only one shard of a tensor (SPEC 5.1). A checkpoint of many ranks
+therefore has as many portions as a tensor has shards; whole tensors of different ranks share a portion. Shards stay cut
+as they are: the state's hash depends on them (SPEC 4), and deltas build on the same shard.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Write = Callable[
     [int, Callable[[int], Sequence[SegmentDoc]]],
     tuple[tuple[SegmentEntry, ...], list[TensorEntry]],
 ]
-"""Writes the portion of this number, and is given what makes its documents: `plain.write_plain`, for instance."""
+"""Writes the portion of this number, and gets a function that makes its documents, as `plain_segments.write_plain`."""
 
 
 class ChainSource:
-    """A tensor or shard of a stored checkpoint as a `TensorSource`: its chunks are decoded when they are read."""
+    """A tensor or shard of a stored checkpoint as a `TensorSource`. Its chunks are decoded when they are read."""
 
     origin: Origin = "numpy"
 
     def __init__(self, state: StoredBase, name: str) -> None:
-        """Read `name` of `state`, whose threads keep the chunk they decoded last."""
+        """Read `name` of `state`. The threads of `state` keep the last decoded chunk."""
         spec = state.spec(name)
         assert spec is not None, name
         self.dtype, self.shape = spec
@@ -49,7 +49,7 @@ class ChainSource:
         self._name = name
 
     def view(self) -> Bytes | None:
-        """None: it is in no memory."""
+        """Return None: it is not in memory."""
         return None
 
     def read(self, offset: int, out: Bytes) -> None:
@@ -66,34 +66,34 @@ class ChainSource:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Tensors and shards that one segment can hold.
+    """Tensors and shards that fit in one segment.
 
     Attributes:
-        flat: decoded when they are read, by their names, in the order of the tree.
-        keys: name -> what it goes by among those of all portions (`shards.key_of`).
+        flat: tensors by name, in the order of the tree, decoded when they are read.
+        keys: name -> its key among the tensors of all portions (`shards.key_of`).
     """
 
     flat: FlatState
     keys: Mapping[str, str]
 
     def base(self, below: OpenCheckpoint) -> StoredBase:
-        """The same tensors and shards of another checkpoint, under the same names; what is cut otherwise is not there.
+        """Return the same tensors and shards of another checkpoint, under the same names, without those cut otherwise.
 
-        Whoever opened `below` closes it.
+        The caller that opened `below` closes it.
         """
         chains = {name: below.chains[key] for name, key in self.keys.items() if key in below.chains}
         return StoredBase(below.entry.id, chains, _nothing)
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """What is to be laid out."""
+        """The tensors to lay out."""
         return [
             TensorSpec(name, one.dtype, tuple(one.shape), *place_of(one)) for name, one in self.flat.tensors.items()
         ]
 
 
 def numbered(names: Iterable[Collection[str]]) -> list[int]:
-    """For each of several segments the number of the portion that takes it: the first that has none of its names."""
+    """Assign each of several segments to the first portion that has none of its names. Return the portions' numbers."""
     taken: list[set[str]] = []
     found = []
     for own in names:
@@ -106,10 +106,10 @@ def numbered(names: Iterable[Collection[str]]) -> list[int]:
 
 
 def portions_of(found: OpenCheckpoint) -> list[Portion]:
-    """A stored checkpoint, as few portions as hold it; one at least.
+    """Split a stored checkpoint into as few portions as possible, at least one.
 
     Raises:
-        CorruptSegmentError: what is stored is not what was saved.
+        CorruptSegmentError: the stored data is not what was saved.
     """
     held = found.encodings[-1]
     segments: dict[str, list[str]] = {segment: [] for segment in found.plan.encodings[-1].segments}
@@ -136,11 +136,11 @@ def _portion(found: OpenCheckpoint, keys: Mapping[str, str]) -> Portion:
 def write_portions(
     session: SegmentSession, portions: Sequence[Portion], draft: SegmentDoc, write: Write
 ) -> WrittenState:
-    """Write a checkpoint anew, portion by portion, as one encoding.
+    """Rewrite a checkpoint, portion by portion, as one encoding.
 
     Args:
-        session: what `write` writes with.
-        draft: what its segments say of themselves; see `packed.drafts`.
+        session: the session that `write` writes with.
+        draft: the description that its segments get; see `packed_segments.drafts`.
         write: writes one portion.
 
     Raises:
@@ -166,4 +166,4 @@ def _given(documents: Sequence[SegmentDoc], _count: int) -> Sequence[SegmentDoc]
 
 
 def _nothing() -> None:
-    """Who opened the segments closes them."""
+    """Do nothing: the caller that opened the segments closes them."""

@@ -1,9 +1,9 @@
-"""Concatenating: the stored chunks of several encodings, copied as they are into one packed segment.
+"""Copies the stored chunks of several encodings unchanged into one packed segment (concatenation).
 
-Entries describe themselves, so any codec may be copied: deltas, optimizer steps, sparse gradients. Only the places of
-the chunks change. Memory is one chunk and the stream's blocks, besides the descriptions. Where steps have shards the
-segments are as many as a tensor has shards of one step (`portions`); what lay in one segment stays together, because an
-optimizer step moves what lies beside it.
+Entries describe themselves, so any codec can be copied: deltas, optimizer steps, sparse gradients. Only the offsets of
+the chunks change. Memory is one chunk and the stream's blocks, plus the descriptions. If steps have shards, there are
+as many segments as a tensor has shards of one step (`checkpoint_portions`). What was in one segment stays together,
+because an optimizer step encodes the tensors beside it, too.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ckptstore.segments.write_session import SegmentSession
 __all__ = ["copied_bytes", "copy_encodings", "merged_draft"]
 
 _OF_RANKS: Final = frozenset({"rank", "ranks"})
-"""Members that tell the segments of many ranks apart (SPEC 5.1): what is written anew here has neither."""
+"""Members that distinguish the segments of many ranks (SPEC 5.1). Rewritten segments have neither."""
 
 _INDEX_BYTES: Final = HEADER_LIMIT // 2
 """Estimated bytes of an index at which the next segment begins."""
 
 _Entries = tuple[tuple[str, TensorEntry], ...]
-"""Tensors and shards, each with the id of the segment that has its bytes."""
+"""Tensors and shards, each with the id of the segment that contains its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """One step as its segments hold it: its entries, by the segment that each is to be copied to."""
+class _StepCopy:
+    """One step as its segments store it: its entries, grouped by the segment to copy them to."""
 
     edge: Encoding
     tree: Any
@@ -60,14 +60,14 @@ class _Piece:
 
     @property
     def index(self) -> int:
-        """About the bytes of its part of the index."""
+        """Estimated bytes of its part of the index."""
         entries = [entry for portion in self.portions for _, entry in portion]
         chunks = sum(len(entry.chunks) for entry in entries)
         return len(jsontext.dumps(self.tree)) + 60 * chunks + 100 * len(entries)
 
 
 def copied_bytes(backend: Backend, catalog: Catalog, edges: Sequence[Encoding]) -> int:
-    """About the bytes that `copy_encodings` would write: chunks and headers. Reads the segments' descriptions."""
+    """Estimate the bytes that `copy_encodings` would write: chunks and headers. Reads the segments' descriptions."""
     pieces = [_described(backend, catalog, edge) for edge in edges]
     return ALIGN * _count(pieces) + sum(piece.stored for piece in pieces)
 
@@ -82,18 +82,18 @@ def copy_encodings(
     term: int,
     limit: int | None = None,
 ) -> tuple[list[SegmentEntry], list[Encoding]]:
-    """Copy encodings into one segment (several, where one would exceed `limit`), and make it durable.
+    """Copy encodings into one segment (several, if one would exceed `limit`), and make it durable.
 
-    Of steps with tensors in shards it is one for each shard that a tensor has.
+    Steps with tensors in shards take one segment for each shard of a tensor.
 
     Args:
-        session: what they are written with; told the stored bytes of every chunk copied.
-        backend: where they are.
+        session: the session to write with; its callback gets the stored bytes of every copied chunk.
+        backend: the medium of the encodings.
         edges: ascending by step, of one term.
-        run, term: what the new segments belong to.
+        run, term: the run and term of the new segments.
 
     Returns:
-        The segments, and the encodings that they are read by: those of `edges`, each in its new place.
+        The segments, and the encodings that read them: those of `edges`, each in its new place.
 
     Raises:
         UsageError: a segment says that this version must not rewrite it.
@@ -121,13 +121,15 @@ def copy_encodings(
     return written, encodings
 
 
-def _count(pieces: Sequence[_Piece]) -> int:
-    """How many segments take them."""
+def _count(pieces: Sequence[_StepCopy]) -> int:
+    """Return the number of segments that they take."""
     return max((len(piece.portions) for piece in pieces), default=1)
 
 
-def _draft(own: Sequence[_Piece], catalog: Catalog, run: str, term: int, ids: Sequence[str], number: int) -> SegmentDoc:
-    """What segment `number` of `ids` says of itself, which holds that portion of each of `own`."""
+def _draft(
+    own: Sequence[_StepCopy], catalog: Catalog, run: str, term: int, ids: Sequence[str], number: int
+) -> SegmentDoc:
+    """Return the description of segment `number` of `ids`, which contains that portion of each of `own`."""
     draft = merged_draft([piece.edge for piece in own], catalog, run, term)
     counts = {piece.edge.checkpoint[1]: len(piece.portions) for piece in own}
     return replace(
@@ -145,7 +147,7 @@ def _copy_portion(
     session: SegmentSession,
     backend: Backend,
     catalog: Catalog,
-    own: Sequence[_Piece],
+    own: Sequence[_StepCopy],
     draft: SegmentDoc,
     number: int,
 ) -> SegmentEntry:
@@ -159,7 +161,7 @@ def _copy_portion(
 
 
 def merged_draft(edges: Sequence[Encoding], catalog: Catalog, run: str, term: int) -> SegmentDoc:
-    """The document of a segment that restores these checkpoints, without what is known last."""
+    """Return the document of a segment that restores these checkpoints, without the parts that are known last."""
     terms = {term, *(edge.checkpoint[0] for edge in edges)}
     return SegmentDoc(
         run=run,
@@ -177,12 +179,12 @@ def _told(catalog: Catalog, edge: Encoding) -> StepEncoding:
 
 
 def _is_known(catalog: Catalog, term: int) -> bool:
-    """Whether the term's OPEN is intact."""
+    """Tell whether the term's OPEN is intact."""
     return term in catalog.terms and catalog.terms[term].known
 
 
-def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
-    """One step, from the segments of its encoding."""
+def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _StepCopy:
+    """Read one step from the segments of its encoding."""
     step = edge.checkpoint[1]
     trees: list[Any] = []
     held: dict[str, dict[str, TensorEntry]] = {}
@@ -204,13 +206,14 @@ def _described(backend: Backend, catalog: Catalog, edge: Encoding) -> _Piece:
     portions: list[list[tuple[str, TensorEntry]]] = [[] for _ in range(max(places, default=0) + 1)]
     for place, (segment, tensors) in zip(places, held.items(), strict=True):
         portions[place] += [(segment, entry) for entry in tensors.values()]
-    return _Piece(edge, trees[0], tuple(map(tuple, portions)), extra)
+    return _StepCopy(edge, trees[0], tuple(map(tuple, portions)), extra)
 
 
-def _common(group: Sequence[_Piece]) -> dict[str, Any]:
-    """Members that this version does not know and that all of them agree on.
+def _common(group: Sequence[_StepCopy]) -> dict[str, Any]:
+    """Return the members that this version does not know and that all pieces agree on.
 
-    What they disagree on cannot be said of the whole: it is not this version's to merge.
+    Raises:
+        UsageError: they disagree on one: this version cannot merge it.
     """
     found: dict[str, Any] = {}
     for piece in group:
@@ -223,8 +226,8 @@ def _common(group: Sequence[_Piece]) -> dict[str, Any]:
     return found
 
 
-def _groups(pieces: Sequence[_Piece], limit: int) -> Iterator[list[_Piece]]:
-    group: list[_Piece] = []
+def _groups(pieces: Sequence[_StepCopy], limit: int) -> Iterator[list[_StepCopy]]:
+    group: list[_StepCopy] = []
     stored = index = 0
     for piece in pieces:
         if group and (stored + piece.stored > limit or index + piece.index > _INDEX_BYTES):
@@ -240,7 +243,7 @@ def _groups(pieces: Sequence[_Piece], limit: int) -> Iterator[list[_Piece]]:
 def _copied(
     backend: Backend, catalog: Catalog, entries: _Entries, stream: BlockStream, advance: Advance
 ) -> dict[str, TensorEntry]:
-    """Append the chunks of one step -> its entries in their new place."""
+    """Append the chunks of one step. Return its entries in their new place."""
     made: dict[str, TensorEntry] = {}
     scratch = aligned(CHUNK + SLACK)
     for segment in dict.fromkeys(segment for segment, _ in entries):

@@ -1,4 +1,4 @@
-"""Materializing: the end of a range, decoded through its chain, coded again as one delta against what lies below."""
+"""Re-encodes a checkpoint, decoded through its chain, as one delta against a checkpoint below (materialization)."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Choices, write_coded
 
-__all__ = ["recode"]
+__all__ = ["reencode"]
 
 
-def recode(
+def reencode(
     session: SegmentSession,
     found: OpenCheckpoint,
     below: OpenCheckpoint | None,
     draft: Callable[[Encoding], SegmentDoc],
 ) -> tuple[list[SegmentEntry], Encoding, str]:
-    """Code a checkpoint as one delta against `below`, or as a full where no tensor gains from that.
+    """Encode a checkpoint as one delta against `below`, or as a full if no tensor gains from that.
 
     Args:
-        session: what it is written with; not every segment that it begins need be part of the result. Each of its
-            workers has two chunks in memory.
-        found: the checkpoint. A tensor in shards stays cut as it is, and each shard is coded against the same of
-            `below`, if that has it.
+        session: the session to write with. Not every segment that it begins is part of the result. Each of its workers
+            has two chunks in memory.
+        found: the checkpoint. A tensor in shards stays cut as it is, and each shard is encoded against the same shard
+            of `below`, if that has it.
         below: the base, or None.
-        draft: what the segments of an encoding say of themselves (`copying.merged_draft`).
+        draft: returns the description of an encoding's segments (`chunk_copies.merged_draft`).
 
     Returns:
         The segments, the encoding that they make, and the hash of the state that was read.
 
     Raises:
-        CorruptSegmentError: what is stored is not what was saved.
+        CorruptSegmentError: the stored data is not what was saved.
         StorageError: the medium failed.
     """
     portions = portions_of(found)
-    lossy = found.plan.encodings[-1].lossy  # what is stored is what it is, however it is coded
+    lossy = found.plan.encodings[-1].lossy  # encoding it again loses nothing more
     choices = [Choices(SMALL_POLICY) for _ in portions]
     gap = 1 if below is None else max(1, found.entry.step - below.entry.step)
 
@@ -66,13 +66,13 @@ def recode(
 
     made = write(below)
     if below is not None and not _gains(portions, choices, gap):
-        # No tensor gained from the base: as a full it is no larger, and a restore reads nothing else.
+        # No tensor gained from the base. A full is no larger, and a restore reads nothing else.
         return write(None)
     return made
 
 
 def _gains(portions: Sequence[Portion], choices: Sequence[Choices], gap: int) -> bool:
-    """Whether any tensor was coded against the base."""
+    """Tell whether any tensor was encoded against the base."""
     for portion, known in zip(portions, choices, strict=True):
         for name in portion.flat.tensors:
             chosen = known.known(name, gap)

@@ -1,13 +1,13 @@
-"""``merge``: put the diffs of a range into one segment, beside a live writer or instead of one; its fulls go if wanted.
+"""Merges the diffs of a range into one segment, beside a live writer or in its place; retires its fulls on request.
 
 1. READ, choose, pin, READ again (`ckptstore.log.pins.claim`).
 2. Write the new segment under ``seg/<t>/`` of the newest term t, durable.
-3. Read it back: every checkpoint of it is what the log says, the end of the range decoded bit for bit.
-4. Ask the writer of t to commit it, to drop what it replaces and to retire what goes (design: REQUESTS); or, by
+3. Read it back: every checkpoint in it matches the log, and the end of the range is decoded bit for bit.
+4. Ask the writer of t to commit it, to drop what it replaces and to retire checkpoints (SPEC 10, REQUESTS). With
    ``take_over``, open a term and commit it there.
 
-Killed at any instant, it leaves a store in which every checkpoint is what it was, and at most a segment that nothing
-names: gc deletes it once a newer term has begun. Nothing is deleted here but what nobody was ever told of.
+A kill at any instant leaves a store in which every checkpoint is unchanged, and at most a segment that nothing names:
+gc deletes it once a newer term has begun. This module deletes only segments that it never reported to a writer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptstore.log.change import Change
 from ckptstore.log.change_committer import ChangeCommitter, ChangeRequester, TakeOver
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
-from ckptstore.maintenance.merge.merge_preparation import Work
+from ckptstore.maintenance.merge.merge_preparation import MergePreparation
 from ckptstore.maintenance.merge.merge_range import Range, select_range, unneeded
 from ckptstore.maintenance.merge.prepared_merge import Method, Prepared
 from ckptstore.maintenance.merge.restore_cost import RestoreCost
@@ -38,22 +38,22 @@ Answer = Literal["accepted", "refused", "void", "waiting", "planned"]
 
 @dataclass(frozen=True, slots=True)
 class Merged(HtmlTable):
-    """What a merge did, or with ``dry_run`` would do.
+    """The result of a merge, or with ``dry_run`` its plan.
 
     Attributes:
         first, last: REFs of A and B.
-        method: ``concatenated``: chunks copied as they are; ``materialized``: B coded again, as one delta or a full;
+        method: ``concatenated``: chunks copied as they are; ``materialized``: B encoded again, as one delta or a full;
             ``kept``: B stays as it is stored, because it needs none of the others or neither would save bytes.
-        answer: ``accepted``; ``refused`` or ``void``: nothing changed; ``waiting``: nobody answered yet, and it may
-            still be accepted; ``planned``: a dry run.
+        answer: ``accepted``; ``refused`` or ``void``: nothing changed; ``waiting``: there is no answer yet, and the
+            merge may still be accepted; ``planned``: a dry run.
         reason: why it was refused or is void; empty otherwise.
         merged: REFs of the checkpoints whose encodings were merged into one segment.
-        retired: REFs of the checkpoints that are gone.
-        held: REF of a checkpoint that would have gone, too -> what holds it.
+        retired: REFs of the retired checkpoints.
+        held: REF of a checkpoint that would have been retired, too -> what holds it.
         fulls: REFs of the fulls of the range that stay as they are.
         written: keys of the new segments; `written_nbytes`: their bytes.
-        dropped: keys of segments that nothing needs any more, for gc; `dropped_nbytes`: their bytes.
-        before, after: what restoring the last checkpoint of the range costs.
+        dropped: keys of segments that nothing needs now, for gc; `dropped_nbytes`: their bytes.
+        before, after: cost of restoring the last checkpoint of the range.
         logical: bytes of its state.
     """
 
@@ -86,50 +86,51 @@ def merge(
     progress: Progress | None = None,
     on_loss: Callable[[tuple[str, ...]], object] | None = None,
 ) -> Merged:
-    """Put the diffs of a range into one segment.
+    """Merge the diffs of a range into one segment.
 
     Args:
-        wanted: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B; or that with what is to stay of it.
-        keep_steps: of a range that is a text: every checkpoint of the range stays restorable: stored chunks are
-            copied as they are. Without it B alone of the diffs stays (of `Range.fulls`: alone of all), as whatever
-            leaves the fewest bytes: its chain copied, or B coded as one delta. What a tag names, another term continues
-            from or a rule of retention keeps stays, too (`Merged.held`).
+        wanted: ``A..B``, two REFs of one term: the checkpoints with A <= step <= B; or a `Range`, which also says what
+            stays.
+        keep_steps: if `wanted` is a text: keep every checkpoint of the range restorable by copying stored chunks
+            unchanged. Without it only B of the diffs stays (with `Range.fulls`: only B of all), in the form that leaves
+            the fewest bytes: its chain copied, or B encoded as one delta. A checkpoint that has a tag, that another
+            term continues from or that a retention rule keeps stays, too (`Merged.held`).
         take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
-        dry_run: write nothing; do the work, and say what would become of it.
-        timeout: seconds to wait for the live writer's answer; None: as long as it takes.
-        progress: told (bytes done, bytes in all).
-        on_loss: told which checkpoints can no longer be restored afterwards, if any, before anything is written; what
-            it raises is raised here.
+        dry_run: write nothing; do the work, and return the result.
+        timeout: seconds to wait for the live writer's answer; None: without limit.
+        progress: called with (bytes done, bytes in all).
+        on_loss: called with the checkpoints that can no longer be restored afterwards, if any, before anything is
+            written. An exception in it is raised here.
 
     Raises:
-        UsageError: not a range, there is nothing to merge, or `timeout` is no time.
-        CheckpointNotFoundError: A or B is not there.
-        CorruptionError: what is stored is not what was saved. Nothing was changed.
-        ReadOnlyError, StorageError: the medium cannot be written, or failed. What was not asked for yet is removed.
-        FencedError: another writer took the store over; without `take_over`: that happened again and again.
-        CommitUnknownError: only with `take_over`: whether it was committed is not known.
+        UsageError: `wanted` is not a range, there is nothing to merge, or `timeout` is not a time.
+        CheckpointNotFoundError: A or B does not exist.
+        CorruptionError: the stored data is not what was saved. Nothing was changed.
+        ReadOnlyError, StorageError: the medium cannot be written, or failed. Segments not yet requested are removed.
+        FencedError: another writer took over the store; without `take_over`: that happened again and again.
+        CommitUnknownError: only with `take_over`: it is unknown whether it was committed.
     """
     timeout = seconds("timeout", timeout)
     if journal.backend.read_only and not dry_run:
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be merged")
     chosen_range = wanted if isinstance(wanted, Range) else Range(wanted, keep_steps)
     view = read(journal)
-    chosen = select_range(view.catalog, chosen_range)  # says what is wrong before a fence does
+    chosen = select_range(view.catalog, chosen_range)  # raises usage errors before a take-over fences a writer
     if on_loss is not None and chosen.retired:
         on_loss(tuple(map(ref_of, chosen.retired)))
     author: ChangeCommitter | None = None
     if not dry_run:
         author = TakeOver(journal, "merge", several=True) if take_over else ChangeRequester(journal, timeout, view)
     owned = None if author is None else author.owned
-    with Work(journal, owned, progress, dry_run=dry_run) as work:
+    with MergePreparation(journal, owned, progress, dry_run=dry_run) as work:
         prepared = _prepare(work, chosen_range, tries=1 if owned is not None else _TRIES)
     if author is None:
         return _merged(prepared, "planned", "")
     return _merged(prepared, *_commit(author, prepared, f"merge {chosen_range.text}"))
 
 
-def _prepare(work: Work, wanted: Range, *, tries: int) -> Prepared:
-    """As often as newer terms begin meanwhile: what was prepared for one is of no use in the next."""
+def _prepare(work: MergePreparation, wanted: Range, *, tries: int) -> Prepared:
+    """Prepare, and retry if a newer term begins: segments written for one term are useless in the next."""
     while True:
         try:
             return work.prepare(wanted)
@@ -140,7 +141,7 @@ def _prepare(work: Work, wanted: Range, *, tries: int) -> Prepared:
 
 
 def _commit(author: ChangeCommitter, prepared: Prepared, what: str) -> tuple[Answer, str]:
-    """One change; or two, where checkpoints have to be moved before they can be retired."""
+    """Commit one change; or two, if checkpoints have to be moved before they can be retired."""
     outcome = author.commit(prepared.term, what, prepared.change)
     if outcome.answer != "accepted" or not prepared.later:
         return outcome.answer, "" if outcome.answer == "accepted" else outcome.reason

@@ -1,4 +1,4 @@
-"""Reading back what a merge wrote, before anybody is asked to rely on it."""
+"""Reads back what a merge wrote, before it is committed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened_plan(
     encodings: Sequence[Encoding],
     written: Sequence[SegmentEntry] = (),
 ) -> Iterator[OpenCheckpoint]:
-    """Open what restores `entry` by `encodings`, the full first, whether or not the catalog says so.
+    """Open the plan that restores `entry` by `encodings`, the full first, whether or not the catalog has it.
 
     The caller has pinned the segments; `written` are those that no catalog names yet.
 
@@ -47,7 +47,7 @@ def opened_plan(
 
 
 def check_state(found: OpenCheckpoint, pool: ThreadPoolExecutor, staging: Staging, advance: Advance) -> None:
-    """Decode every tensor through its chain; compare each chunk, and the state's hash with the log's.
+    """Decode every tensor through its chain. Compare each chunk with its hash, and the state's hash with the log's.
 
     Raises:
         CorruptSegmentError: names segment and tensor.
@@ -72,12 +72,12 @@ def check_copies(
         CorruptSegmentError: names segment and tensor.
         StorageError: the medium failed.
     """
-    readers: dict[str, SegmentReader] = {}  # closed again: what they say of themselves lasts
+    readers: dict[str, SegmentReader] = {}  # closed below; their descriptions remain usable
     for segment in written:
         with closing(SegmentReader(backend, segment)) as reader:
             readers[segment.id] = reader
             tensors = [tensor for own in reader.doc.tensors.values() for tensor in own.values()]
-            # Stored bytes as they are: nothing is decoded here.
+            # Check the stored bytes; nothing is decoded here.
             copy_tensors(reader, tensors, pool, staging, lambda _tensor, _offset, _data: None, advance=advance)
     for edge in encodings:
         _check_description([readers[one] for one in edge.segments], catalog, edge)
@@ -92,4 +92,4 @@ def _check_description(readers: Sequence[SegmentReader], catalog: Catalog, edge:
 
 
 def _forget(_offset: int, _data: Bytes) -> None:
-    """What was decoded has been compared: nobody wants the bytes."""
+    """Discard decoded bytes: they have been compared already."""

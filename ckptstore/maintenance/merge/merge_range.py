@@ -1,7 +1,7 @@
-"""What a merge of ``A..B`` means for a catalog: which diffs are merged, which checkpoints go, what stays and why.
+"""Selects what a merge of ``A..B`` does: which diffs are merged, which checkpoints are retired, what stays and why.
 
-The range is the promised checkpoints of one term with A <= step <= B. Fulls among them are neither merged nor retired,
-unless that is asked for. Nothing here reads a segment.
+The range is the promised checkpoints of one term with A <= step <= B. Fulls in it are neither merged nor retired,
+unless that is requested. This module reads no segments.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from ckptstore.formats.retention_rules import known, reasons_of
 from ckptstore.log import refs
 from ckptstore.restore.restore_plan import Plan, plan, plan_all
 
-__all__ = ["Range", "Selection", "outside", "select_range", "unneeded"]
+__all__ = ["MergeSelection", "Range", "outside", "select_range", "unneeded"]
 
 _OF_FULLS: Final = (
-    ". Fulls go only where that is asked for (fulls=True, --fulls): then B alone stays. To keep every one, in fewer "
+    ". Fulls are merged only on request (fulls=True, --fulls): then only B stays. To keep every one, in fewer "
     "bytes: ckpt compact --only A..B"
 )
 _NAMED: Final = 4
 _NOT_BOTH: Final = (
-    "fulls: not with keep_steps, by which every one of them stays; ckpt compact --only A..B stores the fulls of a "
-    "range as deltas, and keeps them all"
+    "fulls cannot be combined with keep_steps, which keeps every one of them; ckpt compact --only A..B stores the "
+    "fulls of a range as deltas, and keeps them all"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What is to be done with a range.
+class MergeSelection:
+    """What a merge does with a range.
 
     Attributes:
         first: A.
         last: B.
-        target: the checkpoint that is decoded to prove the result: B, or with ``keep_steps`` the last diff.
+        target: the checkpoint that is decoded to verify the result: B, or with ``keep_steps`` the last diff.
         chain: the plan of `target`.
-        merged: encodings to be put into one segment, ascending by step. The last ones of `chain`, or with
-            ``keep_steps`` one for each diff.
-        copyable: whether the checkpoints of `merged` may be given new encodings, all of them.
-        retired: (term, step) of the checkpoints that go.
-        held: REF of a checkpoint that would go, too -> what holds it.
+        merged: encodings to put into one segment, ascending by step. The last ones of `chain`, or with ``keep_steps``
+            one for each diff.
+        copyable: whether all checkpoints of `merged` may get new encodings.
+        retired: (term, step) of the checkpoints to retire.
+        held: REF of a checkpoint that would be retired, too -> what holds it.
         fulls: REFs of the fulls of the range, which stay.
     """
 
@@ -66,7 +66,7 @@ class Selection:
 
     @property
     def prefix(self) -> tuple[Encoding, ...]:
-        """The encodings of `chain` below what is merged."""
+        """The encodings of `chain` below the merged ones."""
         merged = {edge.checkpoint for edge in self.merged}
         return tuple(edge for edge in self.chain.encodings if edge.checkpoint not in merged)
 
@@ -79,12 +79,12 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What somebody wants to be merged.
+    """A range to merge.
 
     Attributes:
         text: ``A..B``.
-        keep_steps: keep every checkpoint of the range; else B alone of its diffs.
-        fulls: the fulls of the range go, too, so that B alone of it stays; not with `keep_steps`.
+        keep_steps: keep every checkpoint of the range; otherwise only B of its diffs.
+        fulls: retire the fulls of the range, too, so that only B stays; cannot be combined with `keep_steps`.
     """
 
     text: str
@@ -96,14 +96,14 @@ class Range:
             raise UsageError(_NOT_BOTH)
 
 
-def select_range(catalog: Catalog, wanted: Range) -> Selection:
+def select_range(catalog: Catalog, wanted: Range) -> MergeSelection:
     """Choose what a merge does.
 
     Raises:
         UsageError: not a range; A and B are of different terms, or in the wrong order; or there is nothing to merge.
-        CheckpointNotFoundError: A or B is not there.
+        CheckpointNotFoundError: A or B does not exist.
         CorruptionError: a checkpoint of the range cannot be restored.
-        CorruptLogError: ``latest`` behind a damaged slot.
+        CorruptLogError: ``latest`` is hidden by a damaged slot.
     """
     first, last, members = _members(catalog, wanted.text)
     whole = {node for node in members if any(edge.base is None for edge in catalog.encodings.get(node, ()))}
@@ -118,7 +118,7 @@ def select_range(catalog: Catalog, wanted: Range) -> Selection:
 
 
 def outside(catalog: Catalog, text: str) -> frozenset[Node]:
-    """The promised checkpoints that are not in ``A..B``.
+    """Return the promised checkpoints that are not in ``A..B``.
 
     Raises:
         UsageError, CheckpointNotFoundError, CorruptLogError: as `select_range`.
@@ -127,7 +127,7 @@ def outside(catalog: Catalog, text: str) -> frozenset[Node]:
 
 
 def _members(catalog: Catalog, text: str) -> tuple[CheckpointEntry, CheckpointEntry, list[Node]]:
-    """A, B, and what the range holds, ascending."""
+    """Return A, B, and the nodes in the range, ascending."""
     first, last = (refs.resolve(catalog, ref) for ref in parse_range(text, catalog.tags))
     if first.term != last.term:
         raise UsageError(
@@ -142,26 +142,26 @@ def _members(catalog: Catalog, text: str) -> tuple[CheckpointEntry, CheckpointEn
 
 def _all_kept(
     catalog: Catalog, first: CheckpointEntry, last: CheckpointEntry, diffs: Sequence[Node], fulls: tuple[str, ...]
-) -> Selection:
-    plans = plan_all(catalog)  # in one pass: a plan each would cost the square of a long chain
+) -> MergeSelection:
+    plans = plan_all(catalog)  # in one pass: separate plans would take quadratic time in a long chain
     edges: dict[Node, Encoding] = {}
     for node in diffs:
         found = plans[node]
         if isinstance(found, CorruptionError):
             raise found
         edges[node] = found.encodings[-1]
-    # A segment that someone else reads, too, could not be dropped: copying from it would store the same bytes twice.
+    # A segment that another checkpoint also reads could not be dropped: copying it would store the same bytes twice.
     while shared := [node for node, edge in edges.items() if not _users(catalog, edge) <= edges.keys()]:
         for node in shared:
             del edges[node]
-    # Steps that were written together lie in one segment, or where ranks wrote them in one of each.
+    # Steps that were written together are in one segment, or in one of each rank that wrote them.
     segments = {edge.segments for edge in edges.values()}
     if len(edges) < 2 or len(segments) < 2:
         why = "lie in one segment" if len(edges) > 1 else "share their segments with checkpoints outside of it"
         raise UsageError(f"nothing to merge: the diffs of {first.ref}..{last.ref} {why}")
     target = catalog.checkpoints[max(edges)]
     merged = tuple(edges[node] for node in sorted(edges))
-    return Selection(first, last, target, plan(catalog, target.id), merged, True, (), {}, fulls)
+    return MergeSelection(first, last, target, plan(catalog, target.id), merged, True, (), {}, fulls)
 
 
 def _last_kept(
@@ -172,7 +172,7 @@ def _last_kept(
     whole: Collection[Node],
     *,
     fulls: bool,
-) -> Selection:
+) -> MergeSelection:
     going = [node for node in members if fulls or node not in whole]
     if last.node != going[-1]:
         raise UsageError(
@@ -188,7 +188,7 @@ def _last_kept(
     for edge in reversed(chain.encodings[:-1]):
         node = edge.checkpoint
         if node in kept or (edge.base is None and not fulls) or node[0] != first.term or node[1] < first.step:
-            break  # it has to stay as it is: what lies above builds on it
+            break  # it has to stay as it is, because a checkpoint above builds on it
         merged.insert(0, edge)
     holders = {ref_of(node): why for node, why in held.items()}
     if not retired and len(merged) < 2:
@@ -197,14 +197,14 @@ def _last_kept(
             f"nothing to merge: every {what} of {first.ref}..{last.ref} has to stay ({_why(holders)}); "
             "keep_steps=True (--keep-steps) merges them and keeps every one"
         )
-    # A full is the file that other tools read: its chunks are no part of a segment of diffs.
+    # A full is a file that other tools read, so its chunks are not copied into a segment of diffs.
     copyable = all(edge.checkpoint in catalog.checkpoints and edge.base is not None for edge in merged)
     there = tuple(ref_of(node) for node in members if node in whole and node not in retired)
-    return Selection(first, last, last, chain, tuple(merged), copyable, retired, holders, there)
+    return MergeSelection(first, last, last, chain, tuple(merged), copyable, retired, holders, there)
 
 
 def _why(holders: Mapping[str, str]) -> str:
-    """What holds the checkpoints: each reason once, with the first of them."""
+    """Format what holds the checkpoints: each reason once, with the first checkpoints."""
     grouped: dict[str, list[str]] = {}
     for ref, by in holders.items():
         grouped.setdefault(by, []).append(ref)
@@ -215,7 +215,7 @@ def _why(holders: Mapping[str, str]) -> str:
 
 
 def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
-    """Which of `nodes` may not be retired, and why."""
+    """Return those of `nodes` that must not be retired, and why."""
     held: dict[Node, str] = {}
     latest = catalog.latest()
     if latest is not None:
@@ -231,7 +231,7 @@ def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
 
 
 def _ruled(catalog: Catalog, nodes: Sequence[Node]) -> dict[Node, str]:
-    """Which of `nodes` the store's rules of retention keep, and which rule does.
+    """Return those of `nodes` that the store's retention rules keep, and by which rule.
 
     Prevents: a merge that gives up what the user's rules keep, without a word.
     """
@@ -246,11 +246,11 @@ def _ruled(catalog: Catalog, nodes: Sequence[Node]) -> dict[Node, str]:
 def unneeded(
     catalog: Catalog, retired: Collection[Node], renewed: Collection[Node], added: Iterable[Encoding]
 ) -> tuple[str, ...]:
-    """Ids of the segments that nothing needs any more after a commit.
+    """Return the ids of the segments that nothing needs after a commit.
 
     Args:
         retired: checkpoints that it retires.
-        renewed: checkpoints whose encodings so far are given up: `added` has another for each.
+        renewed: checkpoints whose present encodings are given up: `added` has another for each.
         added: encodings that it adds.
     """
     bases: dict[Node, list[Node]] = {}
@@ -267,13 +267,13 @@ def unneeded(
     return tuple(
         segment
         for segment in segments
-        if segment in catalog.segments  # in a damaged log it need not be
+        if segment in catalog.segments  # a damaged log may not name it
         and all(node in renewed or node not in still for node in users(catalog, segment))
     )
 
 
 def _users(catalog: Catalog, edge: Encoding) -> set[Node]:
-    """The checkpoints with a live encoding that reads a segment of `edge`."""
+    """Return the checkpoints with a live encoding that reads a segment of `edge`."""
     return {node for segment in edge.segments for node in users(catalog, segment)}
 
 

@@ -1,4 +1,4 @@
-"""What a merge has made and prepared, before anybody is asked to commit it."""
+"""Defines the result of preparing a merge, before it is committed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Literal
 
 from ckptstore.formats.records import Encoding, Node, SegmentEntry
 from ckptstore.log.change import Change
-from ckptstore.maintenance.merge.merge_range import Selection
+from ckptstore.maintenance.merge.merge_range import MergeSelection
 from ckptstore.maintenance.merge.restore_cost import RestoreCost
 
-__all__ = ["Made", "Method", "Prepared"]
+__all__ = ["MergedSegments", "Method", "Prepared"]
 
 Method = Literal["concatenated", "materialized", "kept"]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """Segments that are durable and that nobody knows of yet, and how they are read.
+class MergedSegments:
+    """Durable segments that no log names yet, and how they are read.
 
     Attributes:
         method: see `Merged.method`.
-        chain: what then restores the target of the selection.
-        segments: the new ones.
-        encodings: those that are read from them.
+        chain: the chain that restores the target of the selection after the commit.
+        segments: the new segments.
+        encodings: the encodings that are read from them.
     """
 
     method: Method
@@ -42,18 +42,18 @@ class Prepared:
     """A change that is ready to be committed.
 
     Attributes:
-        term: the term in which it can be.
-        selection: what it is about.
-        made: what was written for it.
-        change: what is to be committed first.
-        later: checkpoints that only a second change can retire: in the first they are given their new encodings.
-        dropped: the segments that both together drop.
-        before, after: what restoring the target costs.
+        term: the term in which it can be committed.
+        selection: the selection that it is for.
+        made: the segments written for it.
+        change: the change to commit first.
+        later: checkpoints that only a second change can retire: the first one gives them their new encodings.
+        dropped: the segments that both changes together drop.
+        before, after: cost of restoring the target.
     """
 
     term: int
-    selection: Selection
-    made: Made
+    selection: MergeSelection
+    made: MergedSegments
     change: Change
     later: tuple[Node, ...]
     dropped: tuple[SegmentEntry, ...]

@@ -1,4 +1,4 @@
-"""What a restore costs, before a merge and after it."""
+"""Computes the cost of a restore, before a merge and after it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["RestoreCost", "restore_cost"]
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """What restoring one checkpoint takes.
+    """The cost of restoring one checkpoint.
 
     Attributes:
         nbytes: stored bytes to read.
-        segments: objects to read them from.
-        links: encodings on the way, the full included.
-        seconds: at the rates measured: reading, decoding deltas, replaying optimizer steps.
+        segments: number of segments to read them from.
+        links: number of encodings, the full included.
+        seconds: at the measured rates: reading, decoding deltas, replaying optimizer steps.
     """
 
     nbytes: int
@@ -30,7 +30,7 @@ class RestoreCost:
 
 
 def restore_cost(catalog: Catalog, encodings: Sequence[Encoding], rates: Rates) -> RestoreCost:
-    """The cost of a plan, of checkpoints that `catalog` knows."""
+    """Compute the cost of a plan whose checkpoints `catalog` contains."""
     seconds = restore_seconds(catalog, rates)
     segments = {segment for edge in encodings for segment in edge.segments}
     return RestoreCost(

@@ -1,4 +1,4 @@
-"""Where stored checkpoints are written anew: threads, memory, and what becomes of segments that nobody commits."""
+"""Provides threads and memory for rewriting checkpoints, and removes segments that are not committed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ckptstore.maintenance.merge.merge_check import check_copies, check_state
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.segments.write_session import SegmentSession
 
-__all__ = ["Workshop"]
+__all__ = ["RewriteContext"]
 
 
-class Workshop:
-    """Threads and memory for the length of a ``with``.
+class RewriteContext:
+    """Threads and memory for rewriting, for the length of a ``with``.
 
     Attributes:
-        term: the term of what is written. Whoever works here sets it once the log was read.
-        tally: what is done, and told.
-        advance: tells it, and may take its time.
-        session: what segments are written with.
+        term: the term to write in. The caller sets it once it has read the log.
+        tally: counts progress and reports it.
+        advance: reports progress, and may block to limit the speed.
+        session: the session that segments are written with.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Workshop:
         """Take threads and memory.
 
         Args:
-            progress: told (bytes done, bytes in all).
+            progress: called with (bytes done, bytes in all).
             dry_run: write nothing.
-            held_back: wraps what is told of every piece that is done, for instance to slow it down.
+            held_back: wraps the callback for every finished piece, for example to slow the work down.
         """
         self.term = 0
         self.tally = Tally(progress)
@@ -73,18 +73,18 @@ class Workshop:
         self._stack.close()
 
     @contextlib.contextmanager
-    def nothing_left_behind(self) -> Iterator[None]:
-        """What was written and cannot be used is removed: nobody was told of it."""
+    def removing_on_failure(self) -> Iterator[None]:
+        """Remove written segments if the block raises: no log or writer knows of them."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(StorageError):  # gc finds it another time
+            with contextlib.suppress(StorageError):  # gc deletes them another time
                 self.remove(set())
             raise
 
     @contextlib.contextmanager
-    def term_goes_on(self) -> Iterator[None]:
-        """Once the term is over gc may take what nobody committed in it, written or half-written: it is not lost."""
+    def fenced_if_newer_term(self) -> Iterator[None]:
+        """Raise `FencedError` if the block fails because a newer term began and gc took uncommitted segments."""
         try:
             yield
         except (CorruptSegmentError, StorageError) as error:
@@ -96,14 +96,14 @@ class Workshop:
             raise
 
     def remove(self, keep: set[str]) -> None:
-        """Delete what was begun, but for the segments `keep`."""
+        """Delete the segments that were begun, except `keep`."""
         for segment in [begun for begun in self._begun if begun not in keep]:
             if not self._dry_run:
                 self._backend.delete(segment_key(self.term, segment))
             self._begun.remove(segment)
 
     def told(self) -> None:
-        """What was begun may be known to others from now on: it is not removed any more."""
+        """Stop tracking the begun segments: other processes may know of them now, so they are not removed."""
         self._begun.clear()
 
     def check(self, found: OpenCheckpoint) -> None:
@@ -111,5 +111,5 @@ class Workshop:
         check_state(found, self._pool, self._staging, self.advance)
 
     def check_copies(self, catalog: Catalog, segments: Sequence[SegmentEntry], encodings: Sequence[Encoding]) -> None:
-        """Read back what was copied. Raises as `checking.check_copies`."""
+        """Read back copied segments. Raises as `merge_check.check_copies`."""
         check_copies(self._backend, catalog, segments, encodings, self._pool, self._staging, self.advance)

@@ -1,6 +1,6 @@
-"""What is intact of a damaged store, as a new one: the log is read as far as it can be, and made again from segments.
+"""Repairs a damaged store into a new one: reads the log as far as possible, and rebuilds the rest from segments.
 
-`store_repair` has the order; nothing is ever changed in place. Imports what `maintenance` may.
+`store_repair` lists the steps. Nothing is changed in place. Imports what `maintenance` may import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What there may be to keep: what the log promises, and what only segments tell of where the log is not whole."""
+"""Collects the checkpoints that repair may keep: those in the log, and those in segments whose log record is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, ref_of
 from ckptstore.maintenance.repair.evidence import Log
-from ckptstore.maintenance.repair.log_rebuild import Whole, groups_of, remake
-from ckptstore.maintenance.repair.segment_descriptions import Told
+from ckptstore.maintenance.repair.log_rebuild import CompleteEncoding, groups_of, rebuild
+from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 
 __all__ = ["Candidates", "candidates"]
 
@@ -21,9 +21,9 @@ class Candidates:
     """A history that may be kept, as far as its segments are intact.
 
     Attributes:
-        catalog: all of it.
-        found: checkpoints that only segments tell of.
-        unproven: those of them whose state hash nothing else repeats: a changed header would not be noticed.
+        catalog: the whole history.
+        found: checkpoints that only segments describe.
+        unproven: those of them whose state hash is recorded nowhere else: a changed header would not be noticed.
         broken: what is lost already -> why.
     """
 
@@ -33,8 +33,8 @@ class Candidates:
     broken: dict[Node, str] = field(default_factory=dict)
 
 
-def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -> Candidates:
-    """Put together what the log and the segments of a run say. Raises as `remaking.remake`."""
+def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, SegmentDescription]) -> Candidates:
+    """Combine what the log and the segments of a run say. Raises as `log_rebuild.rebuild`."""
     known = log.catalog
     own = [one for one in told.values() if one.run == run]
     groups = {
@@ -42,7 +42,7 @@ def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -
         for (node, first), members in groups_of(own).items()
         if _is_news(log, node, [one.entry.id for one in members])
     }
-    made = remake(backend, groups)
+    made = rebuild(backend, groups)
     parents: dict[int, CheckpointId | None] = {}
     for one in own:
         parents |= one.parents
@@ -75,10 +75,10 @@ def candidates(backend: Backend, run: str, log: Log, told: Mapping[str, Told]) -
 
 
 def _is_news(log: Log, node: Node, segments: Iterable[str]) -> bool:
-    """Whether an encoding may be one whose COMMIT is lost.
+    """Tell whether an encoding may be one whose COMMIT is lost.
 
-    Where the log is whole it names all there is, but for an end of it that left no trace: a copy that was taken while
-    a writer went on has segments of its newest checkpoints, and not their slots.
+    A whole log names everything, except for a lost end that left no trace: a copy taken while a writer continued has
+    segments of its newest checkpoints, but not their slots.
     """
     catalog = log.catalog
     if not log.whole and catalog.find(node) is None:
@@ -94,8 +94,10 @@ def _is_news(log: Log, node: Node, segments: Iterable[str]) -> bool:
     return node[0] == catalog.term and node[1] > below and node[1] not in catalog.spent
 
 
-def _named(told: Iterable[Told], known: Catalog, parents: Mapping[int, CheckpointId | None]) -> dict[CheckpointId, str]:
-    """Checkpoints that something names by its state hash -> what does, for people."""
+def _named(
+    told: Iterable[SegmentDescription], known: Catalog, parents: Mapping[int, CheckpointId | None]
+) -> dict[CheckpointId, str]:
+    """Map checkpoints whose state hash is recorded elsewhere to where it is recorded, in words."""
     named: dict[CheckpointId, str] = {}
     for term, parent in parents.items():
         if parent is not None:
@@ -111,10 +113,10 @@ def _named(told: Iterable[Told], known: Catalog, parents: Mapping[int, Checkpoin
 
 
 def _one_state_each(
-    whole: Iterable[Whole], named: Mapping[CheckpointId, str], broken: dict[Node, str], known: Catalog
-) -> list[Whole]:
-    """Encodings of one state for each checkpoint: the log's, else one that something names, else the newest."""
-    by_node: dict[Node, list[Whole]] = {}
+    whole: Iterable[CompleteEncoding], named: Mapping[CheckpointId, str], broken: dict[Node, str], known: Catalog
+) -> list[CompleteEncoding]:
+    """Choose encodings of one state for each checkpoint: the log's, else a recorded one, else the newest."""
+    by_node: dict[Node, list[CompleteEncoding]] = {}
     for one in whole:
         by_node.setdefault(one.entry.node, []).append(one)
     chosen = []
@@ -129,7 +131,7 @@ def _one_state_each(
 
 
 def _name_the_lost(found: Candidates, named: Mapping[CheckpointId, str], known: Catalog) -> None:
-    """What something builds on or continues from, and nothing has; unless the log saw how it was retired."""
+    """Add checkpoints that others build on or continue from, and that are missing, unless the log retired them."""
     retired = {one.parent.node for one in known.terms.values() if one.parent is not None and one.parent_found}
     for identity, why in named.items():
         if found.catalog.find(identity.node) is None and identity.node not in retired:
@@ -137,7 +139,7 @@ def _name_the_lost(found: Candidates, named: Mapping[CheckpointId, str], known: 
 
 
 def _terms(catalog: Catalog, known: Catalog, parents: Mapping[int, CheckpointId | None], run: str) -> None:
-    """The terms of the log, and those that only checkpoints, segments and other terms name."""
+    """Add the terms of the log, and those that only checkpoints, segments and other terms name."""
     catalog.terms.update(known.terms)
     entries: list[CheckpointEntry] = [*catalog.checkpoints.values(), *catalog.held.values()]
     times: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Which encodings of a damaged store are intact, which checkpoints they still lead to, and why the others are lost."""
+"""Decides which encodings of a damaged store are intact, which checkpoints they restore, and why others are lost."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Assessment", "assess"]
 
 
 @dataclass
-class Verdict:
+class Assessment:
     """What is kept.
 
     Attributes:
-        edges: encodings in segments that are intact, whose base is kept.
-        rewritten: encodings that are intact in a segment that is not: they are written anew.
-        otherwise: promised checkpoints that none of these restores, and a load does -> by which way.
-        lost: promised checkpoints that nothing restores any more -> why.
+        edges: encodings in intact segments, whose base is kept.
+        rewritten: encodings that are intact in a damaged segment: they are rewritten.
+        otherwise: promised checkpoints that none of these restores, but a load does -> by which plan.
+        lost: promised checkpoints that cannot be restored -> why.
     """
 
     edges: list[Encoding] = field(default_factory=list)
@@ -39,21 +39,21 @@ class Verdict:
         return {edge.checkpoint for edge in (*self.edges, *self.rewritten)}
 
 
-def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
-    """Decide, once every byte was read and every encoding decoded.
+def assess(backend: Backend, catalog: Catalog, found: Findings) -> Assessment:
+    """Decide, after every byte was read and every encoding decoded.
 
     Args:
         catalog: the candidates.
-        found: what `verify.examine` found wrong with them.
+        found: what `segment_scan.examine` found wrong with them.
     """
-    judging = _Judging(backend, catalog, found)
-    verdict = Verdict()
+    assessor = _Assessor(backend, catalog, found)
+    assessment = Assessment()
     waiting: dict[Node | None, list[Encoding]] = {}
     for edges in catalog.encodings.values():
         for edge in edges:
-            if not judging.reason(edge):
+            if not assessor.reason(edge):
                 waiting.setdefault(None if edge.base is None else edge.base.node, []).append(edge)
-    # From what needs no other upwards: what is not reached builds on something that is lost.
+    # Start with fulls and work upwards. An encoding that is never reached builds on something that is lost.
     reached: list[Node | None] = [None]
     seen: set[Node] = set()
     while reached:
@@ -61,19 +61,19 @@ def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
             base = None if edge.base is None else catalog.find(edge.base.node)
             if edge.base is not None and (base is None or base.state != edge.base.state):
                 continue
-            (verdict.rewritten if judging.torn(edge) else verdict.edges).append(edge)
+            (assessment.rewritten if assessor.torn(edge) else assessment.edges).append(edge)
             if edge.checkpoint not in seen:
                 seen.add(edge.checkpoint)
                 reached.append(edge.checkpoint)
-    whole = {edge.checkpoint for edge in verdict.edges}
-    verdict.rewritten = [edge for edge in verdict.rewritten if edge.checkpoint not in whole]
+    whole = {edge.checkpoint for edge in assessment.edges}
+    assessment.rewritten = [edge for edge in assessment.rewritten if edge.checkpoint not in whole]
     for node in catalog.checkpoints:
         if node not in seen:
-            verdict.lost[node] = judging.why(node, seen)
-    return verdict
+            assessment.lost[node] = assessor.why(node, seen)
+    return assessment
 
 
-class _Judging:
+class _Assessor:
     def __init__(self, backend: Backend, catalog: Catalog, found: Findings) -> None:
         self._backend = backend
         self._catalog = catalog
@@ -85,11 +85,11 @@ class _Judging:
         self._reasons: dict[object, str] = {}
 
     def torn(self, edge: Encoding) -> bool:
-        """Whether a segment of it is damaged, if not where this encoding is."""
+        """Tell whether one of its segments is damaged, even outside this encoding."""
         return not self._torn.isdisjoint(edge.segments)
 
     def reason(self, edge: Encoding) -> str:
-        """Why an encoding cannot be used, whatever it builds on; empty: it can."""
+        """Return why an encoding cannot be used, regardless of its base; empty: it can."""
         name = edge_of(edge)
         if name not in self._reasons:
             self._reasons[name] = self._reason(edge)
@@ -99,7 +99,7 @@ class _Judging:
         for segment in edge.segments:
             entry = self._catalog.segments.get(segment)
             if entry is None:
-                return f"the log does not have its segment {segment} any more"
+                return f"the log no longer has its segment {segment}"
             if segment in self._found.bad_segments:
                 return f"{entry.key}: {self._what.get(entry.key, 'it cannot be read')}"
         flaw = self._found.flaws.get(edge_of(edge))
@@ -111,7 +111,7 @@ class _Judging:
         return self._hit(edge)
 
     def _hit(self, edge: Encoding) -> str:
-        """The first damaged chunk among its own."""
+        """Return the first damaged chunk among its own."""
         step = edge.checkpoint[1]
         for segment in edge.segments:
             bad = self._found.bad_chunks.get(segment)
@@ -129,7 +129,7 @@ class _Judging:
         return ""
 
     def why(self, node: Node, kept: Container[Node]) -> str:
-        """Why a checkpoint is lost."""
+        """Return why a checkpoint is lost."""
         edges = self._catalog.encodings.get(node, ())
         reasons = [text for edge in edges if (text := self.reason(edge) or _below(edge, kept))]
         return reasons[0] if reasons else "nothing stored restores it"

@@ -1,4 +1,4 @@
-"""What a damaged place still says: whose stores' objects are in it, and what is left of the log of one of them."""
+"""Reads what a damaged place still says: which stores' objects it contains, and what is left of one log."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import damaged_folds, read
 from ckptstore.log.partial_objects import slot_bytes, text_bytes
-from ckptstore.maintenance.repair.segment_descriptions import Told
+from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 from ckptstore.maintenance.verify.verify_findings import Damage
 
-__all__ = ["Log", "choose_run", "format_of", "on_its_way", "read_log"]
+__all__ = ["Log", "choose_run", "format_of", "in_progress", "read_log"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,17 @@ class Log:
     judged: Mapping[int, str] = field(default_factory=dict)
 
 
-def choose_run(backend: Backend, keys: Sequence[str], told: Mapping[str, Told], wanted: str | None) -> str:
-    """The run whose store is to be repaired.
+def choose_run(
+    backend: Backend, keys: Sequence[str], told: Mapping[str, SegmentDescription], wanted: str | None
+) -> str:
+    """Return the run to repair.
 
     Args:
-        wanted: what its uuid begins with; None: there is only one.
+        wanted: the start of its uuid; None: there is only one.
 
     Raises:
-        UsageError: objects of several are there, and it is not said which; or `wanted` is none of them, or several.
-        StoreNotFoundError: there is nothing of any.
+        UsageError: there are objects of several runs and `wanted` is None; or `wanted` matches none or several.
+        StoreNotFoundError: there is no object of any run.
     """
     found: dict[str, Counter[str]] = {}
     for run, what in _claims(backend, keys, told):
@@ -74,7 +76,7 @@ def choose_run(backend: Backend, keys: Sequence[str], told: Mapping[str, Told], 
     raise UsageError(f"{backend.url}: {wanted!r} names {len(matching)} of the runs that are here: {said}")
 
 
-def _claims(backend: Backend, keys: Sequence[str], told: Mapping[str, Told]) -> list[tuple[str, str]]:
+def _claims(backend: Backend, keys: Sequence[str], told: Mapping[str, SegmentDescription]) -> list[tuple[str, str]]:
     claims = []
     for key in keys:
         if key == FORMAT_KEY or slot_of(key) is not None:
@@ -87,9 +89,10 @@ def _claims(backend: Backend, keys: Sequence[str], told: Mapping[str, Told]) -> 
 
 
 def format_of(backend: Backend, run: str) -> tuple[FormatFile, list[Damage]]:
-    """The run's FORMAT file; where that is gone or another's, what it was before anybody chose otherwise.
+    """Return the run's FORMAT file; if it is missing or another run's, a default one.
 
-    Raises `IncompatibleFormatError`: it is intact, and this version does not understand it.
+    Raises:
+        IncompatibleFormatError: it is intact, and this version does not understand it.
     """
     try:
         found = decode_format(text_bytes(backend, FORMAT_KEY))
@@ -105,24 +108,24 @@ def format_of(backend: Backend, run: str) -> tuple[FormatFile, list[Damage]]:
 
 
 def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Log:
-    """Read the log as far as it can be.
+    """Read the log as far as possible.
 
     Raises:
-        IncompatibleFormatError: it is intact, and a newer version's.
+        IncompatibleFormatError: it is intact, and written by a newer version.
         StorageError: the medium failed.
     """
     damage = []
     judged: dict[int, str] = {}
     try:
         journal = Journal(backend, format_file)
-        # Prevents: steps that are cut off, because somebody folds the log while it is read: then it is read again.
+        # Prevents: steps that are cut off, because the log is folded while it is read: then it is read again.
         view = read(journal, look_above=True, tell=False)
         catalog = view.catalog
         if view.end - 1 in view.damage:
             judged[view.end - 1] = catalog.last
         damage += [Damage(key, "the fold is damaged") for key in damaged_folds(journal, view)]
     except CorruptLogError as error:
-        catalog = _whatever(backend, format_file, keys)
+        catalog = _readable_records(backend, format_file, keys)
         damage.append(Damage("log", str(error).removeprefix(f"{backend.url}: ")))
     present = set(keys)
     for seq in catalog.damage:
@@ -131,18 +134,18 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
     if not catalog.term:
         damage.append(Damage("log", "nothing of it is left"))
     elif catalog.lost > catalog.term:
-        damage.append(Damage("log", f"it ends in term {catalog.term}, and there are segments of term {catalog.lost}"))
+        damage.append(Damage("log", f"it ends in term {catalog.term}, but there are segments of term {catalog.lost}"))
     return Log(catalog, bool(catalog.term) and not damage, tuple(damage), judged)
 
 
-def on_its_way(log: Log, key: str) -> bool:
-    """Whether a segment that cannot be read is none of a whole log's: a writer is writing it, or was killed then."""
+def in_progress(log: Log, key: str) -> bool:
+    """Tell whether an unreadable segment is not one of a whole log: a writer is writing it, or was killed doing so."""
     place = object_of(key)
     return log.whole and place is not None and place[0] >= log.catalog.term and place[1] not in log.catalog.segments
 
 
-def _whatever(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
-    """The newest fold that can be read, and every record above it that may continue it, whatever is between."""
+def _readable_records(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> Catalog:
+    """Apply the newest readable fold, and every record above it that may continue it, across gaps."""
     builder = CatalogBuilder(_fold(backend, format_file.run, keys))
     slots = sorted(seq for key in keys if (seq := slot_of(key)) is not None)
     for seq in slots:

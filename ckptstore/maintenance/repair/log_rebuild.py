@@ -1,4 +1,4 @@
-"""Making the log again from segments: which encodings they make up, and of which states (SPEC 5.1)."""
+"""Rebuilds the log from segments: which encodings they form, and of which states (SPEC 5.1)."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
 from ckptstore.formats.shards import name_of
-from ckptstore.maintenance.repair.segment_descriptions import Told
+from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 from ckptstore.maintenance.verify.verify_findings import is_bad_medium
 from ckptstore.restore.assembly import held_by, tree_of
 from ckptstore.restore.stored_parts import described_state
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["Remade", "Whole", "groups_of", "remake"]
+__all__ = ["CompleteEncoding", "RebuiltEncodings", "groups_of", "rebuild"]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """An encoding all of whose segments are there, and the checkpoint that it leads to."""
+class CompleteEncoding:
+    """An encoding whose segments all exist, and the checkpoint that it restores."""
 
     encoding: Encoding
     entry: CheckpointEntry
 
 
 @dataclass
-class Remade:
-    """What segments give.
+class RebuiltEncodings:
+    """What segments yield.
 
     Attributes:
-        whole: encodings.
-        broken: node -> why an encoding of it is none.
+        whole: complete encodings.
+        broken: node -> why an encoding of it is incomplete.
     """
 
-    whole: list[Whole] = field(default_factory=list)
+    whole: list[CompleteEncoding] = field(default_factory=list)
     broken: dict[Node, str] = field(default_factory=dict)
 
 
-def groups_of(told: Iterable[Told]) -> dict[tuple[Node, str], list[Told]]:
-    """(checkpoint, id of the encoding's first segment) -> its segments, those that are there, in reading order."""
-    groups: dict[tuple[Node, str], list[Told]] = {}
+def groups_of(told: Iterable[SegmentDescription]) -> dict[tuple[Node, str], list[SegmentDescription]]:
+    """Group segments by (checkpoint, id of the encoding's first segment), those that exist, in reading order."""
+    groups: dict[tuple[Node, str], list[SegmentDescription]] = {}
     for one in told:
         for step, encoding in one.steps.items():
             first = one.entry.id if encoding.part is None else encoding.part.first
@@ -52,19 +52,19 @@ def groups_of(told: Iterable[Told]) -> dict[tuple[Node, str], list[Told]]:
     return groups
 
 
-def _place(one: Told, step: int) -> tuple[int, int]:
-    """The tree's segment first; then by rank, and by number."""
+def _place(one: SegmentDescription, step: int) -> tuple[int, int]:
+    """Sort key: the tree's segment first, then by rank and number."""
     part = one.steps[step].part
     number = 0 if part is None else part.number
     return (one.rank.get(step, -1), number) if number else (-1, 0)
 
 
-def _missing(members: Sequence[Told], node: Node) -> str:
-    """Why these are not all of an encoding; empty: they are."""
+def _missing(members: Sequence[SegmentDescription], node: Node) -> str:
+    """Return why these are not all segments of an encoding; empty: they are."""
     step = node[1]
     first = members[0].steps[step].part
     if first is None:
-        return "" if len(members) == 1 else f"{len(members)} segments say that each is all of it"
+        return "" if len(members) == 1 else f"{len(members)} segments each claim to be the whole encoding"
     have = [(one.rank.get(step), one.steps[step].part) for one in members]
     counts = members[0].ranks.get(step)
     numbers = {(rank, part.number) for rank, part in have if part is not None}
@@ -78,12 +78,13 @@ def _missing(members: Sequence[Told], node: Node) -> str:
     return f"{gone} of its {len(wanted)} segments are missing" if gone else ""
 
 
-def remake(backend: Backend, groups: Mapping[tuple[Node, str], Sequence[Told]]) -> Remade:
-    """The encodings that groups of segments make up. Reads their descriptions again, one group at a time.
+def rebuild(backend: Backend, groups: Mapping[tuple[Node, str], Sequence[SegmentDescription]]) -> RebuiltEncodings:
+    """Build the encodings that groups of segments form. Reads their descriptions again, one group at a time.
 
-    Raises `StorageError`: the medium failed, and not because of one object.
+    Raises:
+        StorageError: the medium failed, and not because of one object.
     """
-    made = Remade()
+    made = RebuiltEncodings()
     for (node, _), members in sorted(groups.items(), key=lambda item: item[0]):
         if why := _missing(members, node):
             made.broken.setdefault(node, why)
@@ -93,7 +94,7 @@ def remake(backend: Backend, groups: Mapping[tuple[Node, str], Sequence[Told]]) 
         stored = sum(one.stored[node[1]] for one in members)
         edge = Encoding(node, told.kind, told.base, ids, told.lossy, stored)
         try:
-            made.whole.append(Whole(edge, _entry(backend, members, edge, told.time)))
+            made.whole.append(CompleteEncoding(edge, _entry(backend, members, edge, told.time)))
         except StorageError as error:
             if not is_bad_medium(error):
                 raise
@@ -103,7 +104,7 @@ def remake(backend: Backend, groups: Mapping[tuple[Node, str], Sequence[Told]]) 
     return made
 
 
-def _entry(backend: Backend, members: Sequence[Told], edge: Encoding, time: float) -> CheckpointEntry:
+def _entry(backend: Backend, members: Sequence[SegmentDescription], edge: Encoding, time: float) -> CheckpointEntry:
     with ExitStack() as stack:
         readers = []
         for one in members:

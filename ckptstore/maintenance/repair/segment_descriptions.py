@@ -1,4 +1,4 @@
-"""What every segment below ``seg/`` says of itself, without a look at the log (SPEC 5.1, Making the log again)."""
+"""Reads every segment's own description below ``seg/``, without the log (SPEC 5.1, Making the log again)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from ckptstore.formats.segment_steps import StepEncoding, read_ranks
 from ckptstore.maintenance.verify.verify_findings import Damage, is_bad_medium
 
-__all__ = ["Told", "survey"]
+__all__ = ["SegmentDescription", "survey"]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A segment's own words, without its tensors and trees.
+class SegmentDescription:
+    """A segment's own description, without its tensors and trees.
 
     Attributes:
         entry: what a COMMIT would say of it.
-        run: whose it is.
-        parents: term -> what it continues from.
+        run: its run.
+        parents: term -> the checkpoint it continues from.
         steps: step -> how it is encoded here.
-        stored: step -> bytes that its encoding costs here.
-        rank: step -> the rank whose segment it is, and `ranks`: how many segments each rank has (SPEC 5.1).
+        stored: step -> bytes of its encoding here.
+        rank: step -> the rank that wrote the segment, and `ranks`: number of segments of each rank (SPEC 5.1).
     """
 
     entry: SegmentEntry
@@ -39,12 +39,13 @@ class Told:
     ranks: Mapping[int, tuple[int, ...]]
 
 
-def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, Told], list[Damage]]:
-    """Read the description of every segment -> by id; and what cannot be read.
+def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, SegmentDescription], list[Damage]]:
+    """Read the description of every segment. Return them by id, and the damage of those that cannot be read.
 
-    Raises `StorageError`: the medium failed, and not because of this one object.
+    Raises:
+        StorageError: the medium failed, and not because of this one object.
     """
-    found: dict[str, Told] = {}
+    found: dict[str, SegmentDescription] = {}
     damage: list[Damage] = []
     for key in keys:
         place = object_of(key)
@@ -66,7 +67,7 @@ def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, Told], list
     return found, damage
 
 
-def _told(source: SegmentSource, key: str) -> Told:
+def _told(source: SegmentSource, key: str) -> SegmentDescription:
     def read(offset: int, length: int) -> bytes:
         out = bytearray(length)
         source.read_into(offset, memoryview(out))
@@ -76,11 +77,13 @@ def _told(source: SegmentSource, key: str) -> Told:
     header = read(0, header_length(read(0, min(8, size)), size, key))
     doc = parse(header, size, key, read)
     entry = SegmentEntry(doc.segment, doc.term, size, len(header), checksums.header_hash(header))
-    return Told(entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *read_ranks(doc.extra, doc.steps, key))
+    return SegmentDescription(
+        entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *read_ranks(doc.extra, doc.steps, key)
+    )
 
 
 def _shares(doc: SegmentDoc, size: int) -> dict[int, int]:
-    """What each step costs: its chunks, and an equal share of the rest; the last has what is left."""
+    """Return the bytes of each step: its chunks, and an equal share of the rest; the last gets the remainder."""
     stored = {step: sum(tensor.stored for tensor in doc.tensors.get(step, {}).values()) for step in doc.steps}
     rest, left = divmod(max(0, size - sum(stored.values())), len(stored))
     return {step: nbytes + rest + (left if step == doc.steps[-1] else 0) for step, nbytes in stored.items()}

@@ -1,7 +1,7 @@
-"""What cannot be copied as it is: written to the new store in segments of its own.
+"""Rewrites into new segments what cannot be copied unchanged.
 
-Encodings that are intact in a segment that is not keep their form. A checkpoint that only a way through something
-damaged leads to (its own encoding needs nothing of it, for instance) becomes a full.
+An encoding that is intact in a damaged segment keeps its form. A checkpoint whose every chain has damage, although a
+load still restores it (for example because its own encoding does not need the damaged part), becomes a full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.threads import Workers, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import LogCopy
-from ckptstore.maintenance.copies.copies_as_fulls import write_anew
+from ckptstore.maintenance.copies.copies_as_fulls import rewrite_as_full
 from ckptstore.maintenance.merge.chunk_copies import copy_encodings
 from ckptstore.maintenance.merge.merge_check import check_copies
 from ckptstore.restore.restore_plan import Plan
@@ -29,12 +29,12 @@ __all__ = ["Rewritten", "rewrite", "rewrite_as_fulls"]
 
 @dataclass
 class Rewritten:
-    """What was written.
+    """The result of rewriting.
 
     Attributes:
-        segments: durable, and read back.
-        encodings: what reads them.
-        present: checkpoints for which an earlier try has done it.
+        segments: new segments, durable and read back.
+        encodings: the encodings that read them.
+        present: checkpoints that an earlier try has already rewritten.
     """
 
     segments: list[SegmentEntry] = field(default_factory=list)
@@ -45,11 +45,11 @@ class Rewritten:
 def rewrite(
     source: Backend, replica: LogCopy, catalog: Catalog, edges: Sequence[Encoding], run: str, threads: int
 ) -> Rewritten:
-    """Copy the chunks of `edges`, those of one damaged segment into one new one of the same term.
+    """Copy the chunks of `edges`: those of one damaged segment go into one new segment of the same term.
 
     Raises:
         CorruptSegmentError: a chunk has changed since it was verified.
-        UsageError: only a newer version may write a segment anew.
+        UsageError: only a newer version may rewrite a segment.
         StorageError: a medium failed.
     """
     done = Rewritten()
@@ -78,10 +78,10 @@ def rewrite_as_fulls(
     """Write checkpoints as fulls, each restored by its plan.
 
     Args:
-        done: takes what was written.
+        done: collects what was written.
 
     Raises:
-        CorruptSegmentError: something has changed since it was restored to see whether it can be.
+        CorruptSegmentError: stored data has changed since its trial restore.
         StorageError: a medium failed.
     """
     left = {}
@@ -95,7 +95,7 @@ def rewrite_as_fulls(
     with _session(replica.backend, threads) as (session, _, _):
         for node, plan in left.items():
             entry = catalog.checkpoints[node]
-            segments, encoding = write_anew(session, source, catalog, entry, plan.encodings)
+            segments, encoding = rewrite_as_full(session, source, catalog, entry, plan.encodings)
             crash_point("repair.rewritten")
             done.segments += segments
             done.encodings.append(encoding)
@@ -103,7 +103,7 @@ def rewrite_as_fulls(
 
 @contextmanager
 def _session(target: Backend, threads: int) -> Iterator[tuple[SegmentSession, Staging, Workers]]:
-    """What writes segments, its memory and the threads that code."""
+    """Open a session for writing segments, with its memory and its encoder threads."""
     with ExitStack() as stack:
         blocks = stack.enter_context(workers(2, "write"))
         coders = stack.enter_context(workers(threads, "repair"))

@@ -1,12 +1,13 @@
-"""``repair``: what is intact of a damaged store, in another place. The damaged one is only read.
+"""Repairs a store: copies what is intact of a damaged one to another place. The damaged one is only read.
 
-1. Read what every segment says of itself, and what is left of the log (`segment_descriptions`, `evidence`).
-2. Put both together (`candidates`): what the log promises, and where it is not whole what segments make up.
-3. Read every byte of that, compare every description, decode every state (`verify.examine`): only then it is kept.
-4. Copy it (`copies.transfer`), verified again on the way; write anew what is intact in a segment that is not, and what
-   a load restores although something of the way is damaged.
+1. Read every segment's own description, and what is left of the log (`segment_descriptions`, `evidence`).
+2. Combine both (`candidates`): what the log promises, and what segments yield where it is damaged.
+3. Read every byte of that, compare every description, decode every state (`segment_scan.examine`). Only what passes
+   is kept.
+4. Copy it (`copies.transfer`), verified again on the way. Rewrite what is intact in a damaged segment, and what a load
+   restores in spite of damage in its chain.
 
-Killed at any instant, it leaves a place that is no store yet; the same command goes on with it.
+A kill at any instant leaves a place that is not yet a store; the same command continues there.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from ckptstore.log.log_copy import CopyOrigin, LogCopy
 from ckptstore.log.log_reader import LOOKS, overtaken
 from ckptstore.log.stale_listings import every_object
 from ckptstore.maintenance.copies.copy_selection import lines_of
-from ckptstore.maintenance.copies.parallel_copies import Copies
+from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.store_copy import check_apart, check_known
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.maintenance.repair.candidates import Candidates, candidates
-from ckptstore.maintenance.repair.damage_assessment import Verdict, judge
-from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, on_its_way, read_log
+from ckptstore.maintenance.repair.damage_assessment import Assessment, assess
+from ckptstore.maintenance.repair.evidence import Log, choose_run, format_of, in_progress, read_log
 from ckptstore.maintenance.repair.segment_descriptions import survey
 from ckptstore.maintenance.repair.segment_rewrite import Rewritten, rewrite, rewrite_as_fulls
 from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
@@ -52,22 +53,22 @@ LogState = Literal["whole", "damaged", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class Repaired(HtmlTable):
-    """What `repair` found, and what it made.
+    """What `repair` found and made.
 
     Attributes:
         run: the run's uuid.
-        log: what the log was like: ``whole``; ``damaged``: read as far as possible; ``gone``.
-        kept: REFs of the checkpoints that are in the new store, ascending. Each was restored.
-        lost: REF -> why, of every checkpoint that something tells of and nothing restores.
-        found: those of `kept` of which the log says nothing: segments alone do.
-        unproven: those of `found` whose hash nothing else repeats. Their tensors are what was saved; a change of the
-            rest of the state, in an uncompressed segment, would not have been noticed.
-        rewritten: those of `kept` that were written anew, because their segment is damaged elsewhere, or because what
-            leads to them is damaged where they do not need it.
-        tags: tags that are lost, with the REF of the checkpoint that is.
+        log: state of the log: ``whole``; ``damaged``: read as far as possible; ``gone``.
+        kept: REFs of the checkpoints in the new store, ascending. Each was restored.
+        lost: REF -> why, of every checkpoint that is recorded somewhere and cannot be restored.
+        found: those of `kept` that only segments describe, not the log.
+        unproven: those of `found` whose hash is recorded nowhere else. Their tensors are what was saved; a change of
+            the rest of the state, in an uncompressed segment, would not have been noticed.
+        rewritten: those of `kept` that were rewritten, because their segment is damaged elsewhere, or because their
+            chain is damaged where they do not need it.
+        tags: lost tags, with the REF of the lost checkpoint.
         damage: everything that is wrong with the old store's objects.
         latest: REF of the new store's latest checkpoint; None: it has none, or ``latest`` is an error there, too.
-        segments, nbytes: what was written this time.
+        segments, nbytes: what was written by this call.
     """
 
     run: str
@@ -92,7 +93,7 @@ def repair(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> Repaired:
-    """Make a store of what is intact of a damaged one. See `ckptstore.repair`."""
+    """Make a new store from the intact parts of a damaged one. See `ckptstore.repair`."""
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     check_apart(source, target)
     look = _look(source, run)
@@ -102,7 +103,7 @@ def repair(
         journal = Journal(source, format_file)
         for _ in range(LOOKS):
             found = Findings(Tally(progress))
-            verdict = _examined(journal, look.options.catalog, found, threads)
+            assessment = _examined(journal, look.options.catalog, found, threads)
             # Prevents: steps that are cut off, because the writer of the last slot was stopped for longer than a reader
             # waits for a torn slot.
             if not overtaken(journal, look.log.judged):
@@ -110,9 +111,9 @@ def repair(
             look = _look(source, run)
         log, options = look.log, look.options
         crash_point("repair.judged")
-        written = rewrite(source, replica, options.catalog, verdict.rewritten, run, threads)
-        rewrite_as_fulls(journal, replica, options.catalog, verdict.otherwise, threads, written)
-        part = _part(options, log, verdict, written, replica.catalog)
+        written = rewrite(source, replica, options.catalog, assessment.rewritten, run, threads)
+        rewrite_as_fulls(journal, replica, options.catalog, assessment.otherwise, threads, written)
+        part = _part(options, log, assessment, written, replica.catalog)
         supply = _Supply(source, target, run, threads, found.tally.advance)
         supply.there = {entry.id for entry in written.segments}
         transfer = Transfer(part, replica, supply)
@@ -121,12 +122,12 @@ def repair(
         replica.finish()
     all_damage = [*look.damage, *(Damage(*one) for one in found.damage)]
     all_damage += [Damage(key, what) for key, what in found.unread.items()]
-    return _report(run, log, options, verdict, replica.catalog, all_damage, (supply, written))
+    return _report(run, log, options, assessment, replica.catalog, all_damage, (supply, written))
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What a damaged place holds of one run."""
+class _Evidence:
+    """What a damaged place contains of one run."""
 
     format_file: FormatFile
     log: Log
@@ -134,28 +135,28 @@ class _Look:
     damage: tuple[Damage, ...]
 
 
-def _look(source: Backend, run: str | None) -> _Look:
-    """Read what segments say, and what is left of the log. Raises as `repair`."""
+def _look(source: Backend, run: str | None) -> _Evidence:
+    """Read the segments' descriptions, and what is left of the log. Raises as `repair`."""
     keys = every_object(source, "Nothing was repaired: check the endpoint and the proxies, then run repair again")
     told, damage = survey(source, keys)
     run = choose_run(source, keys, told, run)
     format_file, bad = format_of(source, run)
     log = read_log(source, format_file, keys)
-    # A writer may be at work beside this. What it was writing a moment ago is whole by now, or not committed.
+    # A writer may be active. What it was writing a moment ago is complete by now, or not committed.
     again, damage = survey(source, [one.key for one in damage])
     told |= again
-    damage = [one for one in damage if not on_its_way(log, one.key)]
+    damage = [one for one in damage if not in_progress(log, one.key)]
     check_known(source.url, format_file, log.catalog)
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
         raise StoreNotFoundError(f"{source.url}: nothing of a checkpoint is left of run {run}")
-    return _Look(format_file, log, options, (*bad, *log.damage, *damage))
+    return _Evidence(format_file, log, options, (*bad, *log.damage, *damage))
 
 
-def _examined(journal: Journal, everything: Catalog, found: Findings, threads: int) -> Verdict:
-    """What is intact. Every encoding that is kept was decoded on a base that is kept.
+def _examined(journal: Journal, everything: Catalog, found: Findings, threads: int) -> Assessment:
+    """Decide what is intact. Every kept encoding was decoded on a kept base.
 
-    Where a planned encoding is damaged and another of its checkpoint is not, what builds on it is examined once more.
+    If a planned encoding is damaged and another one of its checkpoint is not, what builds on it is examined again.
     """
     lost: dict[Node, str] = {}
     catalog, gone, restorable = everything, None, dict[Node, Plan]()
@@ -166,51 +167,51 @@ def _examined(journal: Journal, everything: Catalog, found: Findings, threads: i
         if gone is None:
             gone = lost_checkpoints(journal, catalog, plans, flaws, threads)
             restorable = {node: one for node, one in plans.items() if node not in gone.nodes | gone.unknown}
-        verdict = judge(journal.backend, catalog, flaws)
+        assessment = assess(journal.backend, catalog, flaws)
         found.damage.update(flaws.damage)
         found.unread.update(flaws.unread)
-        verdict.lost = lost = {**verdict.lost, **lost}
-        kept = {edge_of(edge) for edge in (*verdict.edges, *verdict.rewritten)}
+        assessment.lost = lost = {**assessment.lost, **lost}
+        kept = {edge_of(edge) for edge in (*assessment.edges, *assessment.rewritten)}
         planned = {edge_of(edge) for one in plans.values() for edge in one.encodings}
-        if all(edge in kept for edge in planned if edge[0] in verdict.nodes):
+        if all(edge in kept for edge in planned if edge[0] in assessment.nodes):
             # Prevents: a checkpoint that is dropped, although a load restores it.
             for node in lost.keys() & restorable.keys():
-                verdict.otherwise[node] = try_restoring(journal, everything, node, threads)
+                assessment.otherwise[node] = try_restoring(journal, everything, node, threads)
                 del lost[node]
-            return verdict
-        catalog = _reduced(catalog, verdict)
+            return assessment
+        catalog = _reduced(catalog, assessment)
 
 
-def _reduced(catalog: Catalog, verdict: Verdict) -> Catalog:
-    """What is kept so far."""
+def _reduced(catalog: Catalog, assessment: Assessment) -> Catalog:
+    """Return the catalog of what is kept so far."""
     part = Catalog(term=catalog.term, terms=catalog.terms)
-    for edge in (*verdict.edges, *verdict.rewritten):
+    for edge in (*assessment.edges, *assessment.rewritten):
         node = edge.checkpoint
         entry = catalog.find(node)
-        assert entry is not None, node  # or nothing would lead to it
+        assert entry is not None, node  # otherwise no kept encoding would restore it
         (part.checkpoints if node in catalog.checkpoints else part.held)[node] = entry
         part.encodings[node] = (*part.encodings.get(node, ()), edge)
         part.segments.update((segment, catalog.segments[segment]) for segment in edge.segments)
     return part
 
 
-class _Supply(Copies):
-    """Copies what was not written anew."""
+class _Supply(SegmentCopies):
+    """Copies segments that were not rewritten."""
 
     there: set[str]
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
-        """See `Copies.bring`."""
+        """Copy the segments, except rewritten ones. See `SegmentCopies.bring`."""
         super().bring([entry for entry in segments if entry.id not in self.there])
 
 
-def _part(options: Candidates, log: Log, verdict: Verdict, written: Rewritten, there: Catalog) -> Catalog:
-    """The history that is kept: what is promised, and what that builds on."""
+def _part(options: Candidates, log: Log, assessment: Assessment, written: Rewritten, there: Catalog) -> Catalog:
+    """Return the history to keep: promised checkpoints, and what they build on."""
     catalog = options.catalog
     edges: dict[Node, list[Encoding]] = {}
-    for edge in (*verdict.edges, *written.encodings):
+    for edge in (*assessment.edges, *written.encodings):
         edges.setdefault(edge.checkpoint, []).append(edge)
-    for node in written.present:  # of an earlier try, which was killed
+    for node in written.present:  # from an earlier try that was killed
         edges.setdefault(node, []).extend(there.encodings[node])
     segments = {**dict(there.segments.items()), **dict(catalog.segments.items())}
     segments |= {entry.id: entry for entry in written.segments}
@@ -237,15 +238,15 @@ def _report(
     run: str,
     log: Log,
     options: Candidates,
-    verdict: Verdict,
+    assessment: Assessment,
     made: Catalog,
     damage: Sequence[Damage],
-    work: tuple[Copies, Rewritten],
+    work: tuple[SegmentCopies, Rewritten],
 ) -> Repaired:
-    lost = {**options.broken, **verdict.lost}
+    lost = {**options.broken, **assessment.lost}
     try:
         newest = made.latest()
-    except CorruptionError:  # a term continues from a state that is not the one that is there
+    except CorruptionError:  # a term continues from another state than the one that exists
         newest = None
     catalog, (supply, written) = options.catalog, work
     return Repaired(
@@ -256,7 +257,8 @@ def _report(
         found=tuple(ref_of(node) for node in made.checkpoints if node in options.found),
         unproven=tuple(ref_of(node) for node in made.checkpoints if node in options.unproven),
         rewritten=tuple(
-            ref_of(node) for node in sorted({*verdict.otherwise, *(edge.checkpoint for edge in verdict.rewritten)})
+            ref_of(node)
+            for node in sorted({*assessment.otherwise, *(edge.checkpoint for edge in assessment.rewritten)})
         ),
         tags={name: ref_of(node) for name, node in sorted(catalog.tags.items()) if node not in made.checkpoints},
         damage=tuple(dict.fromkeys(damage)),

@@ -1,4 +1,4 @@
-"""Is everything in the store what was written, and can every checkpoint be restored?
+"""Verifies that everything in a store is what was written, and that every checkpoint can be restored.
 
-`verification` asks, the other modules know one answer each. Imports what `maintenance` may.
+`verification` is the entry; each other module does one check. Imports what `maintenance` may import.
 """

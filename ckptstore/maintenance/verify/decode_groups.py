@@ -1,6 +1,6 @@
-"""Which tensors of a tree of encodings need each other, and so have to be decoded side by side.
+"""Groups the tensors of a tree of encodings that need each other and have to be decoded together.
 
-Optimizer steps move tensors together; a rounded copy needs its master. Everything else is a column of its own.
+Optimizer steps encode tensors together, and a rounded copy needs its master. Every other tensor is a column of its own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ckptstore.restore.chain import master_of
 from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.replay import Cell
 
-__all__ = ["Column", "Step", "cell_of", "columns_of"]
+__all__ = ["Column", "ColumnStep", "cell_of", "columns_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ColumnStep:
     """What one encoding does to a column.
 
     Attributes:
-        links: tensors by themselves, and leaders of groups.
-        copies: rounded copies, which are made of what the others give.
+        links: single tensors, and leaders of groups.
+        copies: rounded copies, which are computed from the others.
     """
 
     links: tuple[TensorLink, ...]
@@ -34,18 +34,18 @@ class Step:
 
 @dataclass(slots=True)
 class Column:
-    """Tensors that need each other; all of their chunks.
+    """Tensors that need each other, with all of their chunks.
 
     Attributes:
         steps: what each encoding does to them.
         cells: the tensors.
-        paired: whether two chunks of an fp32 tensor go with one of its copy.
-        sums: by encoding and tensor, the parts of its state digest so far, and of how many chunks these are.
-        left: places that are not done yet.
+        paired: whether two chunks of an fp32 tensor correspond to one of its copy.
+        sums: (encoding, tensor) -> the sum of its state digest's parts so far, and the number of chunks in it.
+        left: number of places that are not done yet.
     """
 
     cells: list[Cell] = field(default_factory=list)
-    steps: dict[Branch, Step] = field(default_factory=dict)
+    steps: dict[Branch, ColumnStep] = field(default_factory=dict)
     paired: bool = False
     sums: dict[tuple[Branch, str], tuple[int, int]] = field(default_factory=dict)
     left: int = 0
@@ -53,11 +53,11 @@ class Column:
 
     @property
     def places(self) -> int:
-        """Places at which it is decoded by itself, at least one."""
+        """Number of places at which it is decoded separately, at least one."""
         return max(1, *(-(-chunk_count(cell.nbytes) // self._width(cell)) for cell in self.cells))
 
     def chunks(self, cell: Cell, place: int) -> range:
-        """Chunks of one of its tensors at a place."""
+        """Return the chunks of one of its tensors at a place."""
         width = self._width(cell)
         return range(place * width, min((place + 1) * width, chunk_count(cell.nbytes)))
 
@@ -66,13 +66,13 @@ class Column:
 
 
 def cell_of(link: TensorLink) -> Cell:
-    """A tensor as something that has memory."""
+    """Return a tensor's cell, which identifies its memory."""
     return Cell(link.tensor.name, *spec_of(link.tensor))
 
 
 def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
-    """The columns of a tree, from the tensors of each of its encodings."""
-    joined = _Joined()
+    """Return the columns of a tree, from the tensors of each of its encodings."""
+    joined = _TensorSets()
     paired: list[Cell] = []
     for tensors in held.values():
         for link in tensors.values():
@@ -94,7 +94,7 @@ def columns_of(held: Mapping[Branch, Held]) -> list[Column]:
     return list(columns.values())
 
 
-def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined: _Joined) -> None:
+def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined: _TensorSets) -> None:
     for branch, tensors in held.items():
         links: dict[Cell, tuple[list[TensorLink], list[TensorLink]]] = {}
         for link in tensors.values():
@@ -102,22 +102,22 @@ def _divide(held: Mapping[Branch, Held], columns: Mapping[Cell, Column], joined:
                 column = links.setdefault(joined.find(cell_of(link)), ([], []))
                 column[link.base_ratio == 2].append(link)
         for top, (alone, copies) in links.items():
-            columns[top].steps[branch] = Step(tuple(alone), tuple(copies))
+            columns[top].steps[branch] = ColumnStep(tuple(alone), tuple(copies))
 
 
-class _Joined:
-    """Sets of tensors that need each other."""
+class _TensorSets:
+    """Disjoint sets of tensors that need each other (union-find)."""
 
     def __init__(self) -> None:
         self._above: dict[Cell, Cell] = {}
 
     @property
     def cells(self) -> list[Cell]:
-        """All of them, in the order in which they were met."""
+        """All tensors, in the order of their first use."""
         return list(self._above)
 
     def find(self, cell: Cell) -> Cell:
-        """One of the set's, the same for all of them."""
+        """Return the representative of the tensor's set."""
         top = self._above.setdefault(cell, cell)
         while (above := self._above[top]) != top:
             top = above
@@ -126,5 +126,5 @@ class _Joined:
         return top
 
     def join(self, one: Cell, other: Cell) -> None:
-        """The sets of two tensors are one."""
+        """Unite the sets of two tensors."""
         self._above[self.find(one)] = self.find(other)

@@ -1,11 +1,11 @@
-"""Decoding every checkpoint of a store: nothing is believed that can be computed.
+"""Decodes every checkpoint of a store, and compares every hash with the computed one.
 
-The encodings that build on one full are a tree (`encoding_trees`). It is walked once for every *column*: the chunks at
-one place of tensors that need each other (those that optimizer steps move together, a master and its rounded copy).
-So each payload is decoded once, and no state is ever in memory: one column for each thread, and one more for every
-fork of the tree above the present place, of which there are few, because the larger side is walked last.
+The encodings that build on one full form a tree (`encoding_trees`). It is walked once for every *column*: the chunks at
+one place of tensors that need each other (those that optimizer steps encode together, a master and its rounded copy).
+So each payload is decoded once, and no whole state is ever in memory: one column for each thread, and one more for
+every fork of the tree above the current encoding. There are few of these, because the larger side is walked last.
 
-What is wrong is said once. What builds on it is not decoded: `lost_checkpoints` counts it.
+An error is reported once. What builds on it is not decoded: `lost_checkpoints` counts it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import Encoding
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.task_pool import Task, sweep
-from ckptstore.maintenance.verify.decode_groups import Column, Step, cell_of, columns_of
+from ckptstore.maintenance.verify.decode_groups import Column, ColumnStep, cell_of, columns_of
 from ckptstore.maintenance.verify.encoding_trees import Branch
 from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.assembly import Held, held_by
@@ -38,25 +38,25 @@ from ckptstore.segments.segment_reader import SegmentReader
 __all__ = ["decoded_bytes", "prove"]
 
 _Memory: TypeAlias = dict[tuple[Cell, int], Bytes]
-"""(tensor, chunk) -> its bytes; what is lost is not there."""
+"""(tensor, chunk) -> its bytes; lost chunks are absent."""
 
 
 def decoded_bytes(roots: Iterable[Branch], catalog: Catalog) -> int:
-    """Logical bytes that `prove` will decode, as far as the log tells."""
+    """Return the logical bytes that `prove` will decode, as far as the log says."""
     entries = (catalog.find(branch.encoding.checkpoint) for root in roots for branch in root.walk())
     return sum(entry.nbytes for entry in entries if entry is not None)
 
 
 def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Findings, threads: int) -> None:
-    """Decode and replay every encoding; compare every chunk's hash and every state digest with what was recorded.
+    """Decode and replay every encoding. Compare every chunk's hash and every state digest with the recorded one.
 
     Args:
-        roots: see `branches.trees`.
-        found: what is known to be wrong already, which is left out; takes what is found.
-        threads: how many; each has two payloads and its columns in memory.
+        roots: see `encoding_trees.trees`.
+        found: known errors, whose encodings are skipped; collects new ones.
+        threads: number of threads; each has two payloads and its columns in memory.
 
     Raises:
-        StorageError: the medium failed. A place of it that cannot be read any more is damage.
+        StorageError: the medium failed. An unreadable place on it counts as damage.
     """
     handles = OpenFiles(backend)
     staging = Staging.for_chunks(max(2, threads))
@@ -69,7 +69,7 @@ def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Fi
 
 
 class _Tree:
-    """What builds on one full, open and described."""
+    """The encodings that build on one full, opened and described."""
 
     def __init__(self, root: Branch, catalog: Catalog, handles: OpenFiles, backend: Backend, found: Findings) -> None:
         self._root = root
@@ -82,14 +82,14 @@ class _Tree:
         self.held = {branch: self._described(branch.encoding) for branch in root.walk()}
 
     def tasks(self, staging: Staging) -> Iterator[Task]:
-        """One for each column and place."""
+        """Yield one task for each column and place."""
         for column in columns_of(self.held):
             column.left = column.places
             for place in range(column.left):
                 yield self._task(column, place, staging)
 
     def _described(self, encoding: Encoding) -> Held:
-        """The tensors of an encoding; none if it cannot be used, which is known already."""
+        """Return the tensors of an encoding; none if it is known to be unusable."""
         flaw = self._found.flaws.get(edge_of(encoding))
         unusable = self._found.bad_segments.intersection(encoding.segments) or (flaw is not None and flaw.whole)
         if unusable:
@@ -98,7 +98,7 @@ class _Tree:
             held = held_by([self._reader(segment) for segment in encoding.segments], encoding)
         except StorageError:
             return {}
-        except CkptError as error:  # it has been changed since it was read first
+        except CkptError as error:  # it has changed since it was first read
             self._found.blame(encoding, self._catalog.segments[encoding.segments[0]].key, error, whole=True)
             return {}
         sound = {name: link for name, link in held.items() if flaw is None or name not in flaw.names}
@@ -131,7 +131,7 @@ class _Tree:
         return work
 
     def _place(self, column: Column, place: int, scratch: Bytes) -> None:
-        """Decode a column at one place, and say what is wrong there, once numpy has found it, too."""
+        """Decode a column at one place, and report errors that numpy confirms."""
         outcome = _Outcome()
 
         def work() -> None:
@@ -148,7 +148,7 @@ class _Tree:
         outcome.add_to(column)
 
     def _decode(self, column: Column, place: int, scratch: Bytes, outcome: _Outcome) -> None:
-        """Walk the tree. The memory of a state goes on to what builds on it, to the last of them as it is."""
+        """Walk the tree. The last child reuses the parent's memory; the others get copies."""
         waiting: list[tuple[Branch, _Memory, bool]] = [(self._root, {}, True)]
         while waiting:
             branch, below, owned = waiting.pop()
@@ -157,24 +157,24 @@ class _Tree:
             if step is not None:
                 memory = _Decoding(self, column, place, branch, below, owned, scratch, outcome).run(step)
             for number, child in enumerate(branch.children):
-                waiting.append((child, memory, number == 0))  # the first is taken last
+                waiting.append((child, memory, number == 0))  # the first child is popped last
 
     def unread(self, link: TensorLink, index: int, error: StorageError) -> None:
-        """A payload could not be read."""
+        """Record a payload that could not be read."""
         entry = link.reader.entry
         self._found.add(entry.key, error, entry.id, [link.tensor.chunks[index].offset])
 
     def wrong(self, branch: Branch, link: TensorLink, error: CorruptSegmentError, names: Iterable[str]) -> None:
-        """What a link gives is not what was saved: the tensors `names` are lost."""
+        """Record that a link's result is not what was saved: the tensors `names` are lost."""
         self._found.blame(branch.encoding, link.reader.entry.key, error, decoded=names)
 
     def damaged(self, link: TensorLink, index: int) -> bool:
-        """Whether a payload is known to be damaged."""
+        """Tell whether a payload is known to be damaged."""
         chunk = link.tensor.chunks[index]
         return bool(chunk.length) and chunk.offset in self._found.bad_chunks.get(link.reader.entry.id, ())
 
     def advance(self, nbytes: int) -> None:
-        """So many logical bytes were decoded."""
+        """Count decoded logical bytes."""
         self._found.tally.advance(nbytes)
 
     def _check_digests(self, column: Column, staging: Staging) -> None:
@@ -190,7 +190,7 @@ class _Tree:
         with contextlib.suppress(CorruptSegmentError):
             kernel_choice.confirmed(work, since=self._compiled)
         for branch, link, error in found:
-            # Only what was computed is compared when it is loaded.
+            # A load compares only digests of computed tensors.
             self._found.blame(branch.encoding, link.reader.entry.key, error, state=link.base_ratio == 1)
 
     def _sum_again(self, column: Column, staging: Staging) -> None:
@@ -209,7 +209,7 @@ class _Tree:
                     continue
                 tensor = link.tensor
                 total, count = column.sums.get((branch, cell.name), (0, 0))
-                if count < len(tensor.chunks):  # something of it is lost, which was said
+                if count < len(tensor.chunks):  # a part is lost, which was reported
                     continue
                 if digest.combine(total, nbytes=tensor.nbytes) != tensor.digest:
                     text = f"{link.where}: its state digest is not that of step {link.step}, as training had it"
@@ -218,12 +218,12 @@ class _Tree:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What decoding a column at one place gives.
+    """The result of decoding a column at one place.
 
     Attributes:
-        passes: how often it was begun.
-        wrong: what is not what was saved: `_Tree.wrong` takes it.
-        parts: of state digests.
+        passes: number of passes begun.
+        wrong: results that are not what was saved: arguments for `_Tree.wrong`.
+        parts: parts of state digests.
     """
 
     passes: int = 0
@@ -231,13 +231,13 @@ class _Outcome:
     parts: list[tuple[Branch, str, int]] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Forget what an earlier pass gave."""
+        """Discard the results of an earlier pass."""
         self.passes += 1
         self.wrong.clear()
         self.parts.clear()
 
     def add_to(self, column: Column) -> None:
-        """Add the parts of digests to the column's."""
+        """Add the parts of digests to the column's sums."""
         with column.lock:
             for branch, name, part in self.parts:
                 total, count = column.sums.get((branch, name), (0, 0))
@@ -246,7 +246,7 @@ class _Outcome:
 
 @dataclass(slots=True)
 class _Decoding:
-    """One encoding at one place of a column."""
+    """Decodes one encoding at one place of a column."""
 
     tree: _Tree
     column: Column
@@ -258,8 +258,8 @@ class _Decoding:
     outcome: _Outcome
     memory: _Memory = field(default_factory=dict)
 
-    def run(self, step: Step) -> _Memory:
-        """What the column holds after it."""
+    def run(self, step: ColumnStep) -> _Memory:
+        """Return the column's memory after this encoding."""
         for link in step.links:
             for index in self.column.chunks(cell_of(link), self.place):
                 if link.group is not None:
@@ -272,7 +272,7 @@ class _Decoding:
         return self.memory
 
     def _base(self, cell: Cell, index: int) -> Bytes | None:
-        """What is below, in memory that may be overwritten."""
+        """Return the base's bytes, in memory that may be overwritten."""
         base = self.below.get((cell, index))
         return base if base is None or self.owned else base.copy()
 
@@ -312,7 +312,7 @@ class _Decoding:
         outs: Sequence[Bytes],
         work: Callable[[], Any],
     ) -> None:
-        """Decode a payload, and keep those of its results that are right."""
+        """Decode a payload, and keep its correct results."""
         if self.tree.damaged(link, index):
             return
         try:

@@ -1,9 +1,10 @@
-"""Comparing what segments say of themselves with what the log says: everything that a load checks before it decodes.
+"""Compares the segments' own descriptions with the log: everything that a load checks before it decodes.
 
-A state hash follows from tree, names, dtypes, shapes and the hashes of the decoded chunks (SPEC 4), all of which stand
-in the descriptions: so it is compared without decoding anything. What builds on a base is compared with the description
-of that base. Descriptions are large, and are let go of as soon as an encoding is compared; what is kept of it (which
-tensors it has, and which of them need a base) is nearly always what an earlier one had, and then is the same object.
+A state hash follows from tree, names, dtypes, shapes and the hashes of the decoded chunks (SPEC 4). The descriptions
+contain all of them, so it is compared without decoding anything. An encoding against a base is compared with the
+description of that base. Descriptions are large, and are released as soon as an encoding is compared. What is kept of
+it (which tensors it has, and which of them need a base) is nearly always the same as for an earlier one, and is then
+shared.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NONE: _Tensors = frozenset()
 
 
 def reading_order(catalog: Catalog) -> list[str]:
-    """Ids of all segments, those of one encoding beside each other, as far as that is possible."""
+    """Return the ids of all segments, those of one encoding next to each other as far as possible."""
     wanted = (segment for _, edges in sorted(catalog.encodings.items()) for edge in edges for segment in edge.segments)
     rest = sorted(catalog.segments)
     return [segment for segment in dict.fromkeys([*wanted, *rest]) if segment in catalog.segments]
@@ -38,21 +39,21 @@ class Descriptions:
     """Compares every encoding of a catalog as soon as all of its segments are described. Thread-safe."""
 
     def __init__(self, catalog: Catalog, found: Findings) -> None:
-        """Begin with nothing described; what is wrong goes to `found`."""
+        """Start with nothing described. Errors are added to `found`."""
         self._catalog = catalog
         self._found = found
         self._readers: dict[str, list[Encoding]] = {}
         for edges in catalog.encodings.values():
-            for edge in {edge_of(edge): edge for edge in edges}.values():  # a log may say it twice
+            for edge in {edge_of(edge): edge for edge in edges}.values():  # a log may repeat an encoding
                 for segment in dict.fromkeys(edge.segments):
                     self._readers.setdefault(segment, []).append(edge)
         self._waiting: dict[Edge, dict[str, SegmentReader]] = {}
-        self._tensors: dict[Edge, tuple[_Tensors, _Tensors]] = {}  # all; those that need the same one of the base
+        self._tensors: dict[Edge, tuple[_Tensors, _Tensors]] = {}  # all; those that need the same tensor in the base
         self._known: dict[_Tensors, _Tensors] = {}
         self._lock = threading.Lock()
 
     def take(self, reader: SegmentReader) -> None:
-        """A segment is described; compare the encodings that it completes. `reader` may be closed afterwards."""
+        """Take a segment's description, and compare the encodings that it completes. `reader` may be closed then."""
         for edge in self._readers.get(reader.entry.id, ()):
             with self._lock:
                 parts = self._waiting.setdefault(edge_of(edge), {})
@@ -64,10 +65,10 @@ class Descriptions:
                 self._compare(edge, [parts[segment] for segment in edge.segments])
 
     def compare_bases(self, chosen: Mapping[Node, Encoding]) -> None:
-        """Once all are described: is what deltas and steps build on there, in the shape that they were made for?
+        """Check that bases have the tensors and shapes that deltas and steps need, once all are described.
 
         Args:
-            chosen: the encoding that each checkpoint is restored by.
+            chosen: the encoding that restores each checkpoint.
         """
         for edges in self._catalog.encodings.values():
             for edge in edges:
@@ -80,7 +81,7 @@ class Descriptions:
         if edge.base is not None:
             below = chosen.get(edge.base.node)
             if below is None or edge_of(below) not in self._tensors:
-                return  # there is something wrong with it, which is known
+                return  # the base has an error, which is recorded already
             there, _ = self._tensors[edge_of(below)]
         if there is not based and (absent := based - there):
             # Prevents: an intact store called damaged. Encodings of a base may differ in tensors that no tree names.
@@ -95,7 +96,7 @@ class Descriptions:
             self._found.blame(edge, self._key(edge), error, names=[name for name, _ in absent])
 
     def _has(self, node: Node, wanted: _Tensors) -> bool:
-        """Whether some encoding of a checkpoint has tensors."""
+        """Tell whether some encoding of a checkpoint has these tensors."""
         edges = map(edge_of, self._catalog.encodings.get(node, ()))
         return any(edge in self._tensors and wanted <= self._tensors[edge][0] for edge in edges)
 
@@ -134,9 +135,9 @@ class Descriptions:
         if entry is not None and state != entry.state:
             raise CorruptSegmentError(f"{where}: its segments describe another state than the log")
         if hidden := left_out(tree):
-            # Nothing is damaged, and each rank can load its own: so no checkpoint is lost with it.
+            # Nothing is damaged, and each rank can load its own tensors, so no checkpoint counts as lost.
             error = CorruptSegmentError(
-                f"{where}: tensor {hidden[0]!r} is where ranks have things of different kinds, so load() without "
+                f"{where}: ranks have values of different kinds at tensor {hidden[0]!r}, so load() without "
                 f"rank= leaves it out{_more(hidden)}; load(rank=) and read_tensor() have it"
             )
             self._found.blame(edge, self._key(edge), error)
@@ -146,7 +147,7 @@ class Descriptions:
 
 
 def _guilty(error: CkptError, readers: Sequence[SegmentReader]) -> str:
-    """The object that an error names, or the first one."""
+    """Return the object that an error names, or the first one."""
     keys = [reader.entry.key for reader in readers]
     return next((key for key in keys if str(error).startswith(key)), keys[0])
 

@@ -1,7 +1,6 @@
-"""The encodings of a catalog as trees: each builds on the one above it, so that every chain is walked once.
+"""Arranges the encodings of a catalog as trees: each builds on the one above it, so that every chain is walked once.
 
-A checkpoint may have several encodings. The planned one leads to what others build on; the others hang beside it, and
-nothing builds on them.
+A checkpoint may have several encodings. What others build on is restored by the planned one; the others are leaves.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class Branch:
     """An encoding, and what builds on it.
 
     Attributes:
-        encoding: how it is stored.
-        children: what builds on the state that it leads to; the one below which there is most comes first.
-        weight: how many encodings these are in all, itself included.
+        encoding: how the checkpoint is stored.
+        children: encodings that build on its state; the one with the largest subtree comes first.
+        weight: number of encodings in its subtree, itself included.
     """
 
     encoding: Encoding
@@ -32,7 +31,7 @@ class Branch:
     weight: int = 1
 
     def walk(self) -> Iterator[Branch]:
-        """All of the tree, bases before what builds on them."""
+        """Yield all encodings of the tree, bases before what builds on them."""
         waiting = [self]
         while waiting:
             branch = waiting.pop()
@@ -41,18 +40,18 @@ class Branch:
 
 
 def chosen_encodings(plans: Mapping[Node, Plan]) -> dict[Node, Encoding]:
-    """The encoding that each checkpoint is restored by, also where it is only a base."""
+    """Map each checkpoint, also one that is only a base, to the encoding that restores it."""
     return {encoding.checkpoint: encoding for plan in plans.values() for encoding in plan.encodings}
 
 
 def trees(catalog: Catalog, chosen: Mapping[Node, Encoding]) -> list[Branch]:
-    """The trees of all encodings that build on something that can be restored, or on nothing; by checkpoint."""
+    """Return the trees of all encodings that build on a restorable base, or on none; by checkpoint."""
     main = {node: Branch(encoding) for node, encoding in chosen.items()}
     roots: list[Branch] = []
     for node, edges in sorted(catalog.encodings.items()):
-        for edge in {edge_of(edge): edge for edge in edges}.values():  # a log may say it twice
+        for edge in {edge_of(edge): edge for edge in edges}.values():  # a log may repeat an encoding
             if not catalog.segments.keys() >= set(edge.segments):
-                continue  # whoever dropped them left another way
+                continue  # its segments were dropped, and another encoding replaces it
             planned = node in chosen and edge_of(edge) == edge_of(chosen[node])
             branch = main[node] if planned else Branch(edge)
             if edge.base is None:

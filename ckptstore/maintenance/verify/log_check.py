@@ -1,7 +1,7 @@
-"""What `verify` asks of the log beyond its bytes: nothing is missing from it, and each slot continues the one before.
+"""Checks the log beyond its bytes: nothing is missing from it, and each slot continues the one before.
 
-A reader begins from a fold, and looks at no slot below it. Here every slot that is still there is compared with the one
-before it, and every slot that is not there must be one that the rules of folding allow to be deleted (design: ANCHORS).
+A reader starts from a fold, and reads no slot below it. This check compares every existing slot with the one before
+it. Every missing slot must be one that the rules of folding allow to be deleted (SPEC 10, ANCHORS).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHOWN: Final = 4
 
 
 class SlotHashes(NamedTuple):
-    """What an intact slot says of its place: the hash of its own bytes, and the one that it gives the slot before."""
+    """The hash of an intact slot's bytes, and the hash that it states for the slot before."""
 
     digest: str
     previous: str
@@ -40,12 +40,12 @@ def check_log(
     """Report slots that are missing or do not continue the log, terms without their parent, and a lost end.
 
     Args:
-        catalog: of a READ that came after the listing of `objects`, with a look above its end.
+        catalog: from a READ after the listing of `objects`, which looked above its end.
         slots: every intact slot, by its number.
         objects: every object of the store.
 
     Raises:
-        StorageError: listings contradict each other, or what is there by its name.
+        StorageError: listings contradict each other, or contradict requests by name.
     """
     listed = set(objects)
     for seq in catalog.damage:
@@ -58,7 +58,7 @@ def check_log(
             found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
     for first, last in _runs(_unexplained(journal, catalog, slots, listed, found)):
         which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
-        found.add(slot_key(first), CorruptionError(f"{which}, and no fold that is there allowed to delete that"))
+        found.add(slot_key(first), CorruptionError(f"{which}, and no existing fold allows that they were deleted"))
     for opened in catalog.terms.values():
         if opened.parent is not None and not opened.parent_found:
             what = f"term {opened.term} continues from {opened.parent.ref}, and no record before it promises that"
@@ -83,13 +83,13 @@ def check_log(
 
 
 def check_folds_listed(backend: Backend, listed: Iterable[str]) -> list[str]:
-    """What a new listing of the folds has.
+    """Return a new listing of the folds.
 
     Args:
-        listed: what an older listing of everything has.
+        listed: an older listing of everything.
 
     Raises:
-        StorageError: that has folds, and the new one has none, which is never so of a store.
+        StorageError: the old listing has folds and the new one has none, which never happens in a store.
     """
     had = any(map(fold_of, listed))
     for _ in range(LOOKS):
@@ -100,7 +100,7 @@ def check_folds_listed(backend: Backend, listed: Iterable[str]) -> list[str]:
 
 
 def _term_of(key: str, newest: int) -> int | None:
-    """The term in whose folder a key lies, by READ's rule: above the newest term whatever its name is."""
+    """Return the term in whose folder a key lies, by READ's rule: above the newest term any name counts."""
     place = object_of(key)
     if place is not None:
         return place[0]
@@ -110,7 +110,7 @@ def _term_of(key: str, newest: int) -> int | None:
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and last of each run of consecutive numbers."""
+    """Return the first and last number of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -123,8 +123,8 @@ def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
 def _unexplained(
     journal: Journal, catalog: Catalog, slots: Mapping[int, SlotHashes], listed: set[str], found: Findings
 ) -> list[int]:
-    """Slots of the log that are absent although nobody may have deleted them, those where a fold ends among them."""
-    # Folds are listed now, after the slots: what was deleted before this is explained by folds that are still there.
+    """Return missing slots that must not have been deleted, including those that a fold ends with."""
+    # List folds now, after the slots: folds that still exist explain all earlier deletions.
     folds = sorted({place[0] for key in check_folds_listed(journal.backend, listed) if (place := fold_of(key))})[::-1]
     anchor_every = journal.format.anchor_every
     limit = folds[KEEP - 1] if len(folds) >= KEEP else -1
@@ -133,19 +133,19 @@ def _unexplained(
     end = max(top + 1, catalog.next_seq)
 
     def deletable(seq: int, limit: int) -> bool:
-        # The anchor above it was created before a slot above that: whether it is still there is asked of the anchor.
+        # The anchor above was created before any slot above it. Whether it still exists is checked for the anchor.
         return seq <= limit and seq % anchor_every > 0 and anchor_above(seq, anchor_every) < end
 
     absent = [seq for seq in range(end) if seq not in slots and slot_key(seq) not in listed]
     lost = [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq, limit))]
     # Prevents: slots that are called missing, because a page of their listing was answered by something else.
     if _listing_lacks(journal, lost, top):
-        newer = set(journal.backend.list("log/"))  # slots are created while that is made
+        newer = set(journal.backend.list("log/"))  # new slots may appear during the listing
         lost = [seq for seq in lost if slot_key(seq) not in newer]
         if _listing_lacks(journal, lost, top):
             raise contradiction(journal.backend, f"a request for {slot_key(lost[0])}", "it", "the listing", UNSAID)
     if 0 < len(folds) < KEEP:
-        # Prevents: a deleted fold that is taken for lost slots, although the other fold has what they said.
+        # Prevents: a deleted fold that is taken for lost slots, although the other fold has their contents.
         covered = [seq for seq in lost if seq not in opens and deletable(seq, folds[0])]
         if covered:
             found.add("fold/", _fold_missing(covered, folds[0]))
@@ -154,7 +154,7 @@ def _unexplained(
 
 
 def _listing_lacks(journal: Journal, lost: Sequence[int], top: int) -> bool:
-    """Whether the first of some slots that no listing has is there, asked for by name; a later one was listed."""
+    """Tell whether the first of these slots exists by name, although no listing has it and a later one was listed."""
     if not lost or lost[0] >= top:
         return False
     try:
@@ -169,19 +169,19 @@ def _fold_missing(slots: Sequence[int], left: int) -> CorruptionError:
     ]
     shown = ", ".join(runs[:_SHOWN]) + (f" and {len(runs) - _SHOWN} more" if runs[_SHOWN:] else "")
     return CorruptionError(
-        f"a fold is missing: slots are deleted ({shown}), which takes {KEEP} folds that go beyond them, and one is "
-        f"there (through {slot_key(left)}). That one has all that they said, so nothing is lost while it is intact; a "
+        f"a fold is missing: slots are deleted ({shown}), which needs {KEEP} folds beyond them, and only one is there "
+        f"(through {slot_key(left)}). It has the contents of all of them, so nothing is lost while it is intact; a "
         "writer makes another as it saves"
     )
 
 
 def _is_gone(journal: Journal, seq: int, found: Findings) -> bool:
-    """Whether a slot above all intact ones is absent, asked for by name: it may have been written since the listing.
+    """Tell whether a slot above all intact ones is absent, by name: it may have been written since the listing.
 
-    Prevents: a lost slot that nobody reports, because a fold ends with it, so that readers do without it.
+    Prevents: a lost slot that is not reported, because a fold ends with it, so that readers do not need it.
     """
     try:
         return not exists(journal.backend, slot_key(seq))
-    except ForeignObjectError as error:  # a folder, say, which no listing of objects shows
+    except ForeignObjectError as error:  # for example a folder, which no listing of objects shows
         found.add(slot_key(seq), error)
         return False

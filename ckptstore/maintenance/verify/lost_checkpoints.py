@@ -1,8 +1,7 @@
-"""Which checkpoints damage costs: a tensor is lost with its payload, or with what that builds on.
+"""Determines which checkpoints damage makes unrestorable: a tensor is lost with its payload, or with its base.
 
-That is found out for all checkpoints at once, of the way to each that a restore takes first. Where it says that one is
-lost, and another way may lead to it, the restore itself is asked: no second set of rules says of a store what `load`
-does not.
+This is computed for all checkpoints at once, along the chain that a restore tries first. If that chain is damaged and
+another one may exist, a trial restore decides, so that verify never contradicts `load`.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _EVERYTHING: Final = _Everything()
 
 
 @dataclass(frozen=True, slots=True)
-class _After:
-    """What is lost once an encoding was applied.
+class _Loss:
+    """What is lost after an encoding was applied.
 
     Attributes:
         lost: names of tensors, keys of shards.
-        state: whether the checkpoint that it leads to is.
-        closed: what builds on it cannot be restored at all, if it needs anything of it: a segment cannot be opened.
+        state: whether the checkpoint that it restores is lost.
+        closed: a segment cannot be opened, so nothing that needs any part of this state can be restored.
     """
 
     lost: Container[str]
@@ -56,8 +55,8 @@ class _After:
     closed: bool = False
 
 
-_WHOLE: Final = _After(frozenset(), False)
-_NOTHING: Final = _After(_EVERYTHING, True, True)
+_WHOLE: Final = _Loss(frozenset(), False)
+_NOTHING: Final = _Loss(_EVERYTHING, True, True)
 _SOUND: Final = Flaw()
 
 
@@ -67,17 +66,17 @@ class _Damage:
     catalog: Catalog
     found: Findings
     decoded: bool
-    known: dict[Node, _After] = field(default_factory=dict)
+    known: dict[Node, _Loss] = field(default_factory=dict)
 
-    def after(self, encoding: Encoding, below: _After) -> _After:
-        """What is lost of the state to which `encoding` leads from one of which `below` is lost."""
+    def after(self, encoding: Encoding, below: _Loss) -> _Loss:
+        """Return what is lost of the state that `encoding` restores from a base that has lost `below`."""
         flaw = self.found.flaws.get(edge_of(encoding), _SOUND)
         if flaw.whole or any(segment in self.found.bad_segments for segment in encoding.segments):
             return _NOTHING
         hit = any(segment in self.found.bad_chunks for segment in encoding.segments)
         flawed = flaw.names | flaw.decoded if self.decoded else flaw.names
         if not (below.lost or hit or flawed):
-            return _After(below.lost, True) if flaw.state else _WHOLE
+            return _Loss(below.lost, True) if flaw.state else _WHOLE
         try:
             with ExitStack() as stack:
                 readers = []
@@ -90,10 +89,10 @@ class _Damage:
                     return _NOTHING
                 lost = self._lost(held, below.lost, flawed)
                 if not lost:
-                    return _After(frozenset(), flaw.state)
+                    return _Loss(frozenset(), flaw.state)
                 named = tensor_names(tree_of(readers, encoding))
-                return _After(lost, flaw.state or not {name_of(key) for key in lost}.isdisjoint(named))
-        except CkptError:  # it cannot be loaded, either
+                return _Loss(lost, flaw.state or not {name_of(key) for key in lost}.isdisjoint(named))
+        except CkptError:  # a load fails, too
             return _NOTHING
 
     def _lost(self, held: Held, below: Container[str], flawed: Container[str]) -> set[str]:
@@ -101,7 +100,7 @@ class _Damage:
         for name, link in held.items():
             if name in flawed:
                 gone = True
-            elif link.group is not None:  # its leader has the payload of all, and all that were are needed
+            elif link.group is not None:  # its leader has the payload of all members, and needs all of their bases
                 gone = self._hit(held[link.group.leader]) or any(member in below for member in link.group.names)
             else:
                 gone = self._hit(link) or (link.base_ratio == 1 and name in below)
@@ -122,11 +121,11 @@ class _Damage:
 
 @dataclass
 class Lost:
-    """What damage costs.
+    """The checkpoints that damage affects.
 
     Attributes:
-        nodes: checkpoints that no way leads to.
-        unknown: those of which that cannot be said, because of what could not be read.
+        nodes: checkpoints that cannot be restored.
+        unknown: those for which this cannot be determined, because something could not be read.
     """
 
     nodes: set[Node] = field(default_factory=set)
@@ -136,13 +135,13 @@ class Lost:
 def lost_checkpoints(
     journal: Journal, catalog: Catalog, plans: Mapping[Node, Plan], found: Findings, threads: int
 ) -> Lost:
-    """The targets of `plans` that cannot be restored, neither so nor otherwise.
+    """Return the targets of `plans` that no chain restores.
 
     Args:
         catalog: the log.
-        plans: of one call of `plan.plan_all`: where they go through the same state, they have come the same way.
-        found: segments that cannot be read at all, chunks that are damaged, and what is wrong with encodings.
-        threads: threads that read and decode what is tried.
+        plans: from one call of `restore_plan.plan_all`: plans through the same state share the chain to it.
+        found: unreadable segments, damaged chunks, and errors of encodings.
+        threads: number of threads that read and decode in trial restores.
     """
     gone = _as_planned(journal.backend, catalog, plans.values(), found, decoded=True)
     certain = _as_planned(journal.backend, catalog, plans.values(), found, decoded=False)
@@ -164,12 +163,12 @@ def lost_checkpoints(
 
 
 def untried(found: Findings) -> FailedWays:
-    """What is known of the ways to a checkpoint before any was tried."""
+    """Return what is known of the ways to a checkpoint before any was tried."""
     return NO_FAILED_WAYS.failed((), (), unreadable=found.bad_segments) if found.bad_segments else NO_FAILED_WAYS
 
 
 def _another(catalog: Catalog, planned: Plan, known: FailedWays) -> bool:
-    """Whether there is another way than the planned one."""
+    """Tell whether there is another way than the planned one."""
     try:
         next_way(catalog, planned.target, known.failed(reversed(planned.encodings), ()))
     except CorruptionError:
@@ -178,7 +177,7 @@ def _another(catalog: Catalog, planned: Plan, known: FailedWays) -> bool:
 
 
 def _unread(catalog: Catalog, node: Node, found: Findings) -> bool:
-    """Whether a way to a checkpoint leads through a segment that may be all right, and could not be read."""
+    """Tell whether a way to a checkpoint needs a segment that could not be read but may be intact."""
     if not found.unread_segments:
         return False
     return any(
@@ -191,10 +190,10 @@ def _unread(catalog: Catalog, node: Node, found: Findings) -> bool:
 def _as_planned(
     backend: Backend, catalog: Catalog, plans: Iterable[Plan], found: Findings, *, decoded: bool
 ) -> set[Node]:
-    """The targets of `plans` that cannot be restored as planned.
+    """Return the targets of `plans` that cannot be restored as planned.
 
     Args:
-        decoded: what was decoded wrongly on the way counts, too.
+        decoded: also count tensors that were decoded wrongly.
     """
     damage = _Damage(backend, catalog, found, decoded)
     gone: set[Node] = set()

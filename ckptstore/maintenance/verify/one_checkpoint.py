@@ -1,4 +1,4 @@
-"""The part of a catalog that one checkpoint can be restored from, by whatever way."""
+"""Selects the part of a catalog that one checkpoint can be restored from, by any way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["restricted"]
 
 
 def restricted(catalog: Catalog, target: Node) -> Catalog:
-    """A catalog that promises `target` alone, and has every encoding that a way to it may lead through."""
+    """Return a catalog that promises only `target`, with every encoding that a way to it may need."""
     empty = Catalog()
     small = replace(
         catalog,
@@ -30,7 +30,7 @@ def restricted(catalog: Catalog, target: Node) -> Catalog:
         if edges := catalog.encodings.get(node, ()):
             small.encodings[node] = edges
         for segment in (segment for edge in edges for segment in edge.segments):
-            if segment in catalog.segments:  # in a damaged log it need not be
+            if segment in catalog.segments:  # a damaged log may not name it
                 small.segments[segment] = catalog.segments[segment]
     if target in catalog.slots:
         small.slots[target] = catalog.slots[target]

@@ -1,4 +1,4 @@
-"""Reading every byte of the segments of a catalog, comparing what they say with it, and decoding what they hold."""
+"""Checks the segments of a catalog: reads every byte, compares their descriptions with the log, and decodes them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def examine(
     """Check every segment of `catalog`.
 
     Args:
-        run: the store's.
-        plans: how the checkpoints that can be restored are.
-        found: takes what is wrong; its tally is told of every byte.
-        deep: decode and replay every encoding, too.
+        run: the store's run.
+        plans: plans of the restorable checkpoints.
+        found: collects errors; its tally counts every byte.
+        deep: also decode and replay every encoding.
 
     Raises:
-        StorageError: the medium failed where that says nothing of the store.
+        StorageError: the medium failed in a way that says nothing about the store.
     """
     chosen = chosen_encodings(plans)
     roots = trees(catalog, chosen) if deep else []

@@ -1,4 +1,4 @@
-"""Reading every byte of a segment and comparing it with its hash, in several threads."""
+"""Reads every byte of a segment and compares it with its hash, in several threads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["scrubbing"]
 def scrubbing(
     backend: Backend, run: str, entry: SegmentEntry, staging: Staging, descriptions: Descriptions, found: Findings
 ) -> Task:
-    """Read one segment: its header and index, what they say, and then its chunks, in as many threads as are free.
+    """Return a task that reads one segment: its header and index, its description, and its chunks in all free threads.
 
     Args:
-        run: the store's.
-        staging: a block for each thread.
-        descriptions: takes what the segment says of itself.
-        found: takes what is wrong.
+        run: the store's run.
+        staging: one block for each thread.
+        descriptions: takes the segment's description.
+        found: collects errors.
     """
 
     def begin() -> Iterable[Task]:
@@ -56,7 +56,7 @@ def scrubbing(
 
 
 class _Shared:
-    """A segment that several threads read; the last one closes it."""
+    """A segment that several threads read. The last one closes it."""
 
     def __init__(self, reader: SegmentReader, pieces: list[list[TensorChunk]]) -> None:
         self._reader = reader
@@ -67,7 +67,7 @@ class _Shared:
             reader.close()
 
     def tasks(self, staging: Staging, found: Findings) -> list[Task]:
-        """One for each run of neighbouring chunks."""
+        """Return one task for each run of neighboring chunks."""
 
         def task(extent: list[TensorChunk]) -> Task:
             def work() -> Iterable[Task]:
@@ -96,7 +96,7 @@ def _check_extent(reader: SegmentReader, extent: list[TensorChunk], block: Bytes
         if isinstance(error, StorageError) and not is_bad_medium(error):
             found.add(entry.key, error, entry.id)
             return
-        if len(extent) > 1:  # one bad sector is no reason to give its neighbours up
+        if len(extent) > 1:  # one bad sector does not condemn its neighbors: read each chunk separately
             for piece in extent:
                 _check_extent(reader, [piece], block, found)
             return

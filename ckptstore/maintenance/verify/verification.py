@@ -1,9 +1,9 @@
-"""Reading every byte of a store and comparing it with its checksum, and every description with the log.
+"""Verifies a store: reads every byte and compares it with its checksum, and every description with the log.
 
 No byte is unchecked: FORMAT, log slots, folds, pins and requests carry their own hash; a segment's header is hashed in
-the log, its chunks in its header. Then what segments say is compared with what the log says (`description_check`). With
-``deep`` every state is decoded (`deep_verify`): a checkpoint called restorable was restored. What is damaged is
-reported with the checkpoints that need it; the rest stays usable.
+the log, its chunks in its header. Then the segments' descriptions are compared with the log (`description_check`). With
+``deep`` every state is decoded (`deep_verify`): a checkpoint reported as restorable was restored. Damage is reported
+with the checkpoints that need the damaged object; the rest stays usable.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ __all__ = ["Damage", "Unread", "VerificationReport", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport(HtmlTable):
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        damage: everything that is wrong; empty when the store is intact.
-        unread: what could not be read for reasons that are no damage: nothing is known of it.
+        damage: everything that is wrong; empty if the store is intact.
+        unread: objects that could not be read for reasons other than damage: their state is unknown.
         restorable: REFs of checkpoints that can be restored, by term and step; with ``deep`` they were.
-        lost: REFs of promised checkpoints that cannot.
-        unknown: REFs of those of which it cannot be said, because of what was not read.
+        lost: REFs of promised checkpoints that cannot be restored.
+        unknown: REFs of checkpoints whose state is unknown, because something could not be read.
         latest: the checkpoint to continue from: the newest restorable one, or None.
-        orphans: segments that nothing refers to (crashed saves, gc's prey); not damage, and not checked.
-        strangers: what lies here and is no object of the store: under a name that the format does not have (put there
-            by an editor, a sync client, somebody), or of another run (left by a writer whose store was deleted). No
-            damage: nothing reads it, and nothing deletes it.
-        objects: how many objects were checked.
-        nbytes: how many bytes were checked.
+        orphans: segments that nothing refers to (crashed saves; gc deletes them); not damage, and not checked.
+        strangers: foreign files that are not objects of the store: names that the format does not have (from an editor,
+            a sync client, a user), or objects of another run (left by a writer whose store was deleted). Not damage:
+            nothing reads or deletes them.
+        objects: number of checked objects.
+        nbytes: number of checked bytes.
         deep: whether everything was decoded.
-        ref: REF of the one checkpoint that was asked for, and of whose segments alone all this is; None: all.
+        ref: REF of the requested checkpoint, if only its segments were checked; None: all.
     """
 
     damage: tuple[Damage, ...]
@@ -106,20 +106,20 @@ def verify(
     progress: Progress | None = None,
     threads: int | None = None,
 ) -> VerificationReport:
-    """Check every byte of a store, and what its segments say.
+    """Check every byte of a store, and its segments' descriptions.
 
     Args:
-        journal: the store's.
-        ref: check the log, and of the segments only those that this checkpoint can be restored from.
-        deep: decode and replay every checkpoint, too, each chain once. Memory: the descriptions of what builds on one
-            full, and for each thread a payload and a few chunks.
-        progress: told how many bytes are checked; with `deep`, how many are decoded as well.
-        threads: threads that read and decode; None: up to four.
+        journal: the store's journal.
+        ref: check the log, and only the segments that this checkpoint can be restored from.
+        deep: also decode and replay every checkpoint, each chain once. Memory: the descriptions of all that builds on
+            one full, and for each thread a payload and a few chunks.
+        progress: called with the number of checked bytes; with `deep` also of decoded ones.
+        threads: number of threads that read and decode; None: up to four.
 
     Raises:
-        StoreNotFoundError: there is none.
-        CheckpointNotFoundError: nothing answers to `ref`.
-        StorageError: the medium failed where nothing else can be said (a listing, the log).
+        StoreNotFoundError: there is no store.
+        CheckpointNotFoundError: `ref` names no checkpoint.
+        StorageError: the medium failed so that nothing can be verified (a listing, the log).
     """
     threads = default_threads() if threads is None else whole("threads", threads, 1, MOST_THREADS)
     for _ in range(LOOKS):
@@ -141,7 +141,7 @@ def _verified(
     *,
     deep: bool,
 ) -> VerificationReport:
-    """`verify`, once; `judged` takes the slots that are called damaged, each with the hash of its bytes."""
+    """Verify once. `judged` collects the slots that are reported as damaged, each with the hash of its bytes."""
     keys = every_object(journal.backend, UNSAID)
     found = Findings(Tally(progress))
     format_file = _format(journal, keys, found)
@@ -162,7 +162,7 @@ def _verified(
 
 
 def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
-    """FORMAT, or what can be known without it, so that one bad byte there hides nothing else."""
+    """Return FORMAT, or what is known without it, so that one bad byte in it hides no other damage."""
     try:
         format_file = journal.format
     except (CorruptionError, FormatError) as error:
@@ -178,14 +178,14 @@ def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
     try:
         found.done(journal.backend.size(FORMAT_KEY), 1)
     except KeyNotFoundError:
-        return Journal(journal.backend).format  # says what there is instead
+        return Journal(journal.backend).format  # raises an error that says what is there instead
     return format_file
 
 
 def _history(
     journal: Journal, keys: list[str], found: Findings, judged: dict[int, str], progress: Progress | None
 ) -> Catalog:
-    """Every slot, fold, pin and request, whether the newest view needs it or not; `judged`: see `_verified`."""
+    """Check every slot, fold, pin and request, whether or not the newest view needs it. `judged`: see `_verified`."""
     backend = journal.backend
     slots: dict[int, SlotHashes] = {}
 
@@ -212,7 +212,7 @@ def _history(
         except KeyNotFoundError as error:
             if exists(backend, key):
                 found.add(key, CorruptionError(f"its manifest is missing: {error}"))
-            # else removed since the listing: a pin that ended, a slot that was folded
+            # otherwise it was removed since the listing: a pin that ended, a slot that was folded
         except (CorruptionError, FormatError) as error:
             found.add(key, _with_remedy(key, error))
         except StorageError as error:
@@ -222,7 +222,7 @@ def _history(
         if (seq := slot_of(key)) is not None:
             check(key, partial(slot_bytes, backend, journal.run, seq), slot)
     small = [key for key in keys if fold_of(key) or pin_of(key) or request_of(key)]
-    # Writers and readers may be at work beside this: what is torn may be on its way.
+    # Writers and readers may be active. A torn object may still be arriving.
     arriving = all_arrived(
         small,
         lambda key: backend.get(key, FOLD_LIMIT if fold_of(key) else record_text.MANIFEST_LIMIT),
@@ -244,17 +244,17 @@ def _history(
 
 
 def _with_remedy(key: str, error: CkptError) -> CkptError:
-    """What is wrong with a small object; of one that no checkpoint needs, what it holds back, and what mends it."""
-    if isinstance(error, IncompatibleFormatError):  # a newer version's, and whole
+    """Add to an error of a pin or request, which no checkpoint needs, what it blocks and how to fix it."""
+    if isinstance(error, IncompatibleFormatError):  # written by a newer version, and intact
         return error
     if pin_of(key) is not None:
         held = (
-            "no checkpoint needs it. While it is there gc deletes nothing, because nobody knows what it claims. Its "
-            "reader writes it anew within 30 s: if it stays as it is, delete this file"
+            "no checkpoint needs it. While it is there gc deletes nothing, because a damaged pin does not say what it "
+            "claims. Its reader rewrites it within 30 s: if it stays damaged, delete this file"
         )
     elif request_of(key) is not None:
         held = (
-            "no checkpoint needs it, and it holds nothing back. A writer refuses and deletes it; if nobody writes, "
+            "no checkpoint needs it, and it blocks nothing. A writer refuses and deletes it; if no run is writing, "
             "delete this file, and repeat the command that made it"
         )
     else:
@@ -269,7 +269,7 @@ def _given(found: bytes | CkptError) -> bytes:
 
 
 def _check_log(catalog: Catalog, planned_all: Mapping[Node, Plan | CorruptionError], found: Findings) -> None:
-    """Whether the log promises what nothing in it restores. Where slots are damaged, that is why."""
+    """Report checkpoints that the log promises but cannot restore. If slots are damaged, these are the cause."""
     if catalog.damage:
         return
     for node, planned in planned_all.items():

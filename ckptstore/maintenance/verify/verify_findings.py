@@ -1,7 +1,7 @@
-"""What is found wrong with a store, collected from several threads.
+"""Collects what is found wrong with a store, from several threads.
 
-*Damage* is what is not as it was written. What could not be read for reasons that are not the store's (no descriptors
-left, no permission, no connection) says nothing about it, and is kept apart.
+*Damage* is data that is not as it was written. An object that could not be read for other reasons (no file descriptors
+left, no permission, no connection) says nothing about the store, and is recorded separately.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Damage", "Edge", "Findings", "Flaw", "Unread", "edge_of", "is_bad_me
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something that is not as it was written.
+    """An object that is not as it was written.
 
     Attributes:
         key: the object.
-        what: what is wrong, with tensor and offset where they are known.
+        what: what is wrong, with tensor and offset if they are known.
         checkpoints: REFs of the checkpoints that are lost with it.
     """
 
@@ -35,18 +35,18 @@ class Damage:
 
     @property
     def passing(self) -> bool:
-        """Whether it is a pin or a request: no checkpoint needs it, and deleting the file mends the store."""
+        """Whether it is a pin or a request: no checkpoint needs it, and deleting the file fixes the store."""
         return pin_of(self.key) is not None or request_of(self.key) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """An object that could not be read, for a reason that is no damage of the store.
+    """An object that could not be read, for a reason other than damage.
 
     Attributes:
         key: the object.
-        what: what the system said.
-        checkpoints: REFs of the checkpoints of which therefore nothing is known.
+        what: the system's message.
+        checkpoints: REFs of the checkpoints whose state is therefore unknown.
     """
 
     key: str
@@ -56,14 +56,14 @@ class Unread:
 
 @dataclass(slots=True)
 class Flaw:
-    """What cannot be had of an encoding although its segments are there.
+    """What is unusable in an encoding although its segments exist.
 
     Attributes:
         whole: nothing of it can be used.
-        names: tensors that cannot be restored, neither here nor where something is built on them.
-        decoded: tensors that were decoded to other bytes than their hashes say, on the base that was chosen. On another
-            base they may be right; and so may what builds on them, where it is the hashes that are wrong.
-        state: the checkpoint itself cannot be loaded, whatever can be built on its tensors.
+        names: tensors that cannot be restored, neither here nor as a base of others.
+        decoded: tensors whose decoded bytes do not match their hashes, on the chosen base. On another base they may be
+            correct; so may tensors that build on them, if the hashes are wrong.
+        state: the checkpoint itself cannot be loaded, although others may build on its tensors.
     """
 
     whole: bool = False
@@ -77,13 +77,13 @@ class Findings:
     """Collects what is wrong.
 
     Attributes:
-        tally: told of every byte, those that are no bytes of the store (decoded ones) included.
+        tally: counts every byte, including decoded ones, which are not bytes of the store.
         damage: (object, what is wrong), each once.
         unread: object -> why it could not be read.
-        bad_segments: ids of segments of which nothing can be read.
-        unread_segments: those of them that may be all right.
-        bad_chunks: id of a segment -> where its damaged chunks begin.
-        flaws: what is wrong with encodings.
+        bad_segments: ids of segments that cannot be read at all.
+        unread_segments: those of them that may be intact.
+        bad_chunks: id of a segment -> offsets of its damaged chunks.
+        flaws: errors of encodings.
         strangers: objects that are not of this store: names that the format does not have, segments of another run.
         objects, nbytes: what was checked.
     """
@@ -101,11 +101,11 @@ class Findings:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, key: str, error: CkptError, segment: str | None = None, chunks: Iterable[int] | None = None) -> None:
-        """An object is damaged, or could not be read: then nothing of the segment is known.
+        """Record an object that is damaged, or that could not be read: then nothing is known of the segment.
 
         Args:
-            segment: its id, if it is one.
-            chunks: where the chunks begin that are damaged; None: all of it is.
+            segment: its id, if it is a segment.
+            chunks: offsets of the damaged chunks; None: all of it is damaged.
         """
         with self._lock:
             if isinstance(error, StorageError) and not is_bad_medium(error):
@@ -131,7 +131,7 @@ class Findings:
         whole: bool = False,
         state: bool = False,
     ) -> None:
-        """Something about an encoding is wrong; see `Flaw`."""
+        """Record an error of an encoding; see `Flaw`."""
         with self._lock:
             self.damage[key, _without(key, error)] = None
             flaw = self.flaws.setdefault(edge_of(encoding), Flaw())
@@ -141,12 +141,12 @@ class Findings:
             flaw.state |= state
 
     def doubt(self, encoding: Encoding, names: Iterable[str]) -> None:
-        """The base as it is restored lacks what these tensors build on; another encoding of it has that: no damage."""
+        """Record tensors whose base is missing in the base's planned encoding, but not in another: no damage."""
         with self._lock:
             self.flaws.setdefault(edge_of(encoding), Flaw()).names.update(names)
 
     def done(self, nbytes: int, objects: int = 0) -> None:
-        """So many bytes were compared, and so many objects are done with."""
+        """Count compared bytes and finished objects."""
         with self._lock:
             self.nbytes += nbytes
             self.objects += objects
