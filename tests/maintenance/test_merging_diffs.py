@@ -18,7 +18,7 @@ from ckptstore.reports.inspection import inspect
 from ckptstore.store import Store
 from tests.forms import in_turn
 from tests.store.states import same
-from tests.write.test_diffs import fill
+from tests.write.trainer import fill
 
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "none": {"gradients": False}, "sparse": {"keep": 0.02}}
 
@@ -116,7 +116,7 @@ def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
 
 
 def test_beside_a_trainer(tmp_path: Path) -> None:
-    from tests.write.test_diffs import Trainer
+    from tests.write.trainer import Trainer
 
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store")

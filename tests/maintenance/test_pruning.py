@@ -20,7 +20,7 @@ from ckptstore.log import folding, requests
 from ckptstore.log.term import open_term
 from tests.forms import short_or
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 from tools.bench.catalog import make
 from tools.conformance.comparing import differences
 from tools.conformance.ours import answer

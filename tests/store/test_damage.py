@@ -22,7 +22,7 @@ from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
 from tests.store.states import files, same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 STATES: dict[str, dict[str, Any]] = {}
 

@@ -17,7 +17,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.retaining import short_of_space
 from tests.write.rank_threads import as_ranks
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 RULES = ["last:4", "every:10"]
 STEPS = 45

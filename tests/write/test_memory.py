@@ -36,7 +36,7 @@ from tests.store.states import same
 from tests.write import inside
 from tests.write.test_concurrent import Medium
 from tests.write.test_deltas import trajectory
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 MIB = 1 << 20
 

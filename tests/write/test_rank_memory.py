@@ -31,8 +31,8 @@ from tests.store.states import same
 from tests.write import inside
 from tests.write.rank_threads import as_ranks
 from tests.write.test_concurrent import Medium
-from tests.write.test_diffs import ADAM
 from tests.write.test_rank_diffs import sharded, trainer, truths
+from tests.write.trainer import ADAM
 
 MIB = 1 << 20
 OPTIONS = RankOptions(timeout=120, per_rank="own")
