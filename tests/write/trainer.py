@@ -14,7 +14,10 @@ from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
 
 ADAM = optim.AdamW(beta1=0.9, beta2=0.95, weight_decay=0.1)
-SIZES = {"wide": (300, 700), "bias": (700,), "norm": (3,), "one": (1,)}
+SIZES = {"wide": (102, 700), "bias": (700,), "norm": (3,), "one": (1,)}
+"""A tensor that is coded by itself (more than 256 KiB), and some that are coded together."""
+LARGE = SIZES | {"wide": (300, 700)}
+"""Of which a chain costs more than the headers of its segments."""
 
 
 class Trainer:
@@ -73,7 +76,7 @@ class Trainer:
 
 
 def fill(path: Path, options: DiffOptions, steps: int, **how: Any) -> tuple[ckptstore.Store, dict[int, Any]]:
-    trainer, truth = Trainer(), {}
+    trainer, truth = Trainer(0, how.get("sizes", SIZES)), {}
     store = ckptstore.open(path, create=True)
     with store.writer(diffs=options) as writer:
         for step in range(1, steps + 1):
