@@ -440,7 +440,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
     ended = threading.Event()
     failures: list[BaseException] = []
     restored: list[int] = []
-    most, steps = 0, short_or(150, 300)
+    most, steps = 0, short_or(90, 300)
 
     def restore(which: int) -> None:
         own = ckptstore.open(tmp_path / "store")
