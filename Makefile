@@ -61,17 +61,13 @@ lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy and the layer check see the rooms only in an installed copy: cli/ and formats/ are ckptstore.cli and
-# ckptstore.formats by the mapping in pyproject.toml, which neither tool reads.
-build/tc: .venv/.ready FORCE
-	rm -rf build
-	$(PIP) install --no-deps --target build/tc .
+# cli/ and formats/ are the packages ckptstore.cli and ckptstore.formats: pyproject.toml maps them for an installation, and
+# the links ckptstore/cli and ckptstore/formats show them to tools that look for packages in folders.
+types: .venv/.ready
+	$(BIN)/mypy -p ckptstore
 
-types: build/tc
-	cd build/tc && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p ckptstore
-
-layers: build/tc
-	cd build/tc && PYTHONPATH=. ../../$(BIN)/lint-imports --config ../../pyproject.toml --no-cache
+layers: .venv/.ready
+	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 
 bench: .venv/.bench-ready  ## save and load against peers (SIZE=500MB ROUNDS=5)
 	$(BIN)/python -m tools.bench.save_load --size $(SIZE) --rounds $(ROUNDS)
@@ -165,4 +161,3 @@ fuzz: .venv/.ready  ## every decoder against mutated input for SECONDS
 clean:
 	rm -rf .venv build demo-out bench-out .cache *.egg-info
 
-FORCE:

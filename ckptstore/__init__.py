@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from ckptstore.errors import UsageError as UsageError
     from ckptstore.errors import WriterClosedError as WriterClosedError
     from ckptstore.errors import WriterError as WriterError
-    from ckptstore.exchange.exporting import ExportResult as ExportResult
-    from ckptstore.exchange.importing import ImportedFile as ImportedFile
+    from ckptstore.exchange.export import ExportResult as ExportResult
+    from ckptstore.exchange.import_files import ImportedFile as ImportedFile
     from ckptstore.following.follower import Followed as Followed
     from ckptstore.following.follower import Follower as Follower
-    from ckptstore.formats.compiled import KernelWarning as KernelWarning
+    from ckptstore.formats.kernel_choice import KernelWarning as KernelWarning
     from ckptstore.formats.records import FormatFile as FormatFile
     from ckptstore.formats.records import SegmentEntry as SegmentEntry
     from ckptstore.formats.segment import SegmentDoc as SegmentDoc
@@ -85,50 +85,50 @@ if TYPE_CHECKING:
     from ckptstore.host.caller_warnings import UnexplainedStepWarning as UnexplainedStepWarning
     from ckptstore.host.caller_warnings import UnpinnedWarning as UnpinnedWarning
     from ckptstore.host.progress import Progress as Progress
-    from ckptstore.log.checkpoints import CheckpointInfo as CheckpointInfo
-    from ckptstore.log.checkpoints import TermInfo as TermInfo
-    from ckptstore.log.reading import View as View
+    from ckptstore.log.checkpoint_info import CheckpointInfo as CheckpointInfo
+    from ckptstore.log.checkpoint_info import TermInfo as TermInfo
+    from ckptstore.log.log_reader import View as View
     from ckptstore.maintenance.compact import CompactMove as CompactMove
     from ckptstore.maintenance.compact import CompactReport as CompactReport
-    from ckptstore.maintenance.compact.idle import CompactOptions as CompactOptions
-    from ckptstore.maintenance.compact.idle import CompactPass as CompactPass
+    from ckptstore.maintenance.compact.idle_compaction import CompactOptions as CompactOptions
+    from ckptstore.maintenance.compact.idle_compaction import CompactPass as CompactPass
     from ckptstore.maintenance.copies import Copied as Copied
-    from ckptstore.maintenance.gc import Collected as Collected
-    from ckptstore.maintenance.gc import Holder as Holder
+    from ckptstore.maintenance.garbage_collection import Collected as Collected
+    from ckptstore.maintenance.garbage_collection import Holder as Holder
     from ckptstore.maintenance.merge import Merged as Merged
     from ckptstore.maintenance.merge import RestoreCost as RestoreCost
     from ckptstore.maintenance.pruning import Pruned as Pruned
     from ckptstore.maintenance.repair import Repaired as Repaired
-    from ckptstore.maintenance.retiring import Retired as Retired
-    from ckptstore.maintenance.verify.findings import Damage as Damage
-    from ckptstore.maintenance.verify.findings import Unread as Unread
+    from ckptstore.maintenance.retirement import Retired as Retired
     from ckptstore.maintenance.verify.verification import VerificationReport as VerificationReport
-    from ckptstore.reports.bisecting import Bisected as Bisected
-    from ckptstore.reports.bisecting import Probe as Probe
+    from ckptstore.maintenance.verify.verify_findings import Damage as Damage
+    from ckptstore.maintenance.verify.verify_findings import Unread as Unread
+    from ckptstore.reports.bisection import Bisected as Bisected
+    from ckptstore.reports.bisection import Probe as Probe
     from ckptstore.reports.comparison import StateDifference as StateDifference
     from ckptstore.reports.comparison import TensorDifference as TensorDifference
-    from ckptstore.reports.explaining import Explanation as Explanation
-    from ckptstore.reports.explaining import PlanStep as PlanStep
     from ckptstore.reports.inspection import ChainLink as ChainLink
     from ckptstore.reports.inspection import CheckpointDescription as CheckpointDescription
     from ckptstore.reports.inspection import TensorDescription as TensorDescription
     from ckptstore.reports.inspection import TensorStatistics as TensorStatistics
     from ckptstore.reports.lineage import Lineage as Lineage
     from ckptstore.reports.request_costs import RequestCosts as RequestCosts
+    from ckptstore.reports.restore_explanation import Explanation as Explanation
+    from ckptstore.reports.restore_explanation import PlanStep as PlanStep
+    from ckptstore.reports.run_comparison import SideBySide as SideBySide
     from ckptstore.reports.run_status import RunStatus as RunStatus
     from ckptstore.reports.runs import FoundRuns as FoundRuns
     from ckptstore.reports.runs import RunInfo as RunInfo
     from ckptstore.reports.runs import find_runs as find_runs
-    from ckptstore.reports.side_by_side import SideBySide as SideBySide
-    from ckptstore.reports.stats import ClassBytes as ClassBytes
-    from ckptstore.reports.stats import Share as Share
-    from ckptstore.reports.stats import StoreStats as StoreStats
-    from ckptstore.restore.plan import Plan as Plan
+    from ckptstore.reports.store_stats import ClassBytes as ClassBytes
+    from ckptstore.reports.store_stats import Share as Share
+    from ckptstore.reports.store_stats import StoreStats as StoreStats
+    from ckptstore.restore.restore_plan import Plan as Plan
     from ckptstore.store import Store as Store
     from ckptstore.store import open as open
     from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
-    from ckptstore.tiers.syncing import Synced as Synced
+    from ckptstore.tiers.store_sync import Synced as Synced
     from ckptstore.write.deltas import DeltaOptions as DeltaOptions
     from ckptstore.write.filling import LayerCopy as LayerCopy
     from ckptstore.write.interval import RestoreBound as RestoreBound
@@ -159,10 +159,10 @@ _HOMES = {
         " UnmadeStateError DivergedReplicasError MailboxError AgentError AgentLostError AgentBusyError KernelError"
         " AgentSilentError"
     ),
-    "exchange.exporting": "ExportResult",
-    "exchange.importing": "ImportedFile",
+    "exchange.export": "ExportResult",
+    "exchange.import_files": "ImportedFile",
     "following.follower": "Followed Follower",
-    "formats.compiled": "KernelWarning",
+    "formats.kernel_choice": "KernelWarning",
     "formats.records": "FormatFile SegmentEntry",
     "formats.segment": "SegmentDoc TensorEntry",
     "formats.state": "FlatState",
@@ -171,31 +171,31 @@ _HOMES = {
         " HiddenTensorsWarning LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"
     ),
     "host.progress": "Progress",
-    "log.checkpoints": "CheckpointInfo TermInfo",
-    "log.reading": "View",
+    "log.checkpoint_info": "CheckpointInfo TermInfo",
+    "log.log_reader": "View",
     "maintenance.compact": "CompactMove CompactReport",
-    "maintenance.compact.idle": "CompactOptions CompactPass",
+    "maintenance.compact.idle_compaction": "CompactOptions CompactPass",
     "maintenance.copies": "Copied",
-    "maintenance.gc": "Collected Holder",
+    "maintenance.garbage_collection": "Collected Holder",
     "maintenance.merge": "Merged RestoreCost",
     "maintenance.pruning": "Pruned",
     "maintenance.repair": "Repaired",
-    "maintenance.retiring": "Retired",
-    "maintenance.verify.findings": "Damage Unread",
+    "maintenance.retirement": "Retired",
+    "maintenance.verify.verify_findings": "Damage Unread",
     "maintenance.verify.verification": "VerificationReport",
-    "reports.bisecting": "Bisected Probe",
+    "reports.bisection": "Bisected Probe",
     "reports.comparison": "StateDifference TensorDifference",
-    "reports.explaining": "Explanation PlanStep",
+    "reports.restore_explanation": "Explanation PlanStep",
     "reports.inspection": "ChainLink CheckpointDescription TensorDescription TensorStatistics",
     "reports.lineage": "Lineage",
     "reports.request_costs": "RequestCosts",
     "reports.run_status": "RunStatus",
     "reports.runs": "FoundRuns RunInfo find_runs",
-    "reports.side_by_side": "SideBySide",
-    "reports.stats": "ClassBytes Share StoreStats",
-    "restore.plan": "Plan",
+    "reports.run_comparison": "SideBySide",
+    "reports.store_stats": "ClassBytes Share StoreStats",
+    "restore.restore_plan": "Plan",
     "store": "Store open repair verify",
-    "tiers.syncing": "Synced",
+    "tiers.store_sync": "Synced",
     "write.deltas": "DeltaOptions",
     "write.filling": "LayerCopy",
     "write.interval": "RestoreBound",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from ckptstore.cli.written import LIKE_A_RANGE, LIKE_A_REF
+from ckptstore.cli.ref_syntax import LIKE_A_RANGE, LIKE_A_REF
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -71,7 +71,7 @@ class _Command(click.Command):
         TYPED.set(dict(ctx.params))
         if "take_over" in ctx.params:
             from ckptstore.cli.output import tell_asked
-            from ckptstore.log.authors import ASKED
+            from ckptstore.log.change_committer import ASKED
 
             token = ASKED.set(tell_asked)
             try:
@@ -339,7 +339,7 @@ class _Rule(ParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from ckptstore.formats.windows import RULES
+        from ckptstore.formats.rule_windows import RULES
 
         known = (f"{name}:" if ":" in kind.form else name for name, kind in RULES.items())
         return [CompletionItem(rule) for rule in known if rule.startswith(incomplete)]

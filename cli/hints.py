@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore import errors
-from ckptstore.cli.written import like_a_ref
+from ckptstore.cli.ref_syntax import like_a_ref
 
 __all__ = ["TYPED", "hint_for", "near_names", "note_damage"]
 

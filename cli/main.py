@@ -170,7 +170,7 @@ class LazyGroup(click.Group):
                 warnings.showwarning = _remark
                 result = super().main(arguments, prog_name, complete_var, False, **extra)
         except BaseException as error:  # noqa: BLE001  # the boundary: every error becomes a line and an exit code
-            from ckptstore.cli.failures import report
+            from ckptstore.cli.error_output import report
 
             # Nothing is swallowed: report() raises SystemExit again, and with --debug every error.
             sys.exit(report(error, arguments))
@@ -228,7 +228,7 @@ def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _unraisable(ignored: sys.UnraisableHookArgs) -> None:
-    from ckptstore.host import background
+    from ckptstore.host import background_threads
 
     number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(ignored.exc_type)
     if number is None:
@@ -236,7 +236,7 @@ def _unraisable(ignored: sys.UnraisableHookArgs) -> None:
     else:
         # Prevents: a command that never ends, because its signal came while a finalizer ran. Python ignores
         # what a finalizer raises. By then the finalizer has returned.
-        background.after(0.05, lambda: os.kill(os.getpid(), number))
+        background_threads.after(0.05, lambda: os.kill(os.getpid(), number))
 
 
 def open_standard_streams() -> None:
@@ -266,8 +266,8 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name or a sign that the terminal cannot show is no error
     if "_CKPT_COMPLETE" in os.environ:  # a shell asks
-        from ckptstore.cli import shells
+        from ckptstore.cli import shell_completion
 
-        shells.register()
+        shell_completion.register()
     cli.main(prog_name="ckpt")
     raise AssertionError("cli.main exits")

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ckptstore.cli.wrapping import columns, fitted, say, width
-from ckptstore.formats.sizes import size
+from ckptstore.cli.text_wrap import columns, fitted, say, width
+from ckptstore.formats.byte_text import size
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
     from ckptstore import Progress
-    from ckptstore.log.authors import LastWriter
+    from ckptstore.log.change_committer import LastWriter
 
 __all__ = [
     "SCHEMA",

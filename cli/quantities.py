@@ -22,7 +22,7 @@ class Typed(float):
 
 
 class _Quantity(ParamType):
-    """A quantity with its unit, parsed by a function of `ckptstore.tuning.units`."""
+    """A quantity with its unit, parsed by a function of `ckptstore.tuning.quantity_units`."""
 
     def __init__(self, name: str, parser: str) -> None:
         self.name = name
@@ -30,11 +30,11 @@ class _Quantity(ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         from ckptstore.errors import UsageError
-        from ckptstore.tuning import units
+        from ckptstore.tuning import quantity_units
 
         if isinstance(value, float):
             return value
-        parse: Callable[[str], float] = getattr(units, self._parser)
+        parse: Callable[[str], float] = getattr(quantity_units, self._parser)
         try:
             found = Typed(parse(str(value)))
         except UsageError as error:

@@ -1,8 +1,8 @@
 """The catalog: what a store holds after every record of its log, in order, has been applied.
 
 Checkpoints are nodes, encodings are edges. A checkpoint is *promised* from the COMMIT that adds it to the one that
-retires it; a retired one is *held* while others build on it. Applying never fails: whether a record may be
-written is asked before (`ckptstore.formats.retention`), and a log with a damaged slot has to be readable all the same.
+retires it; a retired one is *held* while others build on it. Applying never fails: `commit_checks` says
+beforehand whether a record may be written, and a log with a damaged slot has to be readable all the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
-from ckptstore.formats.edges import EdgeIndex
+from ckptstore.formats.dependents import EdgeIndex
 from ckptstore.formats.members import MAX_INT
 from ckptstore.formats.records import (
     NO_SLOT,
@@ -31,7 +31,7 @@ from ckptstore.formats.records import (
 )
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
-from ckptstore.formats.told import CLOSED, HIGHEST, LACKS, REACHED, REMOTE
+from ckptstore.formats.term_members import CLOSED, HIGHEST, LACKS, REACHED, REMOTE
 
 __all__ = ["CLOSED", "HIGHEST", "LACKS", "REACHED", "REMOTE", "Catalog", "CatalogBuilder", "TermEntry"]
 
@@ -102,7 +102,7 @@ class Catalog:
         last: xxh3_128 of the bytes of the last slot, which the next one has to name; `NO_SLOT` in an empty log.
         ro_compat: features that a writer has to know.
         unknown: (slot, members) of every record with members that this version does not know.
-        keep: the rules of retention (`ckptstore.formats.keeping`); none: every checkpoint is kept.
+        keep: the rules of retention (`ckptstore.formats.retention_rules`); none: every checkpoint is kept.
         keep_seq: the slot that said so; -1: none did.
     """
 

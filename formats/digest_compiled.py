@@ -1,12 +1,12 @@
-"""The state digest's loop for numba (`ckptstore.formats.compiled`)."""
+"""The state digest's loop for numba (`ckptstore.formats.kernel_choice`)."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.formats.compiled import loop
 from ckptstore.formats.digest import BLOCK_WORDS
+from ckptstore.formats.kernel_choice import loop
 
 
 @loop("u4", "int", "u8", "u8!")

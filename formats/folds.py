@@ -11,16 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import jsontext, told
+from ckptstore.formats import jsontext, term_members
 from ckptstore.formats.catalog import Catalog, TermEntry
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.columns import ascending
 from ckptstore.formats.fold_columns import ColumnReader, Tables, columns_size, write_tables
-from ckptstore.formats.hashing import xxh3_128
 from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal, is_term, is_time, natural
+from ckptstore.formats.record_text import KNOWN_FEATURES
 from ckptstore.formats.records import KEEP, CheckpointId, Node
 from ckptstore.formats.spans import Spans
 from ckptstore.formats.tables import NodeTable, Table
-from ckptstore.formats.texts import KNOWN_FEATURES
 
 __all__ = ["FOLD_LIMIT", "JSON_LIMIT", "RATIO", "SLACK", "decode_fold", "encode_fold", "intact"]
 
@@ -292,7 +292,7 @@ class _Columns:
             row = int(text) if text.isdecimal() and len(text) <= 16 else -1
             if str(row) != text or row >= (self._rows or 0) or type(members) is not dict:
                 self._left.refuse("extra", "an object of rows to objects")
-            told.check_types(members, self._what)
+            term_members.check_types(members, self._what)
             found[row] = members
         return lambda row: found.get(row, {})
 

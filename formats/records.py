@@ -1,7 +1,8 @@
 """What the log says, as data classes: the entries of a store's history, and the small files beside them.
 
-`ckptstore.formats.texts` turns them into bytes and back; `ckptstore.formats.catalog` applies them. Every class keeps
-the JSON members that this version does not know (`extra`), so that an older version never loses what a newer one wrote.
+`ckptstore.formats.record_text` turns them into bytes and back; `ckptstore.formats.catalog` applies them. Every class
+keeps the JSON members that this version does not know (`extra`), so that an older version never loses what a newer one
+wrote.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class CommitRecord:
         tags: name -> (term, step), or None to remove the tag.
         requests: uuid of a request handled -> None if accepted, else why it was refused.
         swept: ids dropped earlier in this term whose objects are known to be gone, to be forgotten.
-        keep: the rules of retention from now on (`ckptstore.formats.keeping`), none: keep all; None: no change.
+        keep: the rules of retention from now on (`ckptstore.formats.retention_rules`), none: keep all; None: no change.
         manifest: id of the manifest object that carries the record, if it did not fit a slot.
         previous: xxh3_128 of the bytes of the slot before (see `OpenRecord`).
     """

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.hashing import header_hash
+from ckptstore.formats.checksums import header_hash
 from ckptstore.formats.layout import ALIGN, HEADER_LIMIT
 from ckptstore.formats.members import Members
 from ckptstore.formats.segment_doc import LENGTH, MAX_DOC_DEPTH, RAW, VERSION, Chunk, SegmentDoc, TensorEntry

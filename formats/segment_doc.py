@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.hashing import tensor_hash
+from ckptstore.formats.checksums import tensor_hash
 from ckptstore.formats.members import Members
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment_steps import StepEncoding, read_parents, read_steps, step_columns

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.hashing import chunk_hash
+from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.layout import TensorSpec, chunk_count, chunk_extents
 from ckptstore.formats.members import Members, natural
 from ckptstore.formats.segment_columns import (

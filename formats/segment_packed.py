@@ -15,7 +15,7 @@ import zstandard
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.layout import HEADER_LIMIT, MAX_SIZE, RESERVED_PREFIX, padded
 from ckptstore.formats.members import MAX_INT, Members
 from ckptstore.formats.segment_columns import numbers

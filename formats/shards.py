@@ -15,7 +15,7 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.boxes import Box, gap, overlapping
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.segment_doc import Chunk, TensorEntry
-from ckptstore.formats.steps import Group
+from ckptstore.formats.step_codec import Group
 
 __all__ = [
     "ShardKey",

@@ -32,7 +32,6 @@ import numpy as np
 
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats import jsontext, values
-from ckptstore.formats.advice import advice
 from ckptstore.formats.keys import holds_nan
 from ckptstore.formats.layout import HEADER_LIMIT
 from ckptstore.formats.names import flat_names
@@ -49,6 +48,7 @@ from ckptstore.formats.tree import (
     tensor_names,
     unflatten,
 )
+from ckptstore.formats.unsupported_objects import advice
 
 __all__ = [
     "MAX_DEPTH",

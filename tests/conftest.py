@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckptstore.backends import memory
-from ckptstore.formats import compiled
+from ckptstore.formats import kernel_choice
 from tests import division, durations, warmth
 from tests.forms import short_or
 from tools.objects.server import Server, serving
@@ -94,7 +94,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     # Torn slots that tests make on purpose are found so in a moment. (Tests that read no store do not import it.)
-    if (arriving := sys.modules.get("ckptstore.log.arriving")) is not None:
+    if (arriving := sys.modules.get("ckptstore.log.partial_objects")) is not None:
         arriving.STILL = 0.3  # type: ignore[attr-defined]
 
 
@@ -125,8 +125,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def numpy_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that a test starts run kernels in numpy: to import numba takes each of them a second."""
-    compiled.kind()  # of this process it is decided
-    monkeypatch.setenv(compiled.VARIABLE, "numpy")
+    kernel_choice.kind()  # of this process it is decided
+    monkeypatch.setenv(kernel_choice.VARIABLE, "numpy")
 
 
 def pytest_sessionfinish() -> None:

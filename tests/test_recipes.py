@@ -41,10 +41,8 @@ def changed(text: str, diff: str, file: str) -> str:
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages with every recipe followed. A backend is a package of somebody else's, beside them."""
     tree = tmp_path_factory.mktemp("recipes")
-    for package in ("ckptstore", "cli", "formats"):
-        # In the place where an installed copy has it.
-        there = tree / package if package == "ckptstore" else tree / "ckptstore" / package
-        shutil.copytree(ROOT / package, there, ignore=shutil.ignore_patterns("__pycache__", "golden", "SPEC.md"))
+    ignored = shutil.ignore_patterns("__pycache__", "golden", "SPEC.md")
+    shutil.copytree(ROOT / "ckptstore", tree / "ckptstore", ignore=ignored)
     for name, blocks in recipes().items():
         for language, file, text in blocks:
             place = tree / ("" if not file.startswith(("cli/", "formats/")) else "ckptstore") / file
@@ -202,7 +200,7 @@ def test_a_rule_keeps(tree: Path, tmp_path: Path) -> None:
         tree,
         tmp_path,
         """
-from ckptstore.formats.windows import ends
+from ckptstore.formats.rule_windows import ends
 with ckptstore.open("store") as store:
     with store.writer() as writer:
         for step in range(1, 4):

@@ -41,7 +41,7 @@ import ckptstore
 from ckptstore import Update
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError
 from ckptstore.formats import optim
-from ckptstore.formats.ranked import rank_count
+from ckptstore.formats.rank_trees import rank_count
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host import crash_points

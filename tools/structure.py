@@ -28,7 +28,7 @@ class Function:
     """A function or method.
 
     Attributes:
-        name: dotted, with its module: ``ckptstore.store.reading.Reading.load``.
+        name: dotted, with its module: ``ckptstore.store.restore_methods.Reading.load``.
         lines: from ``def`` to its end, signature and docstring included.
         parameters: how many it takes; ``self`` and ``cls`` are not counted.
         options: how many of them are keyword-only.

@@ -15,13 +15,13 @@ from ckptstore.agent.replicating import AREAS, Replicated
 from ckptstore.agent.starting import Started
 from ckptstore.agent.tenure import Begin, Tenure
 from ckptstore.errors import CorruptionError, UsageError
-from ckptstore.formats.reference import text_of
+from ckptstore.formats.checkpoint_ref import text_of
 from ckptstore.formats.state import FlatState
-from ckptstore.host import exiting
+from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.host.reentrance import codes_of, refuse_within
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.host.signal_reentry import codes_of, refuse_within
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.ledger import Labels, PendingSave
@@ -62,7 +62,7 @@ class AgentWriter(Writer):
     def attach(self, agent: Started, inherited: Inherited | None = None) -> None:
         """Go on with an agent that has answered."""
         self._tenure.attach(agent, inherited)
-        exiting.watch(self)
+        interpreter_exit.watch(self)
 
     def told(self, body: dict[str, Any]) -> None:
         """An event of the agent's; called by the thread that hears."""
@@ -270,25 +270,25 @@ class AgentWriter(Writer):
             steps = self._unfinished()
             self._tenure.give_up()  # one Ctrl-C is enough where nobody would answer
             if lost := [step for step in steps if step not in self._unfinished()]:
-                exiting.interrupted(self, lost)
-        exiting.await_end(self, interrupted=self._interrupted)
+                interpreter_exit.interrupted(self, lost)
+        interpreter_exit.await_end(self, interrupted=self._interrupted)
         self._handing.abandon()
         self._tenure.beside.shutdown()
         self._handing.close()
         self._tenure.gone()
-        exiting.forget(self)
+        interpreter_exit.forget(self)
         self._tenure.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
+        """Take no more saves -> done when every earlier one is, and the term is closed."""
         return self._tenure.end()
 
     def _unfinished(self) -> list[int]:
-        """The steps that are on their way, ascending (`host.exiting`)."""
+        """The steps that are on their way, ascending (`host.interpreter_exit`)."""
         return self._tenure.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
-        """The steps that failed and nobody has asked for (`host.exiting`)."""
+        """The steps that failed and nobody has asked for (`host.interpreter_exit`)."""
         return sorted(self._tenure.failures.take(), key=lambda one: one[0])
 
     def _settle(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptstore.formats import hashing, jsontext
+from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
@@ -26,9 +26,9 @@ def hash_of(flat: FlatState, pool: ThreadPoolExecutor) -> str:
         found = [image[start : start + CHUNK] for start in range(0, len(image), CHUNK)]
         pieces += found
         counts.append(len(found))
-    hashes = iter(list(pool.map(hashing.chunk_hash, pieces)))
+    hashes = iter(list(pool.map(checksums.chunk_hash, pieces)))
     rows = [
-        (name, source.dtype, tuple(source.shape), hashing.tensor_hash([next(hashes) for _ in range(count)]))
+        (name, source.dtype, tuple(source.shape), checksums.tensor_hash([next(hashes) for _ in range(count)]))
         for (name, source), count in zip(flat.tensors.items(), counts, strict=True)
     ]
-    return hashing.state_hash(jsontext.dumps(flat.tree), rows)
+    return checksums.state_hash(jsontext.dumps(flat.tree), rows)

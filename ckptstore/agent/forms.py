@@ -15,12 +15,12 @@ from ckptstore.errors import AgentError, CkptError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.codecs import Policy
-from ckptstore.formats.compiled import KernelWarning
+from ckptstore.formats.kernel_choice import KernelWarning
 from ckptstore.formats.sources import Origin, place_of
 from ckptstore.formats.state import TensorSource
 from ckptstore.host import caller_warnings
-from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.segments.regions import RegionPlan, plan_regions
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.segments.aligned_regions import RegionPlan, plan_regions
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from ckptstore.write.ledger import Labels

@@ -15,13 +15,13 @@ from ckptstore.agent.replicating import Failed
 from ckptstore.agent.starting import Started
 from ckptstore.agent.tenure import AgentRestartWarning, Tenure
 from ckptstore.errors import AgentLostError
-from ckptstore.formats.reference import step_number
+from ckptstore.formats.checkpoint_ref import step_number
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
+from ckptstore.host.batched_copies import shared_out
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.gathering import shared_out
 from ckptstore.host.threads import default_threads, run_all, started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.filling import Filling
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Labels, PendingSave

@@ -19,8 +19,8 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import Workers, default_threads, run_all, workers
 from ckptstore.restore.load import LoadOptions
+from ckptstore.restore.load_targets import find_targets
 from ckptstore.restore.selection import select_from
-from ckptstore.restore.targets import find_targets
 from ckptstore.write.snapshot import HostTensor, copy_jobs
 
 __all__ = ["Inherited", "inherit"]

@@ -17,8 +17,8 @@ from ckptstore.agent.kept import ALONE, Filled, Kept, Made, Standing, laid_out
 from ckptstore.agent.pool import Pool
 from ckptstore.errors import CkptError
 from ckptstore.host.threads import default_threads, started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.segments.regions import LaidOutState
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.snapshot import Snapshot

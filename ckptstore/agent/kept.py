@@ -10,8 +10,8 @@ from ckptstore.agent.forms import Layout, read, whole_number
 from ckptstore.agent.pool import Buffer
 from ckptstore.errors import AgentError
 from ckptstore.formats.state import TensorSource, unflatten
-from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.segments.regions import LaidOutState
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.snapshot import HostTensor
 from ckptstore.write.steps.updates import Update

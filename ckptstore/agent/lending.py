@@ -16,7 +16,7 @@ from ckptstore.agent.shared import SharedMemory
 from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.segments.regions import LaidOutState
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.snapshot import HostTensor, Snapshot
 
 __all__ = ["Lending", "Lent"]

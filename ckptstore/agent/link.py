@@ -16,7 +16,7 @@ from ckptstore.agent.forms import read_error
 from ckptstore.agent.frames import Channel, End, Message
 from ckptstore.agent.stopped import state_of, stopped
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, AgentSilentError
-from ckptstore.host import background
+from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import warn
 
 __all__ = ["Link", "SilentAgentWarning"]
@@ -72,7 +72,7 @@ class Link:
         self._remarked = False
         self._asleep = False
         _open.add(self)
-        background.start(self._hear, "agent-hear")
+        background_threads.start(self._hear, "agent-hear")
 
     @property
     def lost(self) -> AgentError | None:

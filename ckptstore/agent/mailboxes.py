@@ -22,7 +22,7 @@ from typing import Final, Self
 
 from ckptstore.agent.frames import peer_of
 from ckptstore.errors import AgentLostError, MailboxError
-from ckptstore.host import background
+from ckptstore.host import background_threads
 from ckptstore.write.ranks.mailbox import PIECE, LocalMailbox
 
 __all__ = ["RemoteMailbox", "ServedMailbox"]
@@ -65,7 +65,7 @@ class ServedMailbox:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self.here: set[int] = set()
-        background.start(self._accept, "agent-mailbox")
+        background_threads.start(self._accept, "agent-mailbox")
 
     def check(self) -> None:
         """Raise `AgentLostError` if the agent of a rank is gone: what it has not sent will never come."""
@@ -87,7 +87,7 @@ class ServedMailbox:
             except OSError:
                 return  # closed
             with contextlib.suppress(RuntimeError):  # the interpreter is going
-                background.start(partial(self._serve, connection), "agent-mailbox-rank")
+                background_threads.start(partial(self._serve, connection), "agent-mailbox-rank")
 
     def _serve(self, connection: socket.socket) -> None:
         rank: int | None = None
@@ -191,7 +191,7 @@ class RemoteMailbox:
             if isinstance(error, OSError):
                 raise MailboxError(f"the agent of rank 0 cannot be reached: {error}") from error
             raise
-        background.start(self._watch, "agent-mailbox")
+        background_threads.start(self._watch, "agent-mailbox")
 
     def set(self, key: str, value: bytes) -> None:
         """See `Mailbox.set`."""

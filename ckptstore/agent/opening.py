@@ -21,11 +21,11 @@ from ckptstore.agent.together import Kept, Together
 from ckptstore.backends.base import Backend
 from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, CorruptionError, UsageError
 from ckptstore.frameworks import bridge
-from ckptstore.host import exiting
+from ckptstore.host import interpreter_exit
 from ckptstore.host.buffers import DEFAULT_BUDGET
 from ckptstore.host.caller_warnings import DeterminismWarning, WarningsLast, warn
-from ckptstore.host.checks import seconds
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.host.option_checks import seconds
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.store import open as open_store
 from ckptstore.write.deltas import DeltaOptions
@@ -88,7 +88,7 @@ def writer(
         AgentError: none can be started.
         and what `Store.writer` raises.
     """
-    exiting.check()
+    interpreter_exit.check()
     opened = store if isinstance(store, Store) else open_store(store)
     url = _address(opened.backend)
     if not isinstance(name, str) or len(name) > _LONGEST:

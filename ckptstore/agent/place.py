@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptstore.errors import AgentBusyError, AgentError
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 
 __all__ = ["Place", "runtime_folder"]
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptstore.agent.shared import SharedMemory
 from ckptstore.errors import AgentError
-from ckptstore.host.touching import populate
+from ckptstore.host.prefault import populate
 
 __all__ = ["Buffer", "Pool"]
 

@@ -26,7 +26,7 @@ from ckptstore.agent.place import Place
 from ckptstore.agent.ranks import Job, RankSaves, parting_of
 from ckptstore.agent.session import PROTOCOL, Over, Session
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
-from ckptstore.host import background
+from ckptstore.host import background_threads
 from ckptstore.store import open as open_store
 from ckptstore.write.opening import open_writer
 
@@ -116,7 +116,7 @@ class _Listener:
         self._arrived: Channel | None = None
         self._lock = threading.Lock()
         self._bell, self._bells = socket.socketpair()
-        background.start(self._accept, "agent-accept")
+        background_threads.start(self._accept, "agent-accept")
 
     def _accept(self) -> None:
         while True:

@@ -31,7 +31,7 @@ from ckptstore.errors import (
     UnmadeStateError,
 )
 from ckptstore.host.threads import started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.options import WriterOptions

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ckptstore.agent.forms import Layout, whole_number
 from ckptstore.errors import AgentError
-from ckptstore.formats.hashing import xxh3_64
+from ckptstore.formats.checksums import xxh3_64
+from ckptstore.host.batched_copies import shared_out
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.gathering import shared_out
 
 __all__ = ["Digests", "Proof", "Recipe", "Row", "read_recipe"]
 

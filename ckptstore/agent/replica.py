@@ -19,11 +19,11 @@ from ckptstore.agent.pool import Buffer
 from ckptstore.agent.recipes import Proof, Recipe, read_recipe
 from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
 from ckptstore.formats import optim
-from ckptstore.formats.optim.settings import MAX_COUNT
+from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.frameworks import bridge
+from ckptstore.host.batched_copies import Gathering
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.gathering import Gathering
-from ckptstore.host.touching import populate
+from ckptstore.host.prefault import populate
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Replica", "read_replica", "warmed"]

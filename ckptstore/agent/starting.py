@@ -20,7 +20,7 @@ from ckptstore.agent.place import Place
 from ckptstore.agent.session import PROTOCOL
 from ckptstore.agent.stopped import stopped
 from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
-from ckptstore.host import background
+from ckptstore.host import background_threads
 
 __all__ = ["Started", "found", "started"]
 
@@ -50,7 +50,7 @@ class Started:
         self.link.close()
         if self.process is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is going
-                background.start(self.process.wait, "agent-ending")
+                background_threads.start(self.process.wait, "agent-ending")
 
     def gone(self) -> None:
         """Wait until it has ended, for a while; not for one that is stopped."""

@@ -29,10 +29,10 @@ from ckptstore.errors import (
     WriterClosedError,
     WriterError,
 )
-from ckptstore.host import exiting
+from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Failures, PendingSave, Saves
 
 __all__ = ["AgentRestartWarning", "Begin", "Tenure"]
@@ -154,7 +154,9 @@ class Tenure:
         if self._over is not None:
             raise self._over
         if self._ended is not None:
-            why = f" because the interpreter is ending: {exiting.ADVICE}" if exiting.under_way() else ""
+            why = (
+                f" because the interpreter is ending: {interpreter_exit.ADVICE}" if interpreter_exit.under_way() else ""
+            )
             raise WriterClosedError(f"the writer of term {self.term} is closed{why}")
 
     # -- steps that it has

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 from ckptstore.agent.place import Place, runtime_folder
 from ckptstore.agent.ranks import ENDING, Job
 from ckptstore.errors import AgentBusyError, CkptError, FailedRankError, MissingRankError, RankMismatchError
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.finding import gathered, joined, say_here
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.options import RankOptions

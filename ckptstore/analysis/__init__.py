@@ -5,8 +5,8 @@ Writes nothing to the checkpoints; none has to fit into memory. Imports `store` 
 
 from __future__ import annotations
 
-from ckptstore.analysis.analyzing import Analysis, Options, analyze
+from ckptstore.analysis.analysis import Analysis, Options, analyze
 from ckptstore.analysis.document import document, write_csv
-from ckptstore.analysis.report import write_report
+from ckptstore.analysis.html_report import write_report
 
 __all__ = ["Analysis", "Options", "analyze", "document", "write_csv", "write_report"]

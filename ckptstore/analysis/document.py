@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from ckptstore.analysis.advice import IntervalCost
-from ckptstore.analysis.analyzing import Analysis
+from ckptstore.analysis.analysis import Analysis
+from ckptstore.analysis.recommendations import IntervalCost
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
-from ckptstore.analysis.wording import what_to_do
+from ckptstore.analysis.sentences import what_to_do
 from ckptstore.errors import StorageError
 from ckptstore.exchange.atomic_files import refuse_store
 from ckptstore.formats.codecs import BLOCK, word_size

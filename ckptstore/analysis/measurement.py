@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.analysis.comparison_plan import Target
 from ckptstore.analysis.methods import COPIES, METHODS, Coded, Methods, prefix_counts
-from ckptstore.analysis.plan import Target
 from ckptstore.analysis.sampling import Estimate, Group, Sums, Unit, read_unit
 from ckptstore.analysis.series import Checkpoint, Read, TensorType
 from ckptstore.formats import codecs

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 from ckptstore.formats.codecs import Codec, Method, Sample
 from ckptstore.host.buffers import Bytes
 
@@ -165,13 +165,13 @@ def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:
 def _timed(name: str, encode: Callable[[], _P], decode: Callable[[_P], _R]) -> tuple[Coded, _R]:
     """The processor time of this thread alone, without that of kernels which are compiled or loaded meanwhile."""
     for _ in range(_TRIES):
-        before = compiled.loaded()
+        before = kernel_choice.loaded()
         began = time.thread_time()
         payload = encode()
         encoded = time.thread_time()
         restored = decode(payload)
         decoded = time.thread_time()
-        if compiled.loaded() == before:
+        if kernel_choice.loaded() == before:
             break
     return Coded(name, len(payload), encoded - began, decoded - encoded), restored
 

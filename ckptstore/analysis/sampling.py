@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.analysis.classes import CLASSES, Classified, TensorClass
 from ckptstore.analysis.series import Read, TensorType
+from ckptstore.analysis.tensor_roles import CLASSES, Classified, TensorClass
 from ckptstore.formats.codecs import BLOCK, plan_pools
 from ckptstore.host.buffers import Bytes
 

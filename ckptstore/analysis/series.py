@@ -18,14 +18,14 @@ import numpy as np
 
 from ckptstore.errors import UsageError
 from ckptstore.exchange.checkpoint_folders import is_beside, survey
-from ckptstore.exchange.importing import step_of
+from ckptstore.exchange.import_files import step_of
 from ckptstore.exchange.weight_files import open_file
-from ckptstore.formats.reference import node_of
+from ckptstore.formats.checkpoint_ref import node_of
 from ckptstore.formats.shards import ShardedEntry
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, phase
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.restore.stored_base import open_base
 from ckptstore.store import Store
 from ckptstore.store import open as open_store

@@ -5,7 +5,7 @@ none has exactly one winner:
 
 1. Write the object beside, under a name that begins with a dot, and give it its name with a hard link, where the file
    system has `link`. Nobody sees half of such an object.
-2. ``open("xb")``. Readers may see each prefix of the object (`log.arriving` waits for the rest).
+2. ``open("xb")``. Readers may see each prefix of the object (`log.partial_objects` waits for the rest).
 3. `pipe_file(mode="create")`. fsspec's own only looks before it writes, which the probe may fail to notice: it is not
    tried at all.
 

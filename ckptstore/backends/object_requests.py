@@ -29,7 +29,7 @@ from ckptstore.backends.object_options import ObjectPlace
 from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
 from ckptstore.host.bandwidth import PIECE, Bandwidth
-from ckptstore.host.carriers import carried, nap
+from ckptstore.host.cancellable_calls import carried, nap
 
 __all__ = ["PART", "Requests"]
 

@@ -15,7 +15,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.schemes import BUCKETS
 from ckptstore.doctor.clocks import against_server
 from ckptstore.doctor.findings import Finding
-from ckptstore.doctor.words import bandwidth, span
+from ckptstore.doctor.number_text import bandwidth, span
 from ckptstore.errors import CkptError, MissingDependencyError, UnsupportedBackendError
 
 __all__ = ["examine_bucket"]

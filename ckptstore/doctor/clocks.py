@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptstore.doctor.findings import Finding
-from ckptstore.doctor.words import span
+from ckptstore.doctor.number_text import span
 
 __all__ = ["against_files", "against_server"]
 

@@ -17,7 +17,7 @@ from ckptstore.backends import libpmem, overwriting
 from ckptstore.backends.posix import SYSTEM, write_some
 from ckptstore.doctor.findings import Finding
 from ckptstore.doctor.mounts import judged, mount_of
-from ckptstore.doctor.words import bandwidth, size, span
+from ckptstore.doctor.number_text import bandwidth, size, span
 
 __all__ = ["examine_disk", "probe_folder"]
 

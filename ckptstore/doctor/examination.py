@@ -14,11 +14,11 @@ from ckptstore.doctor.clocks import against_files
 from ckptstore.doctor.disks import examine_disk, probe_folder
 from ckptstore.doctor.findings import Diagnosis, Finding, Tell
 from ckptstore.doctor.machine import examine_machine
+from ckptstore.doctor.number_text import counted, span
 from ckptstore.doctor.software import examine_software
-from ckptstore.doctor.words import counted, span
 from ckptstore.errors import CkptError, StoreNotFoundError
-from ckptstore.log.checkpoints import describe_all
-from ckptstore.log.reading import damaged_folds, read
+from ckptstore.log.checkpoint_info import describe_all
+from ckptstore.log.log_reader import damaged_folds, read
 from ckptstore.store import Store
 
 __all__ = ["examine"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptstore.doctor.findings import Finding
-from ckptstore.doctor.words import bandwidth, counted, size
+from ckptstore.doctor.number_text import bandwidth, counted, size
 from ckptstore.host.threads import default_threads, run_all, started_pool
 
 __all__ = ["examine_machine", "usable_cores"]

@@ -122,16 +122,17 @@ def _numba(*, quick: bool) -> Finding:
         return Finding("software", "numba", "slow", what, "pip install 'ckptstore[fast]'", values)
     if quick:
         return Finding("software", "numba", "works", f"{version} (not imported)", None, values)
-    from ckptstore.formats import compiled
+    from ckptstore.formats import kernel_choice
 
     try:
-        kind = compiled.kind()
+        kind = kernel_choice.kind()
     except CkptError as error:
-        return Finding("software", "numba", "fails", str(error), f"unset {compiled.VARIABLE}", values)
+        return Finding("software", "numba", "fails", str(error), f"unset {kernel_choice.VARIABLE}", values)
     if kind == "compiled":
         return Finding(
             "software", "numba", "works", f"{version}, hot loops are compiled", None, values | {"kernels": kind}
         )
     what = f"{version} is not used: hot loops run in numpy, at about half the speed"
-    do = f"unset {compiled.VARIABLE} and NUMBA_DISABLE_JIT, or install versions of numba and numpy that fit each other"
+    unset = f"unset {kernel_choice.VARIABLE} and NUMBA_DISABLE_JIT"
+    do = f"{unset}, or install versions of numba and numpy that fit each other"
     return Finding("software", "numba", "slow", what, do, values | {"kernels": kind})

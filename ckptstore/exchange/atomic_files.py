@@ -25,7 +25,7 @@ from ckptstore.errors import CkptError, StorageError, UsageError
 from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.host.buffers import BLOCK_BYTES, Staging
 from ckptstore.host.threads import workers
-from ckptstore.segments.stream import BlockStream
+from ckptstore.segments.block_stream import BlockStream
 
 __all__ = ["OutputFile", "Outputs", "outputs", "refuse_inside_store", "refuse_missing_folder", "refuse_store"]
 

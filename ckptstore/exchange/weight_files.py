@@ -43,7 +43,7 @@ __all__ = [
     "open_file",
 ]
 
-CHECKPOINT_MEMBER: Final = "ckptstore.log.checkpoints"
+CHECKPOINT_MEMBER: Final = "ckptstore.log.checkpoint_info"
 """Member of an exported file's ``__metadata__``: REF of the checkpoint."""
 STATE_MEMBER: Final = "ckptstore.state"
 """Likewise: the typed JSON tree of the state. With it an import restores the state, not only its tensors."""

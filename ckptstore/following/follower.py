@@ -13,22 +13,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
-from ckptstore.exchange.exporting import export_held
-from ckptstore.following import lines
-from ckptstore.following.holders import Holder, from_file, refuse_foreign
+from ckptstore.exchange.export import export_held
+from ckptstore.following import ancestry
+from ckptstore.following.follower_targets import Holder, from_file, refuse_foreign
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import default_threads
 from ckptstore.log import refs
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
-from ckptstore.log.looks import Looks
-from ckptstore.log.reading import View
-from ckptstore.restore.held import HELD, HeldState
-from ckptstore.restore.holding import BytesRead, hold, lacking
+from ckptstore.log.log_reader import View
+from ckptstore.log.log_watch import Looks
 from ckptstore.restore.load import LoadOptions, rebuilt, restoring
-from ckptstore.restore.opened import Opened
+from ckptstore.restore.open_checkpoint import Opened
+from ckptstore.restore.resident_checkpoint import HELD, HeldState
+from ckptstore.restore.resident_load import BytesRead, hold, lacking
 
 if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
@@ -248,10 +248,10 @@ class Follower:
             return None
         if self._seen is None:
             return _Goal(newest.node, 0, branched=False, fork=None)
-        at = lines.parting(catalog, self._seen, newest.node)
+        at = ancestry.parting(catalog, self._seen, newest.node)
         branched = at != self._seen
         fork = ref_of(at) if branched and at is not None else None
-        nodes = lines.between(catalog, self._seen, newest.node)
+        nodes = ancestry.between(catalog, self._seen, newest.node)
         if not self._options.each:
             return _Goal(newest.node, len(nodes) - 1, branched, fork)
         self._waiting.extend(_Goal(node, 0, branched=False, fork=None) for node in nodes[1:])

@@ -57,9 +57,9 @@ def tensors() -> ModuleType:
 
 
 def stepping() -> ModuleType:
-    """`ckptstore.frameworks.torch_stepping`. Raises `MissingDependencyError` when torch is not installed."""
+    """`ckptstore.frameworks.torch_optimizers`. Raises `MissingDependencyError` when torch is not installed."""
     tensors()  # says how to get torch
-    from ckptstore.frameworks import torch_stepping as module  # see above
+    from ckptstore.frameworks import torch_optimizers as module
 
     return module
 

@@ -18,7 +18,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.touching import Touching
+from ckptstore.host.prefault import Touching
 
 __all__ = ["LEAST", "Arenas", "Lease"]
 

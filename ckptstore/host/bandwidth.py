@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ckptstore.errors import UsageError
-from ckptstore.host.carriers import nap
+from ckptstore.host.cancellable_calls import nap
 
 __all__ = ["PIECE", "Bandwidth", "bytes_per_second", "held_to"]
 

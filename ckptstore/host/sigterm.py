@@ -14,19 +14,19 @@ import threading
 import weakref
 from types import FrameType
 
-from ckptstore.host import background, exiting
+from ckptstore.host import background_threads, interpreter_exit
 
 __all__ = ["forget", "watch"]
 
 
-_writers: weakref.WeakSet[exiting.Ending] = weakref.WeakSet()
+_writers: weakref.WeakSet[interpreter_exit.Ending] = weakref.WeakSet()
 _before: object = None
 """What handled the signal before this module did; None: it does not handle it."""
 _called_back = False
 """Whether a later handler called this one, so that the signal, sent again, leads here again."""
 
 
-def watch(writer: exiting.Ending) -> None:
+def watch(writer: interpreter_exit.Ending) -> None:
     """Flush `writer` on SIGTERM, until `forget`. Does nothing outside the main thread: only that one sets handlers."""
     global _before
     if threading.current_thread() is not threading.main_thread():
@@ -40,7 +40,7 @@ def watch(writer: exiting.Ending) -> None:
         signal.signal(signal.SIGTERM, _on_signal)
 
 
-def forget(writer: exiting.Ending) -> None:
+def forget(writer: interpreter_exit.Ending) -> None:
     """Stop watching; the last one puts back what was there before."""
     _writers.discard(writer)
     if not _writers and threading.current_thread() is threading.main_thread():
@@ -64,9 +64,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
             return
         _put_back()  # a second signal does not wait
         _called_back = _before is not None
-    if exiting.under_way():
+    if interpreter_exit.under_way():
         return  # everything is being written already, and the process ends with that
-    background.start(lambda: _flush_all(not ignored), "sigterm", daemon=False)
+    background_threads.start(lambda: _flush_all(not ignored), "sigterm", daemon=False)
 
 
 def _hand_on(number: int, frame: FrameType | None) -> None:

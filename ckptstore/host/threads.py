@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ckptstore.host.carriers import scope_here, within
+from ckptstore.host.cancellable_calls import scope_here, within
 
 __all__ = [
     "WORTH_THREADS",

@@ -21,9 +21,9 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.record_text import decode_format, encode_format
 from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, FormatFile, slot_key
-from ckptstore.formats.texts import decode_format, encode_format
-from ckptstore.log.arriving import exists, text_bytes
+from ckptstore.log.partial_objects import exists, text_bytes
 
 __all__ = ["Journal"]
 
@@ -94,7 +94,7 @@ class Journal:
             ) from error
 
     def _check_finished(self, absence: KeyNotFoundError) -> None:
-        """Raise `StoreNotFoundError` where a copy was begun and is not finished (`log.replica`)."""
+        """Raise `StoreNotFoundError` where a copy was begun and is not finished (`log.log_copy`)."""
         try:
             self.backend.size(COPYING_KEY)
         except (KeyNotFoundError, StorageError):

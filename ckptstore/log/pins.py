@@ -22,16 +22,16 @@ from typing import Final, Self, TypeVar
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.record_text import MANIFEST_LIMIT, decode_pin, encode_pin, torn
 from ckptstore.formats.records import PinRecord, pin_key, pin_of
-from ckptstore.formats.texts import MANIFEST_LIMIT, decode_pin, encode_pin, torn
-from ckptstore.host import background
-from ckptstore.host.background import Periodic
+from ckptstore.host import background_threads
+from ckptstore.host.background_threads import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.processes import has_ended, identity
-from ckptstore.log.arriving import all_arrived
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View, read
+from ckptstore.log.log_reader import View, read
+from ckptstore.log.partial_objects import all_arrived
 
 __all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "claim"]
 
@@ -118,7 +118,7 @@ class Pin:
             # Interrupted, perhaps because the medium does not answer: then the pin is taken for dead in time.
             self._renewals.join(_HURRIED if hurry else None)
         elif hurry:
-            background.start(self._text.remove, "unpin").join(_HURRIED)
+            background_threads.start(self._text.remove, "unpin").join(_HURRIED)
         else:
             self._text.remove()
 

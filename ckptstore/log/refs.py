@@ -1,4 +1,4 @@
-"""Looking up what a REF names (`ckptstore.formats.reference` parses it).
+"""Looking up what a REF names (`ckptstore.formats.checkpoint_ref` parses it).
 
 ``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
 term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is what the tag names.
@@ -12,8 +12,8 @@ from typing import Final
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
 from ckptstore.formats.catalog import Catalog, TermEntry
+from ckptstore.formats.checkpoint_ref import LATEST, Ref, check_tag
 from ckptstore.formats.records import CheckpointEntry, ref_of
-from ckptstore.formats.reference import LATEST, Ref, check_tag
 
 __all__ = ["check_new_tag", "nothing_latest", "parsed", "resolve"]
 

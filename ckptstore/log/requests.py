@@ -25,13 +25,13 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.commit_checks import check_commit
+from ckptstore.formats.record_text import MANIFEST_LIMIT, decode_request, encode_request, torn
 from ckptstore.formats.records import CommitRecord, Request, SegmentEntry, request_of
-from ckptstore.formats.retention import check_commit
-from ckptstore.formats.texts import MANIFEST_LIMIT, decode_request, encode_request, torn
-from ckptstore.log.arriving import all_arrived
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View, read
+from ckptstore.log.log_reader import View, read
+from ckptstore.log.partial_objects import all_arrived
 
 __all__ = ["Outcome", "Owner", "handle", "outcome", "post", "wait"]
 

@@ -1,4 +1,4 @@
-"""WRITER OPEN and COMMIT, step by step as the design page numbers them. READ is in `ckptstore.log.reading`.
+"""WRITER OPEN and COMMIT, step by step as the design page numbers them. READ is in `ckptstore.log.log_reader`.
 
 - A slot is created if absent; who created it owns it. An opener then asks for the anchor above: if there is none, the
   slot was never deleted before, so this was the head of the log and the term stands.
@@ -35,7 +35,17 @@ from ckptstore.errors import (
     WriterError,
 )
 from ckptstore.formats.catalog import REACHED, REMOTE, Catalog, CatalogBuilder
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
+from ckptstore.formats.commit_checks import check_commit
+from ckptstore.formats.record_text import (
+    KNOWN_FEATURES,
+    SLOT_LIMIT,
+    decode_format,
+    decode_record,
+    encode_commit,
+    encode_open,
+    unseal,
+)
 from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointId,
@@ -46,20 +56,10 @@ from ckptstore.formats.records import (
     ref_of,
     slot_key,
 )
-from ckptstore.formats.retention import check_commit
-from ckptstore.formats.texts import (
-    KNOWN_FEATURES,
-    SLOT_LIMIT,
-    decode_format,
-    decode_record,
-    encode_commit,
-    encode_open,
-    unseal,
-)
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.arriving import opened_over, slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import PATIENT, Patience, View, never_deleted, outdated, read
+from ckptstore.log.log_reader import PATIENT, Patience, View, never_deleted, outdated, read
+from ckptstore.log.partial_objects import opened_over, slot_bytes, text_bytes
 
 __all__ = ["Parent", "Patience", "Term", "View", "open_term", "read"]
 
@@ -362,7 +362,7 @@ class Term:
             CommitUnknownError: the record may or may not have landed, now or later. This term is dead: it must not
                 delete anything, and only a new term finds out.
             StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
-                (`ckptstore.formats.retention`). Nothing was sent; the term goes on.
+                (`ckptstore.formats.commit_checks`). Nothing was sent; the term goes on.
             StorageError: the manifest or the slot could not be written, and no slot was sent; the term goes on.
         """
         with self._lock:

@@ -1,6 +1,6 @@
 """Retention: the store's rules, and pruning by them, beside a live writer or without one.
 
-Which checkpoints the rules keep is decided in `ckptstore.formats.keeping`, here as in a writer that keeps to them.
+`ckptstore.formats.retention_rules` decides which checkpoints the rules keep, here and in a writer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Final
 
 from ckptstore.errors import CorruptLogError, RequestRefusedError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.keeping import checked, known, reasons_of, unmatched
-from ckptstore.formats.markup import HtmlTable
-from ckptstore.formats.ranking import names
+from ckptstore.formats.commit_checks import droppable, users
+from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import CommitRecord, Node, ref_of
-from ckptstore.formats.retention import droppable, users
+from ckptstore.formats.retention_rules import checked, known, reasons_of, unmatched
+from ckptstore.formats.rule_rankings import names
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View, read
-from ckptstore.maintenance.changing import change, look
+from ckptstore.log.log_reader import View, read
+from ckptstore.maintenance.catalog_changes import change, look
 
 __all__ = ["Pruned", "prunable_nbytes", "prune", "rules", "set_rules"]
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.dtypes import DType
-from ckptstore.formats.markup import HtmlTable
-from ckptstore.formats.ranked import of_rank
+from ckptstore.formats.html_tables import HtmlTable
+from ckptstore.formats.rank_trees import of_rank
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import ShardedEntry, shards_hash
 from ckptstore.formats.state import places, select
@@ -23,9 +23,9 @@ from ckptstore.host.threads import default_threads, run_all, workers
 from ckptstore.reports.state_tree import leaves
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
 from ckptstore.restore.load import tree
-from ckptstore.restore.opened import opened
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.selection import choose
-from ckptstore.restore.streams import streams
+from ckptstore.restore.tensor_streams import streams
 
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal

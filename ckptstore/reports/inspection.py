@@ -13,23 +13,23 @@ import numpy.typing as npt
 
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats import dtypes
+from ckptstore.formats.byte_text import size
 from ckptstore.formats.catalog import REMOTE, Catalog
-from ckptstore.formats.markup import HtmlTable, Rows, counted
+from ckptstore.formats.html_tables import HtmlTable, Rows, counted
 from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.sizes import size
-from ckptstore.formats.steps import STEP
+from ckptstore.formats.step_codec import STEP
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.log.authors import LastWriter, last_writer
-from ckptstore.reports.explaining import Explanation, explained
+from ckptstore.log.change_committer import LastWriter, last_writer
+from ckptstore.reports.restore_explanation import Explanation, explained
 from ckptstore.reports.tensor_numbers import blocks, doubles, is_integer, scalars
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.opened import Opened, opened
+from ckptstore.restore.open_checkpoint import Opened, opened
 from ckptstore.restore.selection import one_of, select_from
-from ckptstore.restore.streams import streams
+from ckptstore.restore.tensor_streams import streams
 
 if TYPE_CHECKING:
-    from ckptstore.log.checkpoints import CheckpointInfo
+    from ckptstore.log.checkpoint_info import CheckpointInfo
     from ckptstore.log.journal import Journal
 
 __all__ = [

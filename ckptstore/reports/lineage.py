@@ -12,12 +12,12 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError, NotFoundError
-from ckptstore.formats.markup import HtmlTable, counted
-from ckptstore.formats.ranking import metric, names
+from ckptstore.formats.html_tables import HtmlTable, counted
 from ckptstore.formats.records import Node, ref_of
-from ckptstore.log.authors import LastWriter, last_writer
-from ckptstore.log.checkpoints import CheckpointInfo, TermInfo, damage_of, describe, describe_terms
-from ckptstore.log.reading import read
+from ckptstore.formats.rule_rankings import metric, names
+from ckptstore.log.change_committer import LastWriter, last_writer
+from ckptstore.log.checkpoint_info import CheckpointInfo, TermInfo, damage_of, describe, describe_terms
+from ckptstore.log.log_reader import read
 
 if TYPE_CHECKING:
     from ckptstore.formats.catalog import Catalog

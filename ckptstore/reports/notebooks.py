@@ -7,10 +7,10 @@ from typing import Final
 
 from ckptstore.errors import CkptError, CorruptLogError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.markup import counted, table, text
-from ckptstore.log.checkpoints import describe
+from ckptstore.formats.html_tables import counted, table, text
+from ckptstore.log.checkpoint_info import describe
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.log_reader import read
 
 __all__ = ["store_html"]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, CorruptionError, UsageError
 from ckptstore.formats.records import CheckpointEntry
-from ckptstore.reports.bisecting import Answer, Ask, Predicate
+from ckptstore.reports.bisection import Answer, Ask, Predicate
 
 __all__ = ["Export", "commanded", "expression", "not_finite", "tensors_of"]
 

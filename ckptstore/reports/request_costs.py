@@ -10,11 +10,11 @@ from typing import Final
 from ckptstore.backends.costs import Spent
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.log_reader import read
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.opened import Opened, opened
+from ckptstore.restore.open_checkpoint import Opened, opened
 from ckptstore.restore.selection import select_from
-from ckptstore.segments.reading import SegmentReader, extents
+from ckptstore.segments.segment_reader import SegmentReader, extents
 
 __all__ = ["RequestCosts", "request_costs"]
 

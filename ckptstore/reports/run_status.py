@@ -9,14 +9,14 @@ from itertools import islice
 from typing import Final
 
 from ckptstore.errors import CorruptLogError
-from ckptstore.formats import metadata, ranking
+from ckptstore.formats import metadata, rule_rankings
 from ckptstore.formats.catalog import CLOSED, Catalog
 from ckptstore.formats.columns import Rows
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import CheckpointEntry, Node, SegmentEntry, ref_of
 from ckptstore.formats.tables import Table
-from ckptstore.log.authors import WriterState, known_writer, last_writer
-from ckptstore.log.reading import View
+from ckptstore.log.change_committer import WriterState, known_writer, last_writer
+from ckptstore.log.log_reader import View
 
 __all__ = ["Pace", "RunStatus", "changes_between", "status_of"]
 
@@ -117,7 +117,7 @@ class Pace:
 
     def take(self, catalog: Catalog) -> None:
         """Look at the newest checkpoints. What is not on the line of the newest any more is forgotten."""
-        on_line = ranking.line(catalog)
+        on_line = rule_rankings.line(catalog)
         newest_first = filter(on_line, islice(reversed(catalog.checkpoints), _LOOKED_AT))
         for node in islice(newest_first, _REMEMBERED):
             if node not in self._points:
@@ -168,7 +168,7 @@ def _point(catalog: Catalog, entry: CheckpointEntry, metric: str) -> _Point:
 
 def _value(entry: CheckpointEntry, metric: str) -> float | None:
     """The number of this name in the metadata; one that is not a number (NaN) as well: who watches wants to see it."""
-    if (found := ranking.metric(entry, metric)) is not None:
+    if (found := rule_rankings.metric(entry, metric)) is not None:
         return found
     said = metadata.read(entry.extra.get(metadata.MEMBER))
     inner = said.get("metrics")

@@ -16,12 +16,12 @@ from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptLogError, KeyNotFoundError, NotFoundError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.markup import HtmlTable, counted
+from ckptstore.formats.html_tables import HtmlTable, counted
 from ckptstore.formats.records import FORMAT_KEY
-from ckptstore.log.authors import WriterState, last_writer
+from ckptstore.log.change_committer import WriterState, last_writer
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
-from ckptstore.reports.stats import bytes_by_step, growth
+from ckptstore.log.log_reader import read
+from ckptstore.reports.store_stats import bytes_by_step, growth
 
 __all__ = ["FoundRuns", "RunInfo", "find_runs"]
 

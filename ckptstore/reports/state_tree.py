@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ckptstore.formats import jsontext, ranked
+from ckptstore.formats import jsontext, rank_trees
 from ckptstore.formats.state import unflatten
 
 __all__ = ["children", "is_tensor", "leaves", "text"]
@@ -26,7 +26,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     if not isinstance(node, dict):
         return None
     tag = next(iter(node)) if len(node) == 1 else ""
-    if tag == ranked.TAG:
+    if tag == rank_trees.TAG:
         places, nodes = node[tag]
         return [(f"rank {rank}", nodes[place]) for rank, place in enumerate(places) if place is not None]
     if tag in _SEQUENCES:
@@ -48,7 +48,7 @@ def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     Raises:
         FormatError: the tree is malformed.
     """
-    ranked.rank_count(tree)  # whether each ``$ranks`` is one
+    rank_trees.rank_count(tree)  # whether each ``$ranks`` is one
     return _leaves(tree, "")
 
 
@@ -56,7 +56,7 @@ def _leaves(tree: Any, start: str) -> Iterator[tuple[str, Any]]:
     stack: list[tuple[str, Any]] = [(start, tree)]
     while stack:
         path, node = stack.pop()
-        if isinstance(node, dict) and list(node) == [ranked.TAG]:
+        if isinstance(node, dict) and list(node) == [rank_trees.TAG]:
             yield from _rank_leaves(node, path)
             continue
         members = children(node)
@@ -69,7 +69,7 @@ def _leaves(tree: Any, start: str) -> Iterator[tuple[str, Any]]:
 
 def _rank_leaves(node: Any, start: str) -> Iterator[tuple[str, Any]]:
     """`leaves` of what differs over ranks."""
-    places, nodes = node[ranked.TAG]
+    places, nodes = node[rank_trees.TAG]
     own = [dict(_leaves(one, start)) for one in nodes]
     for path in dict.fromkeys(path for place in places if place is not None for path in own[place]):
         having = [

@@ -10,11 +10,11 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.records import Encoding, ref_of
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import key_of, keyed, keyed_group
-from ckptstore.formats.steps import Group, groups_of
+from ckptstore.formats.step_codec import Group, groups_of
 from ckptstore.restore.chain import Chain, master_of
-from ckptstore.restore.link import Link
+from ckptstore.restore.chain_link import Link
 from ckptstore.restore.replay import Cell, KeptBytes, Program, Stage
-from ckptstore.segments.reading import SegmentReader
+from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
 

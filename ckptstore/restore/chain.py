@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from ckptstore.formats import compiled, digest
+from ckptstore.formats import digest, kernel_choice
 from ckptstore.formats.codecs import FROM_MASTER
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import RAW, TensorEntry
@@ -23,7 +23,7 @@ from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import run_all, workers
-from ckptstore.restore.link import Link, apply_link, check_decoded, wrong
+from ckptstore.restore.chain_link import Link, apply_link, check_decoded, wrong
 from ckptstore.restore.parallel_chain import apply_in_parts, parts_of
 from ckptstore.restore.replay import Program
 
@@ -108,7 +108,7 @@ def decode_chunk(
             apply_link(link, index, base, out, scratch, verify=verify)
         check_decoded(chain.links[-1], index, out, verify=verify and compare)
 
-    compiled.confirmed(work)
+    kernel_choice.confirmed(work)
 
 
 def _master_bytes(master: Chain, index: int, length: int, scratch: Bytes, verify: bool) -> Bytes:
@@ -174,7 +174,7 @@ class _Digests:
             if chain.tensor.digest is not None and len(chain.links) > 1
         }
         self._sums = dict.fromkeys(self._chains, 0)
-        self._compiled = compiled.kind() == "compiled"
+        self._compiled = kernel_choice.kind() == "compiled"
         self._lock = threading.Lock()
 
     def add(self, name: str, start: int, data: Bytes) -> None:
@@ -188,12 +188,12 @@ class _Digests:
         """Raises `CorruptSegmentError` naming the tensor and the step whose digest differs."""
         for name, chain in self._chains.items():
             if digest.combine(self._sums[name], nbytes=chain.tensor.nbytes) != chain.tensor.digest:
-                compiled.confirmed(partial(self._again, name, chain), since=self._compiled)
+                kernel_choice.confirmed(partial(self._again, name, chain), since=self._compiled)
 
     def _again(self, name: str, chain: Chain) -> None:
         """Compare once more; if numpy is asked, of bytes that are decoded once more."""
         total = self._sums[name]
-        if compiled.doubting():
+        if kernel_choice.doubting():
             total = sum(digest.partial(data, start // 4) for start, data in iterate_chain(chain))
         if digest.combine(total, nbytes=chain.tensor.nbytes) != chain.tensor.digest:
             raise wrong(
@@ -300,7 +300,7 @@ def _copy_job(
             for index, chunk in enumerate(chain.tensor.chunks):
                 out = target[start : start + chunk.logical]
                 base = master[2 * start : 2 * (start + chunk.logical)]
-                compiled.confirmed(partial(_copied_chunk, link, index, base, out, scratch, verify))
+                kernel_choice.confirmed(partial(_copied_chunk, link, index, base, out, scratch, verify))
                 deliver(chain.tensor.name, start, out)
                 start += chunk.logical
 

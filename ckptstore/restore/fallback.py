@@ -1,6 +1,6 @@
 """Another way to a checkpoint: every encoding is one (SPEC 7.4), and damage of one of them costs nothing but time.
 
-`ways` says which are left. Here an error becomes the knowledge which ways fail with it.
+`alternatives` says which are left. Here an error becomes the knowledge which ways fail with it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding
 from ckptstore.host.caller_warnings import FallbackWarning, warn
-from ckptstore.restore.plan import edge_of, plan
-from ckptstore.restore.ways import Tried, next_way
+from ckptstore.restore.alternatives import Tried, next_way
+from ckptstore.restore.restore_plan import edge_of, plan
 
 __all__ = ["FAULTS", "around"]
 
@@ -50,7 +50,7 @@ def around(
         tried: what was known of the ways before, and which of `used` need their base.
         error: what it failed with, which names the segment; if it names none, what is stored of the checkpoint itself
             is at fault.
-        held: see `plan`.
+        held: see `restore_plan`.
         unreadable: the segment that could not be opened, if that is what failed.
         quiet: nobody is warned.
 

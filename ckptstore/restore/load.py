@@ -19,22 +19,22 @@ from ckptstore.formats.state import Origin, places, unflatten
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
-from ckptstore.host.checks import MOST_THREADS, whole
+from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import Workers, default_threads, workers
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import View
+from ckptstore.log.log_reader import View
+from ckptstore.restore.alternatives import UNTRIED, Tried
+from ckptstore.restore.box_reads import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
 from ckptstore.restore.chain import Chain, restore_tensors
 from ckptstore.restore.fallback import FAULTS
-from ckptstore.restore.filling import Filling, Job, MemorySink, Part, Sink, bytes_to_read, fill, jobs_of, memory_for
-from ckptstore.restore.held import HeldState
-from ckptstore.restore.opened import Opened, opened
-from ckptstore.restore.restorable import Restorable
+from ckptstore.restore.load_targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
+from ckptstore.restore.open_checkpoint import Opened, opened
+from ckptstore.restore.resident_checkpoint import HeldState
+from ckptstore.restore.restore_source import Restorable
 from ckptstore.restore.selection import Selection, chosen_box, one_of, select_from
-from ckptstore.restore.streams import stream
-from ckptstore.restore.targets import MadeTargets, Targets, TargetSink, find_targets, made_targets
-from ckptstore.restore.ways import UNTRIED, Tried
-from ckptstore.segments.reading import SegmentReader, copy_tensors, load_tensors, map_tensors
+from ckptstore.restore.tensor_streams import stream
+from ckptstore.segments.segment_reader import SegmentReader, copy_tensors, load_tensors, map_tensors
 
 __all__ = [
     "LoadOptions",
@@ -174,7 +174,7 @@ def restoring(
 
     Args:
         work: reads with checksums, and gives nothing away before it returns.
-        bases, since, tried, catalog: see `opened`.
+        bases, since, tried, catalog: see `open_checkpoint`.
 
     Raises:
         CorruptSegmentError, StorageError: what is damaged; there is no other way, or it is of no use here.

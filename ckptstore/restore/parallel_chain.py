@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.threads import run_all
-from ckptstore.restore.link import Link, apply_link, check_decoded
+from ckptstore.restore.chain_link import Link, apply_link, check_decoded
 
 __all__ = ["apply_in_parts", "parts_of"]
 
@@ -53,7 +53,7 @@ def apply_in_parts(
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and step.
         StorageError: the medium failed.
     """
-    compiled.confirmed(lambda: _summed_up(parts, index, out, pool, staging, verify))
+    kernel_choice.confirmed(lambda: _summed_up(parts, index, out, pool, staging, verify))
 
 
 def _summed_up(

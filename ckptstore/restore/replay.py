@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from ckptstore.errors import CorruptSegmentError, FormatError
-from ckptstore.formats import compiled, dtypes, optim
+from ckptstore.formats import dtypes, kernel_choice, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
-from ckptstore.host.carriers import scope_here, within
+from ckptstore.host.cancellable_calls import scope_here, within
 from ckptstore.host.pages import BLOCK
-from ckptstore.restore.link import Link, apply_link, check_decoded, read_payload, wrong
+from ckptstore.restore.chain_link import Link, apply_link, check_decoded, read_payload, wrong
 
 __all__ = ["Cell", "KeptBytes", "Program", "Stage", "take_step"]
 
@@ -161,7 +161,7 @@ class Program:
                 check_decoded(self.results[name][1], index, out, verify=verify)
 
         try:
-            compiled.confirmed(work)
+            kernel_choice.confirmed(work)
         except CorruptSegmentError as error:
             raise (self._first_wrong_step(index, scratch) if error.computed else None) or error from None
 

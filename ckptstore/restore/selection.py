@@ -11,7 +11,7 @@ from typing import Any
 from ckptstore.errors import TensorNotFoundError, UsageError
 from ckptstore.formats.boxes import Box
 from ckptstore.formats.state import Place, places, select_places, tensor_names
-from ckptstore.host.checks import texts
+from ckptstore.host.option_checks import texts
 
 __all__ = ["Selection", "choose", "chosen_box", "one_of", "select_from"]
 

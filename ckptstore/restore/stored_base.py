@@ -12,7 +12,7 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain, decode_chunk
-from ckptstore.restore.opened import opened
+from ckptstore.restore.open_checkpoint import opened
 
 __all__ = ["StoredBase", "open_base"]
 

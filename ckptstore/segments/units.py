@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ckptstore.formats import streaming
+from ckptstore.formats import uncached_copy
 from ckptstore.formats.layout import (
     CHUNK,
     HEADER_LIMIT,
@@ -117,7 +117,7 @@ class Units:
 
 
 def _streamed(out: Bytes, source: Bytes) -> None:
-    streaming.copy(source, out)
+    uncached_copy.copy(source, out)
 
 
 def filler(source: TensorSource, how: Copy = np.copyto) -> Fill:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ckptstore.store.listing import Listing
-from ckptstore.store.looking import Looking
-from ckptstore.store.second_tier import SecondTier
-from ckptstore.store.upkeep import Upkeep
-from ckptstore.store.writing import Writing
-from ckptstore.tiers.pair import Remote
+from ckptstore.store.list_methods import Listing
+from ckptstore.store.query_methods import Looking
+from ckptstore.store.tier_methods import SecondTier
+from ckptstore.store.upkeep_methods import Upkeep
+from ckptstore.store.write_methods import Writing
+from ckptstore.tiers.store_pair import Remote
 
 __all__ = ["Store"]
 

@@ -28,8 +28,8 @@ from typing import Any, Final, Self, Unpack
 from ckptstore import store as stores
 from ckptstore.errors import UsageError, WriterClosedError
 from ckptstore.host.caller_warnings import DeterminismWarning, warn, warns_last
-from ckptstore.log.checkpoints import CheckpointInfo
-from ckptstore.restore.targets import MadeTargets
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.restore.load_targets import MadeTargets
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured
 from ckptstore.training.deciding import Deciding
@@ -484,7 +484,7 @@ class _Asked:
 
 
 def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
-    """The script is over without `close`: what it was given the writer finishes (`host.exiting`)."""
+    """The script is over without `close`: what it was given the writer finishes (`host.interpreter_exit`)."""
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:
         return

@@ -21,9 +21,9 @@ import torch
 from ckptstore.agent.lending import Lent
 from ckptstore.agent.replicating import Replicated
 from ckptstore.errors import UnsupportedStateError
-from ckptstore.frameworks.torch_stepping import settings_of
+from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
-from ckptstore.host.gathering import Gathering
+from ckptstore.host.batched_copies import Gathering
 from ckptstore.training.replicas import Replicable
 
 __all__ = ["Consumed", "Step"]

@@ -18,7 +18,7 @@ import torch
 
 from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
-from ckptstore.formats.optim.settings import MAX_COUNT
+from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks.torch_tensors import TorchSource

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from ckptstore.restore.targets import distinct_elements
+from ckptstore.restore.load_targets import distinct_elements
 from ckptstore.training.fitting import Undo, described_form, form_of, some, uncastable
 from ckptstore.training.naming import bare, bare_names, bare_state
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from ckptstore.formats.optim import KINDS
-from ckptstore.frameworks.torch_stepping import kind_of
+from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.training.fitting import Undo, described_form, form_of, uncastable
 from ckptstore.training.matching import Matched, matched
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import metadata
-from ckptstore.formats.ranking import number
+from ckptstore.formats.rule_rankings import number
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training.batches import CountedBatches
@@ -307,7 +307,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _is_ranked(name: str, value: Any) -> bool:
-    """Whether `formats.ranking` finds a number in what is stored of it."""
+    """Whether `formats.rule_rankings` finds a number in what is stored of it."""
     try:
         stored = value.item() if isinstance(value, torch.Tensor) else value
         return number(metadata.checked({name: stored}), name) is not None

@@ -16,8 +16,8 @@ from ckptstore.formats.sources import Bytes, place_of
 from ckptstore.formats.state import TREE_LIMIT, FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
-from ckptstore.host.gathering import Gathering
-from ckptstore.segments.regions import LaidOutState, Region, plan_regions
+from ckptstore.host.batched_copies import Gathering
+from ckptstore.segments.aligned_regions import LaidOutState, Region, plan_regions
 from ckptstore.training.captured import Captured
 from ckptstore.training.standing import Tensors
 from ckptstore.write.snapshot import HostTensor

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from ckptstore.errors import AgentError
-from ckptstore.formats import streaming
+from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
+from ckptstore.host.prefault import Touching
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads
-from ckptstore.host.touching import Touching
 from ckptstore.training.captured import Captured
 from ckptstore.training.foreseen import Foreseen
 from ckptstore.training.plan import Place, PlannedState, StatePlan
@@ -257,7 +257,7 @@ class PlannedSaves:
     def _make_ready(self, plan: StatePlan, *, memory: bool = True) -> None:
         """Make what the next saves will need, while others work: the first write to memory costs more than the copy."""
         if len(plan.tensors) >= _MANY:
-            streaming.prepare()
+            uncached_copy.prepare()
         while memory:
             with self._lock:
                 if plan is not self._plan or self._made >= self._most:

@@ -14,7 +14,7 @@ from ckptstore.agent.recipes import Recipe, Row
 from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats.optim import KINDS
 from ckptstore.formats.state import FlatState
-from ckptstore.frameworks.torch_stepping import settings_of
+from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
 from ckptstore.training.captured import Captured
 

@@ -24,12 +24,12 @@ from ckptstore.agent.recipes import Proof
 from ckptstore.agent.replicating import Replicated
 from ckptstore.agent.replicating import Step as Told
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
-from ckptstore.formats.sizes import size
+from ckptstore.formats.byte_text import size
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.host.batched_copies import Gathering
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
-from ckptstore.host.gathering import Gathering
 from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.training.consumed import Consumed, Step
 from ckptstore.training.plan import StatePlan

@@ -1,6 +1,6 @@
 """What a `Checkpointer` does about retention: it gives the store its rules, tags the best, and deletes what is dropped.
 
-Which checkpoints go is decided by the rules (`ckptstore.formats.keeping`), and they are retired by the writer itself.
+The rules decide which checkpoints go (`ckptstore.formats.retention_rules`); the writer itself retires them.
 Here a thread puts the tag `BEST` where it belongs and has deleted what nothing needs any more (`Store.gc`), for a small
 part of the time.
 """
@@ -17,10 +17,10 @@ from typing import Final
 
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.keeping import checked
-from ckptstore.formats.ranking import line, metric
 from ckptstore.formats.records import CheckpointEntry
-from ckptstore.host.checks import whole
+from ckptstore.formats.retention_rules import checked
+from ckptstore.formats.rule_rankings import line, metric
+from ckptstore.host.option_checks import whole
 from ckptstore.host.threads import started_pool
 from ckptstore.store import Store
 from ckptstore.write.writer import Writer

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ckptstore.errors import AgentLostError, UnmadeStateError, UsageError
-from ckptstore.formats.steps_named import named_steps
+from ckptstore.formats.step_text import named_steps
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
 
 from ckptstore.errors import UsageError
-from ckptstore.host.checks import seconds, whole
-from ckptstore.maintenance.compact.idle import CompactOptions
+from ckptstore.host.option_checks import seconds, whole
+from ckptstore.maintenance.compact.idle_compaction import CompactOptions
 from ckptstore.training.explained import Scalars
 from ckptstore.training.pacing import Pace
 from ckptstore.training.retention import Keep

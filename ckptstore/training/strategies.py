@@ -15,8 +15,8 @@ import torch
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, UsageError
-from ckptstore.formats.sizes import size
-from ckptstore.frameworks.torch_stepping import kind_of
+from ckptstore.formats.byte_text import size
+from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.host.buffers import aligned
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.steps.batcher import DiffOptions

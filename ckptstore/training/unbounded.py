@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ckptstore.formats.sizes import size
+from ckptstore.formats.byte_text import size
 from ckptstore.write.metrics import SaveMetrics
 
 __all__ = ["Unbounded"]

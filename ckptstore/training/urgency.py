@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ckptstore.host.notices import Notices
+from ckptstore.host.signal_requests import Notices
 from ckptstore.training.deadline import Deadline
 from ckptstore.training.settings import Settings
 from ckptstore.write.ranks.accord import Accord

@@ -3,11 +3,19 @@
 `docs/tuning.md` derives the models and their units; both have a controller. Imports `store` and what is below it.
 """
 
-from ckptstore.tuning.controller import Change, Controller
+from ckptstore.tuning.frequency_controller import Change, Controller
 from ckptstore.tuning.interval_controller import IntervalController
-from ckptstore.tuning.intervals import Limits, Setting, Timing, best_setting, least_interval, recovery_bound, slowdown
-from ckptstore.tuning.model import Job, Model, Waste
 from ckptstore.tuning.optimum import Configuration, Point, best, continuous, fulls_only, neighbours, paper_optimum
+from ckptstore.tuning.save_interval import (
+    Limits,
+    Setting,
+    Timing,
+    best_setting,
+    least_interval,
+    recovery_bound,
+    slowdown,
+)
+from ckptstore.tuning.wasted_time import Job, Model, Waste
 
 __all__ = [
     "Change",

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Final, Protocol, TypeVar
 
 from ckptstore.errors import UsageError
-from ckptstore.tuning.intervals import Setting, Timing, least_interval, slowdown
+from ckptstore.tuning.save_interval import Setting, Timing, least_interval, slowdown
 
 __all__ = ["IntervalController"]
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ckptstore.errors import MissingDependencyError, UsageError
 from ckptstore.exchange.atomic_files import refuse_store
-from ckptstore.tuning.intervals import Choice, Limits, Timing, slowdown
+from ckptstore.tuning.save_interval import Choice, Limits, Timing, slowdown
 
 __all__ = ["draw", "need_matplotlib"]
 

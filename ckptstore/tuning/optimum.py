@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptstore.tuning.model import Model
+from ckptstore.tuning.wasted_time import Model
 
 __all__ = ["Configuration", "Point", "best", "continuous", "fulls_only", "neighbours", "paper_optimum"]
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptstore.formats.state import FlatState
-from ckptstore.host.carriers import within
+from ckptstore.host.cancellable_calls import within
 from ckptstore.host.progress import Progress
 from ckptstore.write.committer import Committer
 from ckptstore.write.job import Job

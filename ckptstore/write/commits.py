@@ -17,12 +17,12 @@ from ckptstore.errors import (
     WriterError,
 )
 from ckptstore.formats.catalog import CLOSED
+from ckptstore.formats.checkpoint_ref import Ref
 from ckptstore.formats.records import object_of
-from ckptstore.formats.reference import Ref
 from ckptstore.host.caller_warnings import warn
-from ckptstore.log import folding, refs, requests
+from ckptstore.log import fold_writer, refs, requests
 from ckptstore.log.change import Change
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
 from ckptstore.write.retaining import Retainer
 from ckptstore.write.second_tier import SecondTier
@@ -51,7 +51,7 @@ class Commits:
         self.missing = False
         self.retainer = Retainer(lambda: log.catalog)
         self._tier: SecondTier | None = None
-        self._folds = folding.FoldThread(log)
+        self._folds = fold_writer.FoldThread(log)
         self._abandoned: list[str] = []  # any thread adds to it; the committer's takes what it has dropped
         self._complaints: set[str] = set()
         self._sweep_at = _MANY_DROPPED

@@ -17,18 +17,18 @@ from ckptstore.errors import (
     WriterClosedError,
     WriterError,
 )
+from ckptstore.formats.checkpoint_ref import Ref
 from ckptstore.formats.records import CheckpointEntry, CheckpointId
-from ckptstore.formats.reference import Ref
 from ckptstore.formats.state import FlatState
-from ckptstore.formats.steps_named import named_steps
-from ckptstore.host import background
+from ckptstore.formats.step_text import named_steps
+from ckptstore.host import background_threads
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.change import Change
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.commits import Commits
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.encoding import Fed
@@ -198,7 +198,7 @@ class Committer(Commits):
         if seconds is None or self._deadline is not None:
             return True
         try:
-            self._deadline = background.after(seconds, self._at_deadline)
+            self._deadline = background_threads.after(seconds, self._at_deadline)
         except RuntimeError:
             return False
         return True

@@ -14,19 +14,19 @@ from typing import Literal
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError, UsageError
 from ckptstore.formats.codecs import FAST_POLICY, Policy
-from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId, Encoding
+from ckptstore.formats.retention_forecast import Chains
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import warn
-from ckptstore.host.checks import whole
+from ckptstore.host.option_checks import whole
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.segments.direct import DirectState, map_segments, regions_of, write_direct
-from ckptstore.segments.plain import WrittenState, write_full
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.mapped_fulls import DirectState, map_segments, regions_of, write_direct
+from ckptstore.segments.plain_segments import WrittenState, write_full
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Base, Choices, Fed, write_packed
 from ckptstore.write.feeding import Feed
 from ckptstore.write.interval import FULL, Decision, Form, RestoreBound, Schedule

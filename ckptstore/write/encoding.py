@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from ckptstore.formats import codecs, digest, hashing, jsontext
+from ckptstore.formats import checksums, codecs, digest, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
 from ckptstore.formats.layout import TensorSpec, chunk_extents, split
 from ckptstore.formats.records import CheckpointId, SegmentEntry
@@ -25,10 +25,10 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers, let_go
-from ckptstore.segments.packed import drafts, write_stream
-from ckptstore.segments.plain import WrittenState
-from ckptstore.segments.session import SegmentSession
-from ckptstore.segments.stream import BlockStream
+from ckptstore.segments.block_stream import BlockStream
+from ckptstore.segments.packed_segments import drafts, write_stream
+from ckptstore.segments.plain_segments import WrittenState
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.feeding import Feed, Piece, Unit, Window
 
 __all__ = [
@@ -172,7 +172,7 @@ def write_packed(
     documents = partial(drafts, draft, flat.tree)
     segments, tensors = write_coded(session, flat, documents, base=base, gap=gap, choices=choices, limit=limit, fed=fed)
     parts = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
-    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
+    state = checksums.state_hash(jsontext.dumps(flat.tree), parts)
     return WrittenState(segments, state, sum(tensor.nbytes for tensor in tensors), len(tensors))
 
 
@@ -241,7 +241,7 @@ def append_tensor(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded],
         digests.append(piece.digest)
         at = stream.position
         stream.append(piece.payload)
-        stored = hashing.chunk_hash(piece.payload.data)
+        stored = checksums.chunk_hash(piece.payload.data)
         chunks.append(Chunk(at, len(piece.payload), piece.logical, stored, piece.decoded_hash))
         advance(piece.logical)
     spec = plan.spec
@@ -456,7 +456,7 @@ def code_group(
         else:
             payload = codecs.encode(codec, image, reference, level=plan.choice.level)
         share = digest.partial(image, start // 4) if digests else None
-        coded.append(Coded(payload, length, hashing.chunk_hash(image.data), share))
+        coded.append(Coded(payload, length, checksums.chunk_hash(image.data), share))
     return coded
 
 

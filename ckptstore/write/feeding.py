@@ -24,7 +24,7 @@ from ckptstore.host.arenas import Arenas, Lease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.threads import SleepingPool
-from ckptstore.segments.arriving import Arrivals, copied_now
+from ckptstore.segments.staged_units import Arrivals, copied_now
 
 __all__ = ["Feed", "Feeding", "Piece", "Unit", "Window"]
 

@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckptstore.backends.sharing import SaveSpace
-from ckptstore.formats import streaming
+from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
-from ckptstore.host.carriers import scope_here, within
+from ckptstore.host.cancellable_calls import scope_here, within
 from ckptstore.host.progress import Progress
 from ckptstore.host.threads import SleepingPool, default_threads, started_pool
-from ckptstore.segments.arriving import Arrivals, ArrivingState, Described, copied_now, copies_of
+from ckptstore.segments.staged_units import Arrivals, ArrivingState, Described, copied_now, copies_of
 from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
 from ckptstore.write.job import Job
@@ -181,8 +181,8 @@ class Fulls(SavePath):
             self._touch()  # what the next one needs, while this one is written
             if full.device is not None:
                 self._register(full.device)
-            if plan.space >= streaming.LARGE:
-                self._later(streaming.prepare)
+            if plan.space >= uncached_copy.LARGE:
+                self._later(uncached_copy.prepare)
         except BaseException as error:
             job.give_up(error)
             raise

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ckptstore.errors import UsageError
-from ckptstore.host.checks import real, whole
+from ckptstore.host.option_checks import real, whole
 
 __all__ = [
     "DEPTH_LIMIT",

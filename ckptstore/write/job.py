@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Final
 
-from ckptstore.host.carriers import Scope
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.host.cancellable_calls import Scope
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Labels, PendingSave, Saves
 from ckptstore.write.metrics import Measured
 from ckptstore.write.places import Place

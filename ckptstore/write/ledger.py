@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, Self
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
 from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.spans import Spans
-from ckptstore.host.checks import seconds, texts
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.host.option_checks import seconds, texts
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.refs import check_new_tag
 from ckptstore.write.lost import first_of
 from ckptstore.write.second_tier import SecondTier

@@ -13,16 +13,16 @@ from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
 from ckptstore.errors import WriterClosedError, WriterError
-from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.retention_forecast import Chains
 from ckptstore.formats.segment import SegmentDoc
-from ckptstore.host import exiting, sigterm
-from ckptstore.host.background import Periodic
+from ckptstore.host import interpreter_exit, sigterm
+from ckptstore.host.background_threads import Periodic
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, started_pool
 from ckptstore.log.change import Change
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
@@ -103,7 +103,7 @@ class Lifetime(Writer):
         if options.poll_seconds is not None:
             self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
             self._polls.start()
-        exiting.watch(self)
+        interpreter_exit.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
 
@@ -229,7 +229,7 @@ class Lifetime(Writer):
             raise WriterClosedError(self._closed())
 
     def _closed(self) -> str:
-        why = f" because the interpreter is ending: {exiting.ADVICE}" if exiting.under_way() else ""
+        why = f" because the interpreter is ending: {interpreter_exit.ADVICE}" if interpreter_exit.under_way() else ""
         return f"the writer of term {self.term} is closed{why}"
 
     def _check_process(self) -> None:
@@ -292,7 +292,7 @@ class Lifetime(Writer):
         sigterm.forget(self)
         if self._companion is not None:
             self._companion.close()  # before the end: it may be waiting for a commit of its own
-        exiting.await_end(self, interrupted=self._interrupted)
+        interpreter_exit.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
         self._path.close()
@@ -308,11 +308,11 @@ class Lifetime(Writer):
         self._meter.close()
         if self._tier is not None:
             self._tier.close()
-        exiting.forget(self)
+        interpreter_exit.forget(self)
         self._failures.raise_unseen()
 
     def _end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is, and the term is closed (`host.exiting`, too)."""
+        """Take no more saves -> done when every earlier one is, and the term is closed."""
         with self._lock:
             if self._ended is None:
                 # Under one lock: a step submitted after that would wait for its batch for ever.
@@ -321,7 +321,7 @@ class Lifetime(Writer):
             return self._ended
 
     def _unfinished(self) -> list[int]:
-        """The steps of `save_async` that are on their way, ascending (`host.exiting`)."""
+        """The steps of `save_async` that are on their way, ascending (`host.interpreter_exit`)."""
         return self._committer.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckptstore.errors import WriterClosedError
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.term import Term
 from ckptstore.write.lifetime import Begin
 from ckptstore.write.second_tier import Lag

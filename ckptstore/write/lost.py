@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ckptstore.errors import AgentLostError, AgentSilentError, CommitUnknownError
-from ckptstore.formats.steps_named import named_steps
+from ckptstore.formats.step_text import named_steps
 
 __all__ = ["by_error", "first_of", "lost_steps", "name_steps", "note_lost"]
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ckptstore.formats.state import FlatState
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 
 __all__ = ["Measured", "Meter", "OnMetrics", "SaveMetrics"]
 

@@ -13,10 +13,10 @@ from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, Re
 from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
 from ckptstore.formats.records import CheckpointId, CommitRecord, ref_of
 from ckptstore.frameworks import bridge
-from ckptstore.host import exiting
+from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, WarningsLast, warn
 from ckptstore.log import refs
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.restore.stored_base import open_base
@@ -54,7 +54,7 @@ def open_writer(
     Raises:
         as `Store.writer`.
     """
-    exiting.check()
+    interpreter_exit.check()
     journal.create()
     if journal.backend.read_only:
         raise ReadOnlyError(f"{journal.url}: read-only, cannot open it for writing")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.keeping import checked
-from ckptstore.host import exiting
+from ckptstore.formats.retention_rules import checked
+from ckptstore.host import interpreter_exit
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
-from ckptstore.host.checks import MOST_BYTES, MOST_THREADS, seconds, whole
+from ckptstore.host.option_checks import MOST_BYTES, MOST_THREADS, seconds, whole
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
 from ckptstore.write.steps.batcher import DiffOptions
@@ -63,7 +63,7 @@ class WriterOptions:
         return self.diffs is not None or (self.deltas is not None and self.deltas.memory is None)
 
     def __post_init__(self) -> None:
-        exiting.check()
+        interpreter_exit.check()
         # Says what is wrong with it, before a term is opened and another one fenced.
         Staging.for_chunks(budget=whole("staging_bytes", self.staging_bytes, 0, MOST_BYTES))
         whole("threads", self.threads, 1, MOST_THREADS)

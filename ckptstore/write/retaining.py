@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from ckptstore.formats.byte_text import size
 from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.keeping import Keeping, known
+from ckptstore.formats.commit_checks import droppable, pinned
 from ckptstore.formats.records import CheckpointId, Node
-from ckptstore.formats.retention import droppable, pinned
-from ckptstore.formats.sizes import size
+from ckptstore.formats.retention_rules import Keeping, known
 from ckptstore.log.change import Change
 
 __all__ = ["Retainer", "short_of_space"]

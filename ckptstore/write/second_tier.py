@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import Node
 
 __all__ = ["Lag", "SecondTier"]

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from ckptstore.backends.base import SEGMENT_BYTES
-from ckptstore.formats import streaming
+from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
+from ckptstore.host.prefault import Touching
 from ckptstore.host.threads import run_all
-from ckptstore.host.touching import Touching
-from ckptstore.segments.regions import LaidOutState, RegionPlan, plan_regions
+from ckptstore.segments.aligned_regions import LaidOutState, RegionPlan, plan_regions
 
 __all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 
@@ -173,9 +173,9 @@ class SnapshotPool:
         snapshot = self.copy(flat, pool, queued=queued)
         size = self._plan(flat).size
         self._prepare(size, self._limit + self._kept)
-        if size >= streaming.LARGE:
+        if size >= uncached_copy.LARGE:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._background(streaming.prepare)
+                self._background(uncached_copy.prepare)
         return snapshot
 
     def empty(self, flat: FlatState) -> Snapshot:
@@ -328,7 +328,7 @@ def _copies(source: TensorSource, out: Bytes) -> list[Callable[[], None]]:
             if view is None:
                 source.read(start, part)
             else:
-                streaming.copy(view[start : start + len(part)], part)
+                uncached_copy.copy(view[start : start + len(part)], part)
 
         return work
 

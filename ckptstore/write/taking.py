@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import UsageError, WriterClosedError
-from ckptstore.formats.reference import step_number
+from ckptstore.formats.checkpoint_ref import step_number
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.carriers import Scope
+from ckptstore.host.cancellable_calls import Scope
 from ckptstore.host.progress import Progress
-from ckptstore.host.reentrance import refuse_within
+from ckptstore.host.signal_reentry import refuse_within
 from ckptstore.host.threads import started_pool
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.committer import Committer
 from ckptstore.write.filling import Filling
 from ckptstore.write.job import Job

@@ -8,12 +8,12 @@ from types import CodeType, TracebackType
 from typing import Any, ClassVar, Self
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.reference import step_number, text_of
+from ckptstore.formats.checkpoint_ref import step_number, text_of
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.exiting import Ending
+from ckptstore.host.interpreter_exit import Ending
 from ckptstore.host.progress import Progress, told
-from ckptstore.host.reentrance import codes_of, refuse_within
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.host.signal_reentry import codes_of, refuse_within
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.ledger import Labels, PendingSave
 from ckptstore.write.lost import note_lost

@@ -11,8 +11,8 @@ import click
 from ckptstore.cli.arguments import REF, SIZE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, table, tables
-from ckptstore.cli.ranges import counted
-from ckptstore.cli.wrapping import say_all
+from ckptstore.cli.range_text import counted
+from ckptstore.cli.text_wrap import say_all
 
 if TYPE_CHECKING:
     from ckptstore.analysis import Analysis, Options
@@ -93,7 +93,7 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
     checkpoints of one run. CLASS is weight, first_moment, second_moment, gradient or other.
     """
     from ckptstore.analysis import analyze, document, write_csv, write_report
-    from ckptstore.analysis.plots import need_matplotlib
+    from ckptstore.analysis.report_plots import need_matplotlib
     from ckptstore.exchange.atomic_files import refuse_missing_folder, refuse_store
 
     if report is not None:  # before minutes of measuring, not after
@@ -120,11 +120,11 @@ def command(paths: tuple[str, ...], csv: Path | None, report: Path | None, as_js
 def _options(asked: Mapping[str, Any]) -> Options:
     """What was asked for, by the names of the command's options."""
     from ckptstore.analysis import Options
-    from ckptstore.analysis.advice import parse_link
-    from ckptstore.analysis.analyzing import SAMPLE
-    from ckptstore.analysis.classes import parse_overrides
+    from ckptstore.analysis.analysis import SAMPLE
+    from ckptstore.analysis.comparison_plan import POINTS
     from ckptstore.analysis.methods import METHODS
-    from ckptstore.analysis.plan import POINTS
+    from ckptstore.analysis.recommendations import parse_link
+    from ckptstore.analysis.tensor_roles import parse_overrides
     from ckptstore.write.interval import RestoreBound
 
     sample, steps, exact = asked["sample"], asked["steps"], asked["exact"]
@@ -145,7 +145,7 @@ def _options(asked: Mapping[str, Any]) -> Options:
 
 
 def _text(found: Analysis) -> Iterator[str]:
-    from ckptstore.analysis.wording import headline, other_mode, restore_line, sample_line, to_copy, what_to_do
+    from ckptstore.analysis.sentences import headline, other_mode, restore_line, sample_line, to_copy, what_to_do
 
     yield click.style(headline(found), bold=True)
     if (other := other_mode(found)) is not None:
@@ -198,7 +198,7 @@ def _text(found: Analysis) -> Iterator[str]:
 
 
 def _classes(found: Analysis) -> Iterator[list[str]]:
-    from ckptstore.analysis.wording import percent, ratio
+    from ckptstore.analysis.sentences import percent, ratio
 
     for one in found.advice.groups:
         group = found.groups[one.group]
@@ -211,7 +211,7 @@ def _classes(found: Analysis) -> Iterator[list[str]]:
 
 def _codecs(found: Analysis) -> tuple[list[str], list[list[str]]]:
     from ckptstore.analysis.methods import BOUNDS, METHODS
-    from ckptstore.analysis.wording import ratio
+    from ckptstore.analysis.sentences import ratio
 
     gap = found.gap
     cells = {(one.group, one.method): one for one in found.summaries if one.gap in (None, gap)}
@@ -247,7 +247,7 @@ def _gaps(found: Analysis) -> tuple[list[str], list[list[str]]]:
 
 
 def _prefixes(found: Analysis) -> tuple[list[str], list[list[str]]]:
-    from ckptstore.analysis.analyzing import PREFIX_BITS
+    from ckptstore.analysis.analysis import PREFIX_BITS
 
     last = max((one.index for one in found.prefixes), default=0)
     cells = {(one.group, one.bits): one.distinct for one in found.prefixes if one.index == last}
@@ -260,7 +260,7 @@ def _prefixes(found: Analysis) -> tuple[list[str], list[list[str]]]:
 
 
 def _shipping(found: Analysis) -> tuple[list[str], list[list[str]]]:
-    from ckptstore.analysis.plots import speed
+    from ckptstore.analysis.report_plots import speed
 
     links = list(dict.fromkeys(one.link for one in found.shipping))
     rows: dict[str, list[str]] = {}

@@ -9,8 +9,8 @@ import click
 from ckptstore.cli.arguments import REF, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note
-from ckptstore.cli.ranges import ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import ranges
+from ckptstore.cli.text_wrap import say
 
 if TYPE_CHECKING:
     from ckptstore import Bisected, Probe

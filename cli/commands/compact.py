@@ -12,8 +12,8 @@ from ckptstore.cli.arguments import RANGE, SIZE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.quantities import RATE, TIME
-from ckptstore.cli.ranges import counted, ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import counted, ranges
+from ckptstore.cli.text_wrap import say
 from ckptstore.errors import CorruptionError, RequestError
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ def command(shell: str, as_json: bool) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from ckptstore.cli import shells
+    from ckptstore.cli import shell_completion
     from ckptstore.cli.main import cli
 
-    shells.register()
+    shell_completion.register()
     kind = get_completion_class(shell)
     if kind is None:
         raise click.UsageError(f"click knows no completion for {shell}")

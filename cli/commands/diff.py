@@ -16,7 +16,7 @@ import click
 from ckptstore.cli.arguments import PLACE, REF, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, number, progress, shape, table
-from ckptstore.cli.written import like_a_ref
+from ckptstore.cli.ref_syntax import like_a_ref
 
 if TYPE_CHECKING:
     from ckptstore import CheckpointInfo

@@ -13,7 +13,7 @@ import click
 from ckptstore.cli.arguments import STORE_OR_NOTHING
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, printable
-from ckptstore.cli.waiting import over
+from ckptstore.cli.spinner import over
 
 if TYPE_CHECKING:
     from ckptstore.doctor.findings import Diagnosis, Finding

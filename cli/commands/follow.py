@@ -13,8 +13,8 @@ import click
 from ckptstore.cli.arguments import STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit_line, moment, note, pause, progress, size
-from ckptstore.cli.ranges import counted, kind_name
-from ckptstore.cli.wrapping import columns, say
+from ckptstore.cli.range_text import counted, kind_name
+from ckptstore.cli.text_wrap import columns, say
 
 if TYPE_CHECKING:
     from ckptstore import Followed

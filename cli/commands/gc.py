@@ -10,12 +10,12 @@ from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.hints import note_damage
 from ckptstore.cli.output import emit, note, printable, progress, size, some
-from ckptstore.cli.ranges import counted
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import counted
+from ckptstore.cli.text_wrap import say
 from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.gc import Collected, Holder
+    from ckptstore.maintenance.garbage_collection import Collected, Holder
 
 UNREADABLE = CorruptionError.exit_code
 """When a damaged pin kept everything from being deleted; `note_damage`: when damage of the log kept some of it."""

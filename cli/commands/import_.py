@@ -13,7 +13,7 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, ratio, size, table
 
 if TYPE_CHECKING:
-    from ckptstore.exchange.importing import ImportedFile
+    from ckptstore.exchange.import_files import ImportedFile
     from ckptstore.write.deltas import DeltaOptions
 
 
@@ -77,7 +77,7 @@ def command(
     """
     import ckptstore
     from ckptstore.exchange.atomic_files import refuse_inside_store
-    from ckptstore.exchange.importing import step_of
+    from ckptstore.exchange.import_files import step_of
 
     if not delta and (interval, max_restore_cost) != (None, None):
         raise click.UsageError("--interval and --max-restore-cost say how deltas are stored: they need --delta")

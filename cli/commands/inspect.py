@@ -10,18 +10,18 @@ import click
 
 from ckptstore.cli.arguments import REF, STORE, TENSOR, opened, select_option
 from ckptstore.cli.arguments import command as make_command
-from ckptstore.cli.costs import parsed, show_costs
+from ckptstore.cli.cost_output import parsed, show_costs
 from ckptstore.cli.output import breadth, emit, moment, number, progress, ratio, shape, size, table, writing
-from ckptstore.cli.plans import plan_line, plan_step, plan_table
-from ckptstore.cli.ranges import counted, ranges
-from ckptstore.cli.waiting import patience
-from ckptstore.cli.wrapping import columns, say_all
+from ckptstore.cli.plan_output import plan_line, plan_step, plan_table
+from ckptstore.cli.range_text import counted, ranges
+from ckptstore.cli.spinner import patience
+from ckptstore.cli.text_wrap import columns, say_all
 from ckptstore.errors import CkptError
 
 if TYPE_CHECKING:
     from ckptstore import Store
-    from ckptstore.reports.explaining import Explanation
     from ckptstore.reports.inspection import CheckpointDescription, TensorDescription, TensorStatistics
+    from ckptstore.reports.restore_explanation import Explanation
 
 _BARS = " ▁▂▃▄▅▆▇█"
 

@@ -13,13 +13,13 @@ import click
 from ckptstore.cli.arguments import PLACE, STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, moment, note, number, paged, printable, size, table, writing
-from ckptstore.cli.ranges import counted, kind_name
-from ckptstore.cli.wrapping import columns, fitted
-from ckptstore.cli.written import like_a_ref
-from ckptstore.formats.reference import node_of
+from ckptstore.cli.range_text import counted, kind_name
+from ckptstore.cli.ref_syntax import like_a_ref
+from ckptstore.cli.text_wrap import columns, fitted
+from ckptstore.formats.checkpoint_ref import node_of
 
 if TYPE_CHECKING:
-    from ckptstore.log.checkpoints import CheckpointInfo, TermInfo
+    from ckptstore.log.checkpoint_info import CheckpointInfo, TermInfo
     from ckptstore.reports.lineage import Lineage
     from ckptstore.store import Store
 
@@ -123,7 +123,7 @@ def _why_nothing(store: Store, found: Lineage) -> str:
 def _beside(
     stores: tuple[str, str], limit: int | None, metric: str, as_json: bool, *, everything: bool, pager: bool
 ) -> None:
-    from ckptstore.cli.beside import document, text
+    from ckptstore.cli.two_runs import document, text
 
     found = opened(stores[0]).side_by_side(opened(stores[1]), metric)
     for store, run in zip(stores, found.runs, strict=True):

@@ -11,7 +11,7 @@ from ckptstore.cli.arguments import PLACE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.hints import hint_for
 from ckptstore.cli.output import age, emit, note, size, table, who
-from ckptstore.cli.wrapping import columns
+from ckptstore.cli.text_wrap import columns
 
 if TYPE_CHECKING:
     from ckptstore import RunInfo

@@ -10,8 +10,8 @@ import click
 from ckptstore.cli.arguments import RANGE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, table
-from ckptstore.cli.ranges import checkpoints, counted, ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import checkpoints, counted, ranges
+from ckptstore.cli.text_wrap import say
 from ckptstore.errors import RequestError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import click
 from ckptstore.cli.arguments import RULE, STORE, answer_options, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size, table
-from ckptstore.cli.ranges import checkpoints, counted, ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import checkpoints, counted, ranges
+from ckptstore.cli.text_wrap import say
 
 if TYPE_CHECKING:
     from ckptstore import Collected, Pruned

@@ -11,8 +11,8 @@ import click
 from ckptstore.cli.arguments import PLACE, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, progress, size
-from ckptstore.cli.ranges import checkpoints, counted, ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import checkpoints, counted, ranges
+from ckptstore.cli.text_wrap import say
 from ckptstore.errors import CorruptionError
 
 if TYPE_CHECKING:

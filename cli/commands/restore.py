@@ -15,13 +15,13 @@ import click
 from ckptstore.cli.arguments import REF, SIZE, STORE, opened, select_option
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import between, duration, emit, note, progress, size
-from ckptstore.cli.plans import plan_step, plan_table
-from ckptstore.cli.ranges import counted
-from ckptstore.cli.waiting import patience
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.plan_output import plan_step, plan_table
+from ckptstore.cli.range_text import counted
+from ckptstore.cli.spinner import patience
+from ckptstore.cli.text_wrap import say
 
 if TYPE_CHECKING:
-    from ckptstore.exchange.exporting import ExportResult
+    from ckptstore.exchange.export import ExportResult
 
 
 @make_command(

@@ -11,9 +11,9 @@ from ckptstore.cli.arguments import STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.hints import note_damage
 from ckptstore.cli.output import emit, note, size, table
-from ckptstore.cli.ranges import counted, kind_name
-from ckptstore.cli.waiting import patience
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import counted, kind_name
+from ckptstore.cli.spinner import patience
+from ckptstore.cli.text_wrap import say
 
 if TYPE_CHECKING:
     from ckptstore import StoreStats
@@ -46,7 +46,7 @@ def command(store: str, plot: Path | None, metric: str, as_json: bool) -> int:
     with patience("adding up"):
         found = target.stats()
     if plot is not None:
-        from ckptstore.analysis.growth import draw_growth
+        from ckptstore.analysis.growth_plot import draw_growth
 
         draw_growth(found, plot, metric)
     if as_json:

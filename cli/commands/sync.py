@@ -11,8 +11,8 @@ from ckptstore.cli.arguments import PLACE, STORE, opened
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, emit_line, note, progress, size
 from ckptstore.cli.quantities import RATE
-from ckptstore.cli.ranges import counted, ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import counted, ranges
+from ckptstore.cli.text_wrap import say
 from ckptstore.errors import CorruptionError, FencedError
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.commands.tune_interval import command as interval
 from ckptstore.cli.output import duration, emit, note, number, size, table
 from ckptstore.cli.quantities import AMOUNT, RATE, TIME, Typed
-from ckptstore.cli.ranges import counted
-from ckptstore.cli.wrapping import say_all
+from ckptstore.cli.range_text import counted
+from ckptstore.cli.text_wrap import say_all
 
 if TYPE_CHECKING:
     from ckptstore.tuning import Configuration, Job, Model
-    from ckptstore.tuning.model import Recovery
-    from ckptstore.tuning.profile import Measurement
+    from ckptstore.tuning.job_profile import Measurement
+    from ckptstore.tuning.wasted_time import Recovery
 
 
 @click.group(
@@ -92,12 +92,12 @@ def _wasted_time(
         refuse_missing_folder(plot)
     measured = None
     if store is not None:
-        from ckptstore.tuning.profile import measure  # the engine; a model alone needs none of it
+        from ckptstore.tuning.job_profile import measure  # the engine; a model alone needs none of it
 
         measured = measure(opened(store))
     job, sources = _job(given, measured, paper, recovery)
     if plot is not None:
-        from ckptstore.tuning.plotting import heat_map
+        from ckptstore.tuning.wasted_time_plot import heat_map
 
         heat_map(job, plot)
     document = _document(job, paper)
@@ -125,7 +125,7 @@ def _job(
 ) -> tuple[Job, dict[str, str]]:
     """The job, and for each of its numbers where it comes from."""
     from ckptstore.tuning import Job
-    from ckptstore.tuning.paper import TABLE_JOB
+    from ckptstore.tuning.paper_table import TABLE_JOB
 
     values: dict[str, float] = {}
     sources: dict[str, str] = {}
@@ -176,7 +176,7 @@ def _remarks(job: Job, sources: dict[str, str]) -> None:
 
 def _document(job: Job, paper: bool) -> dict[str, Any]:
     from ckptstore.tuning import best, continuous, fulls_only, neighbours, paper_optimum
-    from ckptstore.tuning.paper import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, table
+    from ckptstore.tuning.paper_table import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, table
 
     model = job.model()
     optimum, real, fulls = best(model), continuous(model), fulls_only(model)

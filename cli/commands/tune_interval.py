@@ -13,12 +13,12 @@ from ckptstore.cli.arguments import REF, SIZE, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import duration, emit, note, progress, size, table
 from ckptstore.cli.quantities import TIME
-from ckptstore.cli.wrapping import say_all
+from ckptstore.cli.text_wrap import say_all
 
 if TYPE_CHECKING:
     from ckptstore.store import Store
-    from ckptstore.tuning.intervals import Choice, Limits, Timing
-    from ckptstore.tuning.profiling import Profile
+    from ckptstore.tuning.save_interval import Choice, Limits, Timing
+    from ckptstore.tuning.trial_saves import Profile
 
 _STAGING: Final = (64 << 20, 128 << 20)
 """b: what a writer takes by default, and twice that."""
@@ -60,8 +60,8 @@ def command(
     applies PCcheck's model to find f (the interval), N (saves in flight) and p (threads of each); docs/tuning.md
     explains it.
     """
-    from ckptstore.tuning.profiling import lengths_like, lengths_of, trial_state
-    from ckptstore.tuning.scratch import existing_store, scratch
+    from ckptstore.tuning.trial_folder import existing_store, scratch
+    from ckptstore.tuning.trial_saves import lengths_like, lengths_of, trial_state
 
     if nbytes is not None and like is not None:
         raise click.UsageError("--size and --like both say what the state is; give one")
@@ -113,21 +113,21 @@ _MEMBERS: Final = (
 
 def _pace(store: Store | None) -> float | None:
     """Seconds per step by the commits of a store."""
-    from ckptstore.tuning.profile import seconds_per_step
+    from ckptstore.tuning.job_profile import seconds_per_step
 
     return None if store is None else seconds_per_step(store.checkpoints())
 
 
 def _limits(asked: Mapping[str, Any], free: int) -> Limits:
-    from ckptstore.tuning.intervals import Limits
+    from ckptstore.tuning.save_interval import Limits
 
     return Limits(asked["slowdown"], asked["memory"], free if asked["space"] is None else asked["space"])
 
 
 def _profiled(place: Any, state: Any, whole: int, limits: Limits, asked: Mapping[str, Any]) -> Profile:
     """Measure as many N as the limits allow, of a state that is given in part."""
-    from ckptstore.tuning.intervals import Setting, fits, most_in_flight, writer_memory
-    from ckptstore.tuning.profiling import Plan, profile
+    from ckptstore.tuning.save_interval import Setting, fits, most_in_flight, writer_memory
+    from ckptstore.tuning.trial_saves import Plan, profile
 
     most = min(asked["in_flight"], most_in_flight(whole, _STAGING[0], limits))
     staging = [one for one in _STAGING if fits(Setting(1, 1, one), limits, whole)]
@@ -159,13 +159,13 @@ def _check_probe(whole: int, saved: int, memory: int | None) -> None:
 
 
 def _chosen(found: Profile, limits: Limits, iteration: float, whole: int) -> Choice:
-    from ckptstore.tuning.intervals import best_setting
+    from ckptstore.tuning.save_interval import best_setting
 
     return best_setting(found.timings, iteration, limits, whole)
 
 
 def _document(found: Profile, limits: Limits, iteration: float, whole: int) -> dict[str, Any]:
-    from ckptstore.tuning.intervals import recovery_bound, slowdown, writer_memory
+    from ckptstore.tuning.save_interval import recovery_bound, slowdown, writer_memory
 
     choice = _chosen(found, limits, iteration, whole)
     timing, setting = choice.timing, choice.timing.setting
@@ -192,7 +192,7 @@ def _document(found: Profile, limits: Limits, iteration: float, whole: int) -> d
 
 
 def _setting(timing: Timing, chosen: bool, limits: Limits, iteration: float, whole: int) -> dict[str, Any]:
-    from ckptstore.tuning.intervals import host_bytes, least_interval, writer_memory
+    from ckptstore.tuning.save_interval import host_bytes, least_interval, writer_memory
 
     memory = writer_memory(whole, timing.setting, limits)
     return asdict(timing.setting) | {

@@ -10,8 +10,8 @@ import click
 from ckptstore.cli.arguments import REF, STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import emit, note, printable, progress, size, some
-from ckptstore.cli.ranges import checkpoints, counted, ranges
-from ckptstore.cli.wrapping import say
+from ckptstore.cli.range_text import checkpoints, counted, ranges
+from ckptstore.cli.text_wrap import say
 from ckptstore.errors import CorruptionError, StorageError
 from ckptstore.formats.records import in_format
 

@@ -13,7 +13,7 @@ import click
 from ckptstore.cli.arguments import STORE
 from ckptstore.cli.arguments import command as make_command
 from ckptstore.cli.output import age, emit_line, moment, note, number, size, spark, who
-from ckptstore.cli.ranges import counted
+from ckptstore.cli.range_text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

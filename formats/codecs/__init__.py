@@ -6,8 +6,10 @@ Imports what is in `formats` and knows nothing of codecs.
 
 from __future__ import annotations
 
+from ckptstore.formats.codecs.block_loops import apply, as_bytes, decode, encode
 from ckptstore.formats.codecs.blocks import BLOCK, CHUNK, bound
-from ckptstore.formats.codecs.choice import (
+from ckptstore.formats.codecs.codec import Buffer, Codec, Method, Sample, word_size
+from ckptstore.formats.codecs.codec_choice import (
     FAST_POLICY,
     PAPER_POLICY,
     SMALL_POLICY,
@@ -18,17 +20,7 @@ from ckptstore.formats.codecs.choice import (
     evaluate,
     sample_ranges,
 )
-from ckptstore.formats.codecs.coding import apply, as_bytes, decode, encode
-from ckptstore.formats.codecs.deltas import MAX_CLASSES, RUN, Context, Sub, Xor
-from ckptstore.formats.codecs.derive import Derive
-from ckptstore.formats.codecs.kinds import Buffer, Codec, Method, Sample, word_size
-from ckptstore.formats.codecs.measure import context_entropy, difference_entropy, plane_entropy
-from ckptstore.formats.codecs.plain import Planes, Raw
-from ckptstore.formats.codecs.planecoder import DEPTH, FAST, THRIFTY
-from ckptstore.formats.codecs.pooling import TINY, Member, Pool, plan_pools
-from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
-from ckptstore.formats.codecs.sums import add
-from ckptstore.formats.codecs.table import (
+from ckptstore.formats.codecs.codec_table import (
     CODECS,
     FROM_MASTER,
     KINDS,
@@ -39,6 +31,14 @@ from ckptstore.formats.codecs.table import (
     kind_of,
     methods_of,
 )
+from ckptstore.formats.codecs.delta_sums import add
+from ckptstore.formats.codecs.derive import Derive
+from ckptstore.formats.codecs.entropy import context_entropy, difference_entropy, plane_entropy
+from ckptstore.formats.codecs.plane_coder import DEPTH, FAST, THRIFTY
+from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
+from ckptstore.formats.codecs.raw_planes import Planes, Raw
+from ckptstore.formats.codecs.tensor_pools import TINY, Member, Pool, plan_pools
+from ckptstore.formats.codecs.xor_sub import MAX_CLASSES, RUN, Context, Sub, Xor
 
 __all__ = [
     "BLOCK",

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.codecs import kernels, planecoder
+from ckptstore.formats.codecs import kernels, plane_coder
 from ckptstore.formats.codecs.kernels import ADD, SAMPLE, XOR, Bytes, Words
-from ckptstore.formats.codecs.planecoder import FILL, PACK4, RAW, SPARSE, ZSTD, Cursor
+from ckptstore.formats.codecs.plane_coder import FILL, PACK4, RAW, SPARSE, ZSTD, Cursor
 
 CHUNK = 16 << 20
 BLOCK = 1 << 20
@@ -91,9 +91,9 @@ def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = Fa
 
 def _plan(words: Words, level: int, nested: bool) -> _Plan:
     word, count = words.itemsize, len(words)
-    if level > planecoder.THRIFTY:
+    if level > plane_coder.THRIFTY:
         return _Plan(None, 0, (ZSTD,) * word)
-    if count < planecoder.SMALL:  # no plane of so few is coded: it is one byte, or left alone
+    if count < plane_coder.SMALL:  # no plane of so few is coded: it is one byte, or left alone
         return _Plan(None if words.any() else 0, 0, (ZSTD,) * word)
     size = min(SAMPLE, max(SAMPLE // 4, count // 16))
     sampled = words
@@ -103,10 +103,10 @@ def _plan(words: Words, level: int, nested: bool) -> _Plan:
     planes = [kernels.scratch(f"sample{byte}", len(sampled)) for byte in range(word)]
     kernels.split(sampled, list(planes))
     if word > 1 and not nested and 20 * np.count_nonzero(sampled >> 8) <= len(sampled):
-        mode = planecoder.choose_mode(np.minimum(sampled, 255).astype(np.uint8), level)
+        mode = plane_coder.choose_mode(np.minimum(sampled, 255).astype(np.uint8), level)
         if mode in _NARROW_BITS:
             return _Plan(_NARROW_BITS[mode], 0, ())
-    modes = tuple(planecoder.choose_mode(plane, level) for plane in planes)
+    modes = tuple(plane_coder.choose_mode(plane, level) for plane in planes)
     uncoded = next((byte for byte, mode in enumerate(modes) if mode != RAW), word)
     return _Plan(None, uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2, modes)
 
@@ -120,7 +120,7 @@ def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) ->
     kernels.split(words, planes)
     at += count * wide
     for plane, mode in zip(planes[1 if wide else 0 :], plan.modes[wide:], strict=True):
-        at = planecoder.encode(plane, out, at, mode, level)
+        at = plane_coder.encode(plane, out, at, mode, level)
     return at
 
 
@@ -134,10 +134,10 @@ def _write_narrow(words: Words, out: Bytes, at: int, bits: int, level: int) -> i
     out[at] = NARROW + bits
     at += 1
     if bits:
-        at = planecoder.encode(kernels.pack_small(rest, bits), out, at, None, level, depth=1)
+        at = plane_coder.encode(kernels.pack_small(rest, bits), out, at, None, level, depth=1)
     _counts.pack_into(out.data, at, len(steps), len(greater))
-    mode = RAW if level == planecoder.FAST and len(steps) < planecoder.SAMPLED else ZSTD
-    at = planecoder.encode(steps, out, at + 8, mode, level, depth=1)
+    mode = RAW if level == plane_coder.FAST and len(steps) < plane_coder.SAMPLED else ZSTD
+    at = plane_coder.encode(steps, out, at + 8, mode, level, depth=1)
     return write_group(greater, out, at, level, nested=True) if len(greater) else at
 
 
@@ -167,17 +167,17 @@ def _read_planes(cursor: Cursor, count: int, word: int, form: int) -> list[Words
     if form > word or form not in (0, 2, 4, word):
         raise CorruptSegmentError(f"a group of {word}-byte words has unknown form {form}")
     planes: list[Words] = [cursor.take(count * form).view(kernels.WORDS[form])] if form else []
-    return planes + [planecoder.decode(cursor, count, f"plane{byte}") for byte in range(form, word)]
+    return planes + [plane_coder.decode(cursor, count, f"plane{byte}") for byte in range(form, word)]
 
 
 def _read_narrow(cursor: Cursor, count: int, word: int, bits: int) -> Words:
     """The body of the narrow form."""
     small = kernels.scratch("narrow", count)
     if bits:
-        kernels.unpack_small(planecoder.decode(cursor, -(-count * bits // 8), "packed", 1), bits, small)
+        kernels.unpack_small(plane_coder.decode(cursor, -(-count * bits // 8), "packed", 1), bits, small)
     else:
         small.fill(0)
-    steps, found = planecoder.decode_steps(cursor, count, "top", 1)
+    steps, found = plane_coder.decode_steps(cursor, count, "top", 1)
     if found and cursor.left and cursor.data[cursor.position] in range(NARROW, ZERO_GROUP):
         raise CorruptSegmentError("narrow groups do not nest")
     greater = np.zeros(found, kernels.WORDS[word])

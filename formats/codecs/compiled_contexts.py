@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckptstore.formats.codecs.kernels import Bytes, Counts, Words
-from ckptstore.formats.compiled import loop, loops
+from ckptstore.formats.kernel_choice import loop, loops
 
 # --------------------------------------------------------------------------------------------------- contexts
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.kernels import N_LOG_N, WORDS, Bytes, Counts, Words, scratch
-from ckptstore.formats.compiled import Loop, inner, loop, loops
+from ckptstore.formats.kernel_choice import Loop, inner, loop, loops
 
 # ------------------------------------------------------------------------------------- small numbers in bytes
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ckptstore.formats.codecs import kernels, rounding
+from ckptstore.formats.codecs.block_loops import Fields
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.coding import Fields
+from ckptstore.formats.codecs.codec import Codec, Kind, Method, Sample
 from ckptstore.formats.codecs.kernels import Bytes, Words
-from ckptstore.formats.codecs.kinds import Codec, Kind, Method, Sample
-from ckptstore.formats.codecs.plain import words_of, write_tail
-from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.codecs.plane_coder import Cursor
+from ckptstore.formats.codecs.raw_planes import words_of, write_tail
 
 _ROUND: dict[str, Callable[[Words, Words], None]] = {"BF16": rounding.to_bfloat16, "F16": rounding.to_float16}
 TARGETS = tuple(_ROUND)

@@ -1,7 +1,7 @@
 """The hot loops of the codecs, in numpy: the reference that compiled forms must match bit for bit.
 
-Those marked ``hot`` have a compiled form in a ``compiled`` module beside this one, which runs instead where numba
-is installed (``formats.compiled``). Every function works on contiguous one-dimensional little-endian unsigned arrays,
+Those marked ``hot`` have a compiled form in a ``compiled`` module beside this one, which runs instead where numba is
+installed (``formats.kernel_choice``). Every function works on contiguous one-dimensional little-endian unsigned arrays,
 at any address, and fills arrays that the caller owns; none keeps state. The reference goes over *tiles* of at most
 ``TILE`` bytes, which stay in a core's second-level cache while several passes go over them: on blocks beyond it the
 same passes run at memory speed. numpy releases the interpreter lock inside each pass, so threads scale.
@@ -17,13 +17,13 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.kernel_choice import hot
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
-PLANES: Final = "ckptstore.formats.codecs.compiled"
+PLANES: Final = "ckptstore.formats.codecs.compiled_planes"
 VALUES: Final = "ckptstore.formats.codecs.compiled_values"
 CONTEXTS: Final = "ckptstore.formats.codecs.compiled_contexts"
 TILE = 1 << 18

@@ -29,11 +29,11 @@ import numpy.typing as npt
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs import bitpacking
-from ckptstore.formats.codecs.coding import Fields
+from ckptstore.formats.codecs.block_loops import Fields
+from ckptstore.formats.codecs.codec import Codec, Kind, Method, Sample, word_size
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
-from ckptstore.formats.codecs.kinds import Codec, Kind, Method, Sample, word_size
-from ckptstore.formats.codecs.plain import WORD_SIZES, words_of, write_tail
-from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.codecs.plane_coder import Cursor
+from ckptstore.formats.codecs.raw_planes import WORD_SIZES, words_of, write_tail
 
 BITS = range(1, 13)
 GROUPS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384)

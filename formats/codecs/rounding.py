@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckptstore.formats.codecs.kernels import CONTEXTS, Words, scratch
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.kernel_choice import hot
 
 
 @hot(CONTEXTS)

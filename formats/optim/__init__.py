@@ -11,16 +11,16 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptstore.errors import IncompatibleFormatError
-from ckptstore.formats.optim import groups, predicted, replayed, settings, sparse
+from ckptstore.formats.optim import optimizer_table, predicted, replayed, sparse, step_settings
 from ckptstore.formats.optim.adam import Adam, AdamRule, AdamW
-from ckptstore.formats.optim.chain import Encoding, Link, decode
-from ckptstore.formats.optim.choice import Choice, choose, choose_variant, evaluate
 from ckptstore.formats.optim.gradients import Gradient, SparseGradient
-from ckptstore.formats.optim.groups import KINDS, from_group, listed
+from ckptstore.formats.optim.optimizer_table import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
-from ckptstore.formats.optim.settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.sgd import SGD, SGDRule
-from ckptstore.formats.optim.stepping import advance, widen
+from ckptstore.formats.optim.step_chain import Encoding, Link, decode
+from ckptstore.formats.optim.step_choice import Choice, choose, choose_variant, evaluate
+from ckptstore.formats.optim.step_settings import Optimizer, Rule, Skip, Step
+from ckptstore.formats.optim.step_tiles import advance, widen
 
 __all__ = [
     "CHUNK_NUMBERS",
@@ -54,7 +54,9 @@ __all__ = [
     "widen",
 ]
 
-RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType({**groups.RULES, settings.SKIP: Skip.parse})
+RULES: Mapping[str, Callable[[Mapping[str, Any]], Rule]] = MappingProxyType(
+    {**optimizer_table.RULES, step_settings.SKIP: Skip.parse}
+)
 """Every rule's parser of parameters, by the id of its arithmetic."""
 
 

@@ -27,9 +27,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.kernel_choice import hot
 from ckptstore.formats.optim.arithmetic import Floats, doubles, floats, fma, multiply_add, settle, single
-from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
+from ckptstore.formats.optim.step_settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
 ID = "adam/1"
 """Of the arithmetic above. Other arithmetic gets another version: see `Rule.params`."""
@@ -122,7 +122,7 @@ class AdamRule:
             move(self, out, new[1], new[-1])
 
 
-@hot("ckptstore.formats.optim.compiled", destroys=["gradient"])
+@hot("ckptstore.formats.optim.compiled_steps", destroys=["gradient"])
 def moments(rule: AdamRule, first: Floats, second: Floats, gradient: Floats) -> None:
     """m' and v', in place. ``gradient`` is scaled; it is destroyed."""
     add: _MultiplyAdd = multiply_add if rule.variant == "plain" else fma
@@ -143,7 +143,7 @@ def moments(rule: AdamRule, first: Floats, second: Floats, gradient: Floats) -> 
     settle(second)
 
 
-@hot("ckptstore.formats.optim.compiled")
+@hot("ckptstore.formats.optim.compiled_steps")
 def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: Floats, out: Floats) -> None:
     """v' from the gradient that the change of m implies, in fp64 but for the product that training rounds."""
     count = len(out)
@@ -162,7 +162,7 @@ def second_moment(rule: AdamRule, first: Floats, old_first: Floats, old_second: 
     settle(out)
 
 
-@hot("ckptstore.formats.optim.compiled")
+@hot("ckptstore.formats.optim.compiled_steps")
 def move(rule: AdamRule, weight: Floats, first: Floats, second: Floats) -> None:
     """The new weight, in place, from the new moments."""
     below, step = floats("below", len(weight)), floats("step", len(weight))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ckptstore.errors import CkptError
 from ckptstore.formats.codecs import kernels
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.kernel_choice import hot
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Doubles: TypeAlias = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ def single(value: float) -> float:
         return float(np.float32(value))
 
 
-@hot("ckptstore.formats.optim.compiled")
+@hot("ckptstore.formats.optim.compiled_steps")
 def fma(a: Floats, b: Floats | float, c: Floats, out: Floats) -> None:
     """``out = a * b + c``, rounded once. ``out`` may be any of the arguments; a scalar ``b`` is an fp32 number.
 

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from ckptstore.formats.codecs import Planes, as_bytes, kernels
 from ckptstore.formats.codecs.kernels import Bytes
-from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.optim.arithmetic import FLOAT, PATTERN, Floats
 from ckptstore.formats.optim.residuals import read_positions, write_positions
-from ckptstore.formats.optim.stepping import Array, patterns_of, widen
+from ckptstore.formats.optim.step_tiles import Array, patterns_of, widen
 
 KINDS = ("F32", "BF16", "F16")
 _PLANES = {word: Planes(word, "rotate") for word in (2, 4)}

@@ -16,15 +16,15 @@ import numpy as np
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs import CHUNK, FAST
-from ckptstore.formats.codecs.coding import as_bytes
+from ckptstore.formats.codecs.block_loops import as_bytes
+from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.kernels import Bytes
-from ckptstore.formats.codecs.kinds import Buffer
-from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.compiled import steady
+from ckptstore.formats.codecs.plane_coder import Cursor
+from ckptstore.formats.kernel_choice import steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
-from ckptstore.formats.optim.settings import Rule, copy_bits
-from ckptstore.formats.optim.stepping import BLOCK_NUMBERS, Array, slots_of
+from ckptstore.formats.optim.step_settings import Rule, copy_bits
+from ckptstore.formats.optim.step_tiles import BLOCK_NUMBERS, Array, slots_of
 
 CHUNK_NUMBERS = CHUNK // 4
 

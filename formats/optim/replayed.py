@@ -15,18 +15,18 @@ import numpy as np
 
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import FAST
-from ckptstore.formats.codecs.coding import as_bytes
+from ckptstore.formats.codecs.block_loops import as_bytes
+from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.kernels import Bytes
-from ckptstore.formats.codecs.kinds import Buffer
-from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.compiled import steady
+from ckptstore.formats.codecs.plane_coder import Cursor
+from ckptstore.formats.kernel_choice import steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
 from ckptstore.formats.optim.gradients import FORMS, Form, Gradient, form_of, read_gradient, write_gradient
 from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, space
 from ckptstore.formats.optim.predicted import bound as _bound_of_state
-from ckptstore.formats.optim.settings import Rule, copy_bits
-from ckptstore.formats.optim.stepping import BLOCK_NUMBERS, Array, slots_of, widen
+from ckptstore.formats.optim.step_settings import Rule, copy_bits
+from ckptstore.formats.optim.step_tiles import BLOCK_NUMBERS, Array, slots_of, widen
 
 _RESIDUALS = 128
 

@@ -17,10 +17,10 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import THRIFTY, Planes, Sub, as_bytes, kernels
 from ckptstore.formats.codecs.blocks import ZERO_GROUP
 from ckptstore.formats.codecs.kernels import Bytes
-from ckptstore.formats.codecs.planecoder import Cursor
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.codecs.plane_coder import Cursor
+from ckptstore.formats.kernel_choice import hot
 from ckptstore.formats.optim.arithmetic import Floats, Patterns
-from ckptstore.formats.optim.stepping import patterns_of
+from ckptstore.formats.optim.step_tiles import patterns_of
 
 OVERHEAD = 64
 """The most bytes by which a block of anything may exceed its words, space for unfinished forms included."""
@@ -49,7 +49,7 @@ def write_residual(true: Floats, predicted: Floats, out: Bytes, at: int, level: 
     return _DIFFERENCE.write(as_bytes(true), as_bytes(predicted), out, at, level)
 
 
-@hot("ckptstore.formats.optim.compiled")
+@hot("ckptstore.formats.optim.compiled_steps")
 def missed(true: Patterns, predicted: Patterns) -> int:
     """How many words differ."""
     return int(np.count_nonzero(true != predicted))

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.formats.compiled import hot
+from ckptstore.formats.kernel_choice import hot
 from ckptstore.formats.optim.arithmetic import Floats, floats, fma, multiply_add, settle, single
-from ckptstore.formats.optim.settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
+from ckptstore.formats.optim.step_settings import Reader, Rule, Skip, Step, copy_bits, scale_gradient, to_bits
 
 ID = "sgd/1"
 """Of the arithmetic above. Other arithmetic gets another version: see `Rule.params`."""
@@ -138,7 +138,7 @@ class SGDRule:
             np.divide(out, np.float32(self.share), out=out)
 
 
-@hot("ckptstore.formats.optim.compiled", destroys=["gradient"])
+@hot("ckptstore.formats.optim.compiled_steps", destroys=["gradient"])
 def buffered(rule: SGDRule, weight: Floats, buffer: Floats, gradient: Floats) -> None:
     """b' and w', in place, of any step but the first. ``gradient`` is scaled and decayed; it is destroyed."""
     add = multiply_add if rule.variant == "plain" else fma

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.codecs import FAST
-from ckptstore.formats.codecs.coding import as_bytes
+from ckptstore.formats.codecs.block_loops import as_bytes
+from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.kernels import Bytes
-from ckptstore.formats.codecs.kinds import Buffer
-from ckptstore.formats.codecs.planecoder import Cursor
+from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.optim import replayed
 from ckptstore.formats.optim.gradients import SparseGradient
-from ckptstore.formats.optim.settings import Rule
-from ckptstore.formats.optim.stepping import Array
+from ckptstore.formats.optim.step_settings import Rule
+from ckptstore.formats.optim.step_tiles import Array
 
 bound = replayed.bound
 

@@ -37,7 +37,7 @@ from ckptstore.errors import (
     WriterClosedError,
 )
 from ckptstore.frameworks import bridge
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
 from ckptstore.write.ranks.options import RankOptions
@@ -399,10 +399,10 @@ import os, signal, sys, threading
 import numpy as np
 import ckptstore, ckptstore.agent
 from ckptstore.frameworks import bridge
-from ckptstore.host import carriers, exiting
+from ckptstore.host import cancellable_calls, interpreter_exit
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 
-exiting.SILENT_SECONDS = 0.2
+interpreter_exit.SILENT_SECONDS = 0.2
 signal.signal(signal.SIGINT, signal.default_int_handler)
 url, state = sys.argv[1], {"w": np.ones(9)}
 press = lambda: os.kill(os.getpid(), signal.SIGINT)
@@ -411,7 +411,7 @@ if sys.argv[2] == "of a rank":
     store = ckptstore.open(url, create=True)
     writer = store.writer(group=Group(0, 1, LocalMailbox()), poll_seconds=None)
     save = lambda: writer.save_async(state, 1)
-    store.backend.create = lambda *_: carriers.nap(60)  # as a server that says nothing
+    store.backend.create = lambda *_: cancellable_calls.nap(60)  # as a server that says nothing
 else:
     writer = ckptstore.agent.writer(url)
     def stopped(*_):

@@ -393,9 +393,7 @@ def test_a_file_of_the_user_s_kills_no_agent(tmp_path: Path, how: str) -> None:
 def test_a_vendored_package_is_the_agent_s_as_well(tmp_path: Path) -> None:
     vendored = tmp_path / "vendor" / "ckptstore"
     vendored.parent.mkdir()
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "ckptstore", vendored, ignore=ignore)
-    shutil.copytree(ROOT / "formats", vendored / "formats", ignore=ignore)
+    shutil.copytree(ROOT / "ckptstore", vendored, ignore=shutil.ignore_patterns("__pycache__"))
     script = f"import sys; sys.path.insert(0, {str(vendored.parent)!r})\n{_PLAIN}"
     done = subprocess.run(
         [sys.executable, "-P", "-c", script, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False

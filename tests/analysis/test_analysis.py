@@ -19,7 +19,7 @@ import zstandard
 import ckptstore
 from ckptstore.analysis import Analysis, Options, analyze, document
 from ckptstore.analysis.measurement import Measurement
-from ckptstore.analysis.wording import what_to_do
+from ckptstore.analysis.sentences import what_to_do
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import BLOCK

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.analysis import Options, analyze, document
-from ckptstore.analysis.advice import interval_costs, parse_link
-from ckptstore.analysis.classes import TensorClass, by_name, by_values, classify, parse_overrides
-from ckptstore.analysis.plan import plan_targets, spacing
+from ckptstore.analysis.comparison_plan import plan_targets, spacing
+from ckptstore.analysis.recommendations import interval_costs, parse_link
 from ckptstore.analysis.sampling import Estimate, Sums, group_tensors
 from ckptstore.analysis.series import TensorType, open_series, shared_tensors
+from ckptstore.analysis.tensor_roles import TensorClass, by_name, by_values, classify, parse_overrides
 from ckptstore.errors import UsageError
 from ckptstore.write.interval import DeltaSizes, RestoreBound, Schedule, best_interval
 from tests.analysis.analysis_data import trajectory, write

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from ckptstore.analysis import Analysis, Options, analyze, write_report
-from ckptstore.analysis.advice import IntervalCost
-from ckptstore.analysis.titles import codecs_title, intervals_title, shipping_title, why_not_soonest
-from ckptstore.analysis.wording import percent, ratio
+from ckptstore.analysis.plot_titles import codecs_title, intervals_title, shipping_title, why_not_soonest
+from ckptstore.analysis.recommendations import IntervalCost
+from ckptstore.analysis.sentences import percent, ratio
 from ckptstore.errors import MissingDependencyError, StorageError
-from ckptstore.formats.sizes import size
+from ckptstore.formats.byte_text import size
 from tests.analysis.analysis_data import trajectory, write
 
 

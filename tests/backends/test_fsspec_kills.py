@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.formats.texts import torn
-from ckptstore.log import arriving
+from ckptstore.formats.record_text import torn
+from ckptstore.log import partial_objects
 from tests.backends.test_fsspec_files import Linkless, LocalFileSystem
 from tests.forms import short_or
 
@@ -54,7 +54,7 @@ def test_kills_lose_nothing_that_was_acknowledged(tmp_path: Path, kind: str) -> 
         for store in (ckptstore.open(str(tmp_path / "run"), filesystem=filesystem), ckptstore.open(tmp_path / "run")):
             begun = time.monotonic()
             found = [info.ref for info in store.checkpoints()]
-            assert time.monotonic() - begun < arriving.STILL + 5
+            assert time.monotonic() - begun < partial_objects.STILL + 5
             assert set(acknowledged) <= set(found)
             for ref in acknowledged[-3:]:
                 assert store.load(ref)["w"] == int(ref.partition("@")[0])

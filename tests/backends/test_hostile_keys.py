@@ -25,10 +25,10 @@ from ckptstore.errors import (
     KeyExistsError,
 )
 from ckptstore.formats.records import manifest_key, slot_key
-from ckptstore.log import folding
-from ckptstore.log.reading import read
+from ckptstore.log import fold_writer
+from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store, verify
 from ckptstore.store import open as open_store
 from tests.log.log_world import save
@@ -56,7 +56,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with store.writer(poll_seconds=None) as writer:
         for step in (1, 2, 3):
             writer.save(state(step), step=step)
-        folding.fold(store.journal, store.view())
+        fold_writer.fold(store.journal, store.view())
         writer.save(state(4), step=4)
     store.backend.close()
     return root
@@ -245,7 +245,7 @@ def test_a_fold_is_skipped(store: Store, make: Callable[[Path], None]) -> None:
         if make is not folder:  # a medium lists no folders
             assert len(view.bad_folds) == 2
         assert store.checkpoint("latest").step == 4
-        folding.trim(store.journal, view)
+        fold_writer.trim(store.journal, view)
 
     if make is not giant:
         ask()

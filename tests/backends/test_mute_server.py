@@ -15,7 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore.backends.base import SegmentSource
-from ckptstore.host import carriers
+from ckptstore.host import cancellable_calls
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import Server, options_for
 
@@ -158,8 +158,8 @@ LEAVING = """
 import sys
 import numpy as np
 import ckptstore
-from ckptstore.host import exiting
-exiting.SILENT_SECONDS = 0.5
+from ckptstore.host import interpreter_exit
+interpreter_exit.SILENT_SECONDS = 0.5
 with ckptstore.open(sys.argv[1]).writer(poll_seconds=None) as writer:
     print("saved 2", flush=True)
     sys.stdin.readline()
@@ -243,7 +243,7 @@ def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert out == bytes(1000)
-    assert carriers.carried(lambda: 7) == 7
+    assert cancellable_calls.carried(lambda: 7) == 7
 
 
 def test_a_save_gives_up_in_time(s3: Server, proxy: FaultProxy, url: str) -> None:

@@ -29,7 +29,7 @@ from ckptstore.backends.posix import SYSTEM, Posix
 from ckptstore.backends.spare_files import SpareFiles
 from ckptstore.errors import CkptError, CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.host.pages import BLOCK
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store
 from tests.backends import inside
 from tests.backends.backend_conformance import (
@@ -746,7 +746,7 @@ def test_a_measurement_decides_once(slower: float, kept: bool, monkeypatch: pyte
 def _read_without_pins(root: str, stop: Any, seed: int, results: Any) -> None:
     """Load what the log names, unpinned, again and again: what is loaded is right, or an error says that it is gone."""
     from ckptstore.host.threads import workers
-    from ckptstore.segments.reading import SegmentReader, load_tensors, map_tensors
+    from ckptstore.segments.segment_reader import SegmentReader, load_tensors, map_tensors
 
     store = recycling_store(root)
     loaded = errors = wrong = 0

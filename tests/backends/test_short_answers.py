@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 import ckptstore
 from ckptstore.backends.fsspec_files import FsspecBackend
 from ckptstore.backends.objects import ObjectBackend
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from tools.objects.fast_server import serving_fast
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import Server, options_for
@@ -49,7 +49,7 @@ def store(server: Server, proxy: FaultProxy) -> ckptstore.Store:
         for step in (1, 2, 3):
             writer.save(state(step), step)
             if step == 2:
-                folding.fold(plain.journal, plain.view())
+                fold_writer.fold(plain.journal, plain.view())
     return ckptstore.open(plain.url, storage_options=options_for(proxy.port, tries=TRIES))
 
 

@@ -31,7 +31,7 @@ from ckptstore.errors import CkptError, StorageError
 from ckptstore.host.caller_warnings import UnpinnedWarning
 from ckptstore.host.pages import BLOCK
 from ckptstore.log.pins import Pin
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store, verify
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from ckptstore.write.retaining import short_of_space

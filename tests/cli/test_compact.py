@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.formats.sizes import size
+from ckptstore.formats.byte_text import size
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
-from tests.maintenance.test_compacting import CHAIN, filled
+from tests.maintenance.test_compaction import CHAIN, filled
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize(
-    "when", ["ckptstore.cli.main", "click", "ckptstore.cli.closed_pipe", "ckptstore.reports.stats"]
+    "when", ["ckptstore.cli.main", "click", "ckptstore.cli.closed_pipe", "ckptstore.reports.store_stats"]
 )
 def test_ctrl_c_while_importing(when: str, tmp_path: Path) -> None:
     done = subprocess.run(

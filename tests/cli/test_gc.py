@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import ckptstore
+from ckptstore.formats.commit_checks import droppable
 from ckptstore.formats.records import pin_key
-from ckptstore.formats.retention import droppable
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.pins import Pin
-from ckptstore.maintenance import gc
+from ckptstore.maintenance import garbage_collection
 from tests.cli.conftest import Run, assert_documented, documented, state
 
 
@@ -69,7 +69,7 @@ def test_the_pin_of_a_dead_reader_is_found_out(
 ) -> None:
     pin = Pin(ckptstore.open(run).backend, [litter.stem])
     pin.renew()  # and never again
-    monkeypatch.setattr(gc, "SHORTEST_TTL", 0.1)
+    monkeypatch.setattr(garbage_collection, "SHORTEST_TTL", 0.1)
     outcome = ckpt("gc", run, "--wait", "20", "--pin-ttl", "0.3")
     assert "deleted 1 segment" in outcome.out
     assert f"the pins of 1 dead reader: {pin.key}" in outcome.out

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore.log import checkpoints
+from ckptstore.log import checkpoint_info
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
 from tests.write.trainer import Trainer
@@ -128,13 +128,13 @@ def test_only_what_is_shown_is_described(ckpt: Run, tmp_path: Path, monkeypatch:
         for step in range(1, 31):
             writer.save({"step": step}, step=step)
     described: list[int] = []
-    one = checkpoints.described
+    one = checkpoint_info.described
 
     def counted(*args: Any) -> ckptstore.CheckpointInfo:
         described.append(args[1].step)
         return one(*args)
 
-    monkeypatch.setattr(checkpoints, "described", counted)
+    monkeypatch.setattr(checkpoint_info, "described", counted)
     assert "... and 27 more" in ckpt("log", tmp_path / "many", "-n", 3).out
     assert described == [30, 29, 28]
 

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from ckptstore import errors
-from ckptstore.cli import failures, main
+from ckptstore.cli import error_output, main
 from tests.cli.conftest import DOCS, Run, documented
 
 COMMAND = [sys.executable, "-c", "from ckptstore.cli.main import main; main()"]
@@ -119,7 +119,7 @@ def test_the_error_document_is_the_documented_one(ckpt: Run, pristine: Path) -> 
 
 def test_there_is_one_table_of_exit_codes(ckpt: Run) -> None:
     known = {kind.exit_code for kind in error_classes()}
-    known |= {0, failures.INTERNAL, failures.INTERRUPTED, failures.CLOSED_PIPE, failures.TERMINATED}
+    known |= {0, error_output.INTERNAL, error_output.INTERRUPTED, error_output.CLOSED_PIPE, error_output.TERMINATED}
     assert set(errors.EXIT_CODES) == known
     table = DOCS.read_text().split("**Exit codes** are stable:")[1].split("\n## ")[0]
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)] == list(errors.EXIT_CODES)
@@ -237,7 +237,7 @@ def test_a_file_that_ends_too_early_is_no_interruption(pristine: Path) -> None:
         "from ckptstore.cli.main import main; sys.argv = ['ckpt', 'log', sys.argv[1]]; main()\n"
     )
     done = subprocess.run([sys.executable, "-c", script, pristine], capture_output=True, text=True, check=False)
-    assert done.returncode == failures.INTERNAL, done
+    assert done.returncode == error_output.INTERNAL, done
     assert "EOFError: Ran out of input" in done.stderr
     assert "interrupted" not in done.stderr
 
@@ -249,7 +249,7 @@ def test_a_closed_pipe_is_quiet(pristine: Path) -> None:
     process.stdout.close()  # before anything is written: the first write meets a closed pipe
     complaint = process.stderr.read()
     process.stderr.close()
-    assert process.wait() == failures.CLOSED_PIPE
+    assert process.wait() == error_output.CLOSED_PIPE
     assert complaint == b""
 
 
@@ -328,7 +328,7 @@ def slow(*arguments):
     print("inside", flush=True)
     time.sleep(600)
     return write(*arguments)
-import ckptstore.exchange.exporting as exporting
+import ckptstore.exchange.export as exporting
 exporting.write_archive = slow
 from ckptstore.cli.main import main
 main()

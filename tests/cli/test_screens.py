@@ -19,7 +19,7 @@ import pytest
 
 import ckptstore
 from ckptstore.cli.main import COMMANDS
-from ckptstore.cli.wrapping import fitted
+from ckptstore.cli.text_wrap import fitted
 from tests.maintenance.stores import grown
 
 WIDTH = 80

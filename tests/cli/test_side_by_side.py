@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore.reports.side_by_side import side_by_side
+from ckptstore.reports.run_comparison import side_by_side
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
 

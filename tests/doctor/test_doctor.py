@@ -130,17 +130,17 @@ def test_limits_and_settings_of_the_process(tmp_path: Path) -> None:
 
 
 def test_how_hot_loops_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.formats import compiled
+    from ckptstore.formats import kernel_choice
 
     pytest.importorskip("numba")
     try:
         for wish, verdict in {"numpy": "slow", "fortran": "fails", "": "works"}.items():
-            monkeypatch.setenv(compiled.VARIABLE, wish)
-            monkeypatch.setattr(compiled, "_compiled", None)
+            monkeypatch.setenv(kernel_choice.VARIABLE, wish)
+            monkeypatch.setattr(kernel_choice, "_compiled", None)
             found = [one for one in examine(str(tmp_path)).findings if one.name == "numba"]
             assert found[0].verdict == verdict, wish
     finally:
-        compiled.use(None)
+        kernel_choice.use(None)
 
 
 def test_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.exchange import exporting, torch_archive
+from ckptstore.exchange import export, torch_archive
 
 __all__ = ["revived_dtype", "shorten_zip"]
 
@@ -16,7 +16,7 @@ def revived_dtype(name: str) -> Any:
 
     No public function puts such a name into a store: it takes a hostile one, whose tree is checked before, too.
     """
-    return exporting._REVIVE["$dtype"](name)
+    return export._REVIVE["$dtype"](name)
 
 
 def shorten_zip(patch: pytest.MonkeyPatch, nbytes: int) -> None:

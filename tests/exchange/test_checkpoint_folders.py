@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckptstore
 from ckptstore.errors import FormatError, UnsupportedStateError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
-from ckptstore.exchange.exporting import export
-from ckptstore.exchange.importing import import_files
+from ckptstore.exchange.export import export
+from ckptstore.exchange.import_files import import_files
 from tests.exchange.trainer_folder import write_trainer_folder
 from tests.store.states import same
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from ckptstore.formats import codecs, compiled, dtypes
+from ckptstore.formats import codecs, dtypes, kernel_choice
 
 WORDS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, "C32": 10}
@@ -109,6 +109,6 @@ needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reas
 @pytest.fixture(scope="module", autouse=True, params=["numpy", pytest.param("compiled", marks=needs_numba)])
 def both_forms(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run all tests of a module with the kernels in numpy, then compiled. A module says ``form = both_forms``."""
-    compiled.use(request.param)
+    kernel_choice.use(request.param)
     yield request.param
-    compiled.use(None)
+    kernel_choice.use(None)

@@ -16,9 +16,9 @@ import pytest
 import zstandard
 
 from ckptstore.errors import FormatError
-from ckptstore.formats import folds, jsontext, texts
+from ckptstore.formats import folds, jsontext, record_text
 from ckptstore.formats.catalog import Catalog, CatalogBuilder, TermEntry
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.members import MAX_TERM
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, OpenRecord
 from tools.fuzz import seeds
@@ -97,10 +97,10 @@ def test_what_stands_in_strings_is_not_counted() -> None:
 
 
 def test_no_text_is_sealed_that_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert texts.unseal(texts.seal({"a": [[]] * 10}), what="here") == {"a": [[]] * 10}
+    assert record_text.unseal(record_text.seal({"a": [[]] * 10}), what="here") == {"a": [[]] * 10}
     monkeypatch.setattr(jsontext, "MAX_ARRAYS", 10)
     with pytest.raises(FormatError, match="kind 'pin'"):
-        texts.seal({"ckptstore": "pin", "a": [[]] * 10})
+        record_text.seal({"ckptstore": "pin", "a": [[]] * 10})
 
 
 # Folds
@@ -280,9 +280,9 @@ def test_the_newest_term_of_a_fold_is_one_of_its_terms(term: int) -> None:
 def test_a_term_whose_parent_is_not_older_is_refused(parent: int) -> None:
     """Whoever follows the parents of such terms would never come to an end."""
     record = OpenRecord(1, CheckpointId(parent, 5, HEX), HEX, 0.0, {})
-    data = texts.encode_open(record, seq=0, run=seeds.RUN)
+    data = record_text.encode_open(record, seq=0, run=seeds.RUN)
     with pytest.raises(FormatError, match="an earlier term"):
-        texts.decode_record(data, seq=0, run=seeds.RUN, what="log/0")
+        record_text.decode_record(data, seq=0, run=seeds.RUN, what="log/0")
     document = base()
     document["terms"]["parent"] = {
         "term": [parent] + [0] * (len(document["terms"]["term"]) - 1),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-KIND = "from ckptstore.formats import compiled; print(compiled.kind())"
+KIND = "from ckptstore.formats import kernel_choice; print(kernel_choice.kind())"
 
 
 def run(folder: Path, numba: str, code: str = KIND, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -88,8 +88,8 @@ signal.signal(signal.{number}, {handler})
 def test_in_another_thread_there_are_no_handlers(tmp_path: Path) -> None:
     code = """
 import threading
-from ckptstore.formats import compiled
-thread = threading.Thread(target=lambda: print(compiled.kind()))
+from ckptstore.formats import kernel_choice
+thread = threading.Thread(target=lambda: print(kernel_choice.kind()))
 thread.start()
 thread.join()
 """

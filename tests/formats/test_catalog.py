@@ -25,6 +25,7 @@ from ckptstore.errors import (
 )
 from ckptstore.formats import folds
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.commit_checks import check_commit, droppable, needed
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,
@@ -35,7 +36,6 @@ from ckptstore.formats.records import (
     Record,
     SegmentEntry,
 )
-from ckptstore.formats.retention import check_commit, droppable, needed
 from tests.formats import log_strategies as some
 from tests.formats.fold_data import Columns, body, parted, sealed, sealed_frame
 from tests.formats.log_strategies import RUN, digest

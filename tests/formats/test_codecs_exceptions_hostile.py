@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 
 COUNT = 100
 GUARD = 4096
@@ -32,9 +32,9 @@ WRONG = {
 def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "compiled" and importlib.util.find_spec("numba") is None:
         pytest.skip("numba is not installed")
-    compiled.use(request.param)
+    kernel_choice.use(request.param)
     yield request.param
-    compiled.use(None)
+    kernel_choice.use(None)
 
 
 def raw(values: bytes) -> bytes:

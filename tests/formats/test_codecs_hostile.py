@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptSegmentError, FormatError
-from ckptstore.formats import codecs, compiled
-from ckptstore.formats.codecs import planecoder
+from ckptstore.formats import codecs, kernel_choice
+from ckptstore.formats.codecs import plane_coder
 from tests.formats import codec_data
 from tests.formats.codec_data import base_of, codecs_of, pair
 from tests.forms import short_or
@@ -73,7 +73,7 @@ def test_truncated_and_extended_payloads(dtype: str) -> None:
 
 
 def zstd_piece(frame: bytes) -> bytes:
-    return bytes([planecoder.ZSTD]) + struct.pack("<I", len(frame)) + frame
+    return bytes([plane_coder.ZSTD]) + struct.pack("<I", len(frame)) + frame
 
 
 def test_frames_must_declare_what_belongs() -> None:
@@ -105,12 +105,12 @@ def test_what_a_payload_claims_is_not_allocated() -> None:
     """Counts of four billion, nested as deep as they go, cost no memory."""
     huge = struct.pack("<II", 0xFFFFFFFF, 0xFFFFFFFF)
     hostile = [
-        b"\0" + bytes([planecoder.SPARSE]) + huge + b"\0" * 64,
-        b"\0" + bytes([planecoder.SPARSE]) + huge + bytes([planecoder.FILL, 0]) * 2,
-        b"\0" + bytes([planecoder.SPARSE]) + struct.pack("<II", 1 << 30, 9) + bytes([planecoder.FILL, 255]) * 2,
-        b"\0" + bytes([planecoder.ZSTD]) + b"\xff\xff\xff\xff" + b"\0" * 64,
-        b"\0" + bytes([planecoder.PACK4] * 200),
-        b"\0" + bytes([planecoder.PACK1, planecoder.PACK1, planecoder.FILL, 0]) + huge,
+        b"\0" + bytes([plane_coder.SPARSE]) + huge + b"\0" * 64,
+        b"\0" + bytes([plane_coder.SPARSE]) + huge + bytes([plane_coder.FILL, 0]) * 2,
+        b"\0" + bytes([plane_coder.SPARSE]) + struct.pack("<II", 1 << 30, 9) + bytes([plane_coder.FILL, 255]) * 2,
+        b"\0" + bytes([plane_coder.ZSTD]) + b"\xff\xff\xff\xff" + b"\0" * 64,
+        b"\0" + bytes([plane_coder.PACK4] * 200),
+        b"\0" + bytes([plane_coder.PACK1, plane_coder.PACK1, plane_coder.FILL, 0]) + huge,
         b"\0" + zstd_piece(zstandard.ZstdCompressor().compress(bytes(1 << 29))),
         bytes([1]) + b"\xff" * 500,
     ]
@@ -131,11 +131,11 @@ def test_nesting_is_bounded() -> None:
     count, none = 1 << 12, struct.pack("<II", 0, 0) + b"\0\0"
 
     def nested(depth: int) -> bytes:
-        return b"\0" + bytes([planecoder.PACK4] * depth + [planecoder.FILL, 0]) + none * depth
+        return b"\0" + bytes([plane_coder.PACK4] * depth + [plane_coder.FILL, 0]) + none * depth
 
-    assert attempt(codecs.Planes(1), nested(planecoder.DEPTH), count, None) == bytes(count)
+    assert attempt(codecs.Planes(1), nested(plane_coder.DEPTH), count, None) == bytes(count)
     with pytest.raises(CorruptSegmentError, match="depth"):
-        codecs.decode(codecs.Planes(1), nested(planecoder.DEPTH + 1), count)
+        codecs.decode(codecs.Planes(1), nested(plane_coder.DEPTH + 1), count)
 
 
 @pytest.mark.parametrize("word", [1, 2, 4, 8])
@@ -144,7 +144,7 @@ def test_every_claim_of_uncoded_bytes(word: int) -> None:
     accepted = set()
     for wide in range(256):
         fills = max(0, word - wide)
-        payload = bytes([wide]) + bytes(min(wide, word) * count) + bytes([planecoder.FILL, 0]) * fills
+        payload = bytes([wide]) + bytes(min(wide, word) * count) + bytes([plane_coder.FILL, 0]) * fills
         if attempt(codecs.Planes(word), payload, count * word, None) is not None:
             accepted.add(wide)
     assert accepted == {wide for wide in (0, 2, 4, word) if wide <= word}
@@ -162,7 +162,7 @@ def test_positions_stay_in_the_plane() -> None:
 
     def sparse(steps: bytes, values: bytes, announced: int | None = None) -> bytes:
         counts = struct.pack("<II", len(steps), len(values) if announced is None else announced)
-        return b"\0" + bytes([planecoder.SPARSE]) + counts + b"\0" + steps + b"\0" + values
+        return b"\0" + bytes([plane_coder.SPARSE]) + counts + b"\0" + steps + b"\0" + values
 
     codec = codecs.Planes(1)
     good = codecs.decode(codec, sparse(b"\x00\xff\xff\x05", b"\x01\x02"), count)
@@ -202,7 +202,7 @@ def test_a_failing_chain_names_the_damage_and_stays_in_bounds() -> None:
 
 def test_narrow_groups_do_not_nest() -> None:
     """Each level would cost a call; 400 of them fit into a payload of a small tensor."""
-    exceptions = struct.pack("<II", 4, 4) + bytes([planecoder.FILL, 0])
+    exceptions = struct.pack("<II", 4, 4) + bytes([plane_coder.FILL, 0])
     uncoded = bytes([2]) + bytes(8)
     assert attempt(codecs.Planes(2), bytes([16]) + exceptions + uncoded, 8, None) is not None
     nested = bytes([16]) + exceptions + bytes([16]) + exceptions + uncoded
@@ -224,8 +224,8 @@ def test_both_forms_take_damage_alike(form: str, dtype: str, data: st.DataObject
             if payload:
                 payload[data.draw(st.integers(0, min(len(payload), 80) - 1))] ^= data.draw(st.integers(1, 255))
         found = attempt(codec, bytes(payload), len(image), base_of(codec, base))
-        compiled.use("numpy")
+        kernel_choice.use("numpy")
         try:
             assert attempt(codec, bytes(payload), len(image), base_of(codec, base)) == found
         finally:
-            compiled.use(form)
+            kernel_choice.use(form)

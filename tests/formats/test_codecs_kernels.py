@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 from ckptstore.formats.codecs import bitpacking, kernels, rounding
 from tests.formats import codec_data
 from tests.formats.codec_data import CHANGES, CLASSES, base_of, codecs_of, pair
@@ -299,10 +299,10 @@ def test_both_forms_write_the_same_bytes(dtype: str, kind: str, form: str) -> No
         for codec in codecs_of(dtype):
             for level in (codecs.FAST, codecs.THRIFTY):
                 payload = codecs.encode(codec, image, base_of(codec, base), level=level).tobytes()
-                compiled.use("numpy")
+                kernel_choice.use("numpy")
                 try:
                     assert codecs.encode(codec, image, base_of(codec, base), level=level).tobytes() == payload, codec
                     assert (codecs.decode(codec, payload, len(image), base_of(codec, base)) == image).all()
                 finally:
-                    compiled.use(form)
+                    kernel_choice.use(form)
                 assert (codecs.decode(codec, payload, len(image), base_of(codec, base)) == image).all()

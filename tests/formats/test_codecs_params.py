@@ -11,7 +11,7 @@ import pytest
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs
-from ckptstore.formats.codecs import planecoder
+from ckptstore.formats.codecs import plane_coder
 
 PARAMS: list[tuple[str, dict[str, Any]]] = [
     ("unknown", {}),
@@ -90,11 +90,11 @@ def test_what_follows_the_last_block(codec: codecs.Codec) -> None:
 
 
 def sparse(steps: int, exceptions: int, rest: bytes) -> bytes:
-    return b"\0" + bytes([planecoder.SPARSE]) + struct.pack("<II", steps, exceptions) + rest
+    return b"\0" + bytes([plane_coder.SPARSE]) + struct.pack("<II", steps, exceptions) + rest
 
 
-FILL_255 = bytes([planecoder.FILL, 255])
-FILL_0 = bytes([planecoder.FILL, 0])
+FILL_255 = bytes([plane_coder.FILL, 255])
+FILL_0 = bytes([plane_coder.FILL, 0])
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_counts_are_bounded_before_anything_is_made_of_them(steps: int, exceptio
 
 def test_pieces_nest_so_deep_and_no_deeper() -> None:
     def nested(depth: int) -> bytes:
-        head = bytes([planecoder.PACK4]) * depth
-        counts = (struct.pack("<II", 0, 0) + bytes([planecoder.RAW]) * 2) * depth
+        head = bytes([plane_coder.PACK4]) * depth
+        counts = (struct.pack("<II", 0, 0) + bytes([plane_coder.RAW]) * 2) * depth
         return b"\0" + head + FILL_0 + counts
 
     codec = codecs.Planes(1)
-    assert not codecs.decode(codec, nested(planecoder.DEPTH), 600).any()
+    assert not codecs.decode(codec, nested(plane_coder.DEPTH), 600).any()
     with pytest.raises(CorruptSegmentError, match="depth"):
-        codecs.decode(codec, nested(planecoder.DEPTH + 1), 600)
+        codecs.decode(codec, nested(plane_coder.DEPTH + 1), 600)
 
 
 def test_narrow_groups_do_not_nest() -> None:
@@ -129,8 +129,8 @@ def test_narrow_groups_do_not_nest() -> None:
     words[::7] = 1 << 20
     codec = codecs.Planes(4)
     count = len(words[::7])
-    positions = bytes([planecoder.RAW]) + bytes([0] + [6] * (count - 1)) if count else b""
-    inner = bytes([16]) + struct.pack("<II", 0, 0) + bytes([planecoder.RAW]) * 1
+    positions = bytes([plane_coder.RAW]) + bytes([0] + [6] * (count - 1)) if count else b""
+    inner = bytes([16]) + struct.pack("<II", 0, 0) + bytes([plane_coder.RAW]) * 1
     narrow = bytes([16]) + struct.pack("<II", count, count) + positions + inner
     with pytest.raises(CorruptSegmentError, match="nest"):
         codecs.decode(codec, narrow, words.nbytes)

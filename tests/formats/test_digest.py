@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats import compiled
 from ckptstore.formats import digest as d
+from ckptstore.formats import kernel_choice
 from tests.forms import short_or
 
 MASK = (1 << 64) - 1
@@ -188,7 +188,7 @@ def test_bytes_that_pass_by_in_pieces(pieces: list[bytes]) -> None:
     assert running.result() == d.digest(b"".join(pieces))
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 @pytest.mark.parametrize("first", [0, 1, B - 1, B, 5 * B + 3])
 @pytest.mark.parametrize("size", [0, 4, 8, 4 * B - 4, 4 * B, 8 * B + 12, 12 * B + 3])
 def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest.FixtureRequest) -> None:
@@ -204,8 +204,8 @@ def test_both_kinds_of_kernels(kind: str, first: int, size: int, request: pytest
     kept = np.zeros(size, np.uint8)
     kept[:160] = data[:160]
     kept[max(0, (len(words) - 39) * 4) :] = data[max(0, (len(words) - 39) * 4) :]
-    request.addfinalizer(lambda: compiled.use(None))
-    compiled.use(kind)
+    request.addfinalizer(lambda: kernel_choice.use(None))
+    kernel_choice.use(kind)
     assert d.partial(kept, first) == expected & MASK
 
 
@@ -221,8 +221,8 @@ def test_compiled_blocks_are_those_of_the_reference(skip: int, count: int) -> No
 
 def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
     """However long the data is, and however short."""
-    request.addfinalizer(lambda: compiled.use(None))
-    compiled.use("numpy")
+    request.addfinalizer(lambda: kernel_choice.use(None))
+    kernel_choice.use("numpy")
     for nbytes, most in ((64 << 20, 600 << 10), (400, 16 << 10)):
         data = np.zeros(nbytes, np.uint8)
         d.partial(data[:8], 0)
@@ -233,13 +233,13 @@ def test_memory_is_that_of_one_block(request: pytest.FixtureRequest) -> None:
         assert peak < most, (nbytes, peak)
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 @pytest.mark.parametrize("start", [0, 1])
 def test_many_small_tensors_in_one_call(kind: str, start: int, request: pytest.FixtureRequest) -> None:
     if kind == "compiled":
         pytest.importorskip("numba")
-    request.addfinalizer(lambda: compiled.use(None))
-    compiled.use(kind)
+    request.addfinalizer(lambda: kernel_choice.use(None))
+    kernel_choice.use(kind)
     lengths = [0, 4, 12, 4 * B, 4096, 0, 8, 4 * B - 4]
     image = noise(sum(lengths) + start)[start:]  # at any address
     ends = [0, *itertools.accumulate(lengths)]

@@ -10,9 +10,9 @@ import pytest
 import zstandard
 
 import ckptstore.formats
-from ckptstore.formats import compiled, optim, steps
+from ckptstore.formats import kernel_choice, optim, step_codec
+from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.digest import digest
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from tools.conformance.page import steps as page
 from tools.golden import make_codecs, make_steps
@@ -28,17 +28,17 @@ def golden(name: str) -> tuple[bytes, SegmentDoc]:
     return data, parse(header, len(data), name, lambda offset, length: data[offset : offset + length])
 
 
-@pytest.mark.parametrize("reader", ["page", *compiled.KINDS])
+@pytest.mark.parametrize("reader", ["page", *kernel_choice.KINDS])
 def test_golden_steps_stay_readable(reader: str, request: pytest.FixtureRequest) -> None:
     if reader == "compiled":
         pytest.importorskip("numba")
     if reader != "page":
-        request.addfinalizer(lambda: compiled.use(None))
-        compiled.use(reader)
+        request.addfinalizer(lambda: kernel_choice.use(None))
+        kernel_choice.use(reader)
     (below, base), (data, doc) = golden(make_steps.BASE), golden(make_steps.STEPS)
     old, tensors = base.tensors[20], doc.tensors[21]
     images: dict[str, bytes] = {}
-    for group in steps.groups_of(tensors, "golden"):
+    for group in step_codec.groups_of(tensors, "golden"):
         (chunk,) = tensors[group.leader].chunks
         payload = data[chunk.offset : chunk.offset + chunk.length]
         slots = []

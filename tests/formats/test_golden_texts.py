@@ -12,7 +12,7 @@ import zstandard
 
 import ckptstore.formats
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import folds, texts
+from ckptstore.formats import folds, record_text
 from ckptstore.formats.records import CommitRecord, OpenRecord
 from tools.conformance.page import log as page
 from tools.golden import make_texts
@@ -32,17 +32,19 @@ def decoded(case: dict[str, Any], data: bytes) -> bytes:
     match case["kind"]:
         case "slot":
             fetched = manifest_of(case) if "manifest_zstd" in case else b""
-            record = texts.decode_record(data, seq=case["seq"], run=RUN, what=name, fetch=lambda _key, _size: fetched)
+            record = record_text.decode_record(
+                data, seq=case["seq"], run=RUN, what=name, fetch=lambda _key, _size: fetched
+            )
             if isinstance(record, OpenRecord):
-                return texts.encode_open(record, seq=case["seq"], run=RUN)
+                return record_text.encode_open(record, seq=case["seq"], run=RUN)
             assert isinstance(record, CommitRecord)
-            return texts.encode_commit(record, seq=case["seq"], run=RUN, manifest=MANIFESTS)[0]
+            return record_text.encode_commit(record, seq=case["seq"], run=RUN, manifest=MANIFESTS)[0]
         case "format":
-            return texts.encode_format(texts.decode_format(data, what=name))
+            return record_text.encode_format(record_text.decode_format(data, what=name))
         case "request":
-            return texts.encode_request(texts.decode_request(data, run=RUN, what=name), run=RUN)
+            return record_text.encode_request(record_text.decode_request(data, run=RUN, what=name), run=RUN)
         case "pin":
-            return texts.encode_pin(texts.decode_pin(data, what=name))
+            return record_text.encode_pin(record_text.decode_pin(data, what=name))
     catalog = folds.decode_fold(data, seq=case["seq"], run=RUN, digest16=case["hash"], what=name)
     again, digest = folds.encode_fold(catalog, run=RUN)
     line, _, columns = zstandard.decompress(again.split(b"\n", 2)[2]).partition(b"\n")

@@ -22,13 +22,13 @@ import sys
 import numba
 numba.config.CACHE_DIR = sys.argv[1]  # which NUMBA_CACHE_DIR gives an interpreter that begins
 import numpy as np
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 new = np.arange(0, 40960, 3, dtype="<u4").view("u1")
 base = np.arange(len(new) // 4, dtype="<u4").view("u1")
 codec = codecs.codec("sub", {"word": 4})
 payload = codecs.encode(codec, new, base)
 assert (codecs.decode(codec, payload, len(new), base) == new).all()
-print(compiled.kind())
+print(kernel_choice.kind())
 """
 
 

@@ -19,7 +19,7 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.keys import identity
 from ckptstore.formats.state import flatten, unflatten
 from ckptstore.formats.tree import decode_key
-from ckptstore.formats.united import united
+from ckptstore.formats.tree_union import united
 from tests.forms import short_or
 from tools.conformance.page.ranks import same_key, unranked
 

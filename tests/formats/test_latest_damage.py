@@ -14,6 +14,7 @@ import pytest
 
 from ckptstore.errors import CkptError, CorruptLogError, StepOrderError, UsageError
 from ckptstore.formats.catalog import HIGHEST, Catalog, CatalogBuilder
+from ckptstore.formats.commit_checks import check_commit
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,
@@ -24,7 +25,6 @@ from ckptstore.formats.records import (
     Record,
     SegmentEntry,
 )
-from ckptstore.formats.retention import check_commit
 from ckptstore.log.refs import resolve
 from tests.formats.log_strategies import digest
 from tests.forms import short_or

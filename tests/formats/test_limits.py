@@ -19,8 +19,8 @@ import pytest
 import zstandard
 
 from ckptstore.errors import CorruptSegmentError, FormatError, UnsupportedStateError
-from ckptstore.formats import codecs, folds, jsontext, optim, state, texts
-from ckptstore.formats.hashing import chunk_hash, xxh3_128
+from ckptstore.formats import codecs, folds, jsontext, optim, record_text, state
+from ckptstore.formats.checksums import chunk_hash, xxh3_128
 from ckptstore.formats.layout import (
     ALIGN,
     CHUNK,
@@ -32,7 +32,8 @@ from ckptstore.formats.layout import (
     split,
 )
 from ckptstore.formats.members import MAX_INT, MAX_TERM
-from ckptstore.formats.optim.settings import MAX_SCALES
+from ckptstore.formats.optim.step_settings import MAX_SCALES
+from ckptstore.formats.record_text import MANIFEST_LIMIT, SLOT_LIMIT
 from ckptstore.formats.records import CheckpointId, CommitRecord, FormatFile, OpenRecord, PinRecord, Request, valid_tag
 from ckptstore.formats.segment import (
     Chunk,
@@ -48,7 +49,6 @@ from ckptstore.formats.segment_doc import MAX_DOC_DEPTH
 from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
 from ckptstore.formats.segment_packed import INDEX_LIMIT
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.texts import MANIFEST_LIMIT, SLOT_LIMIT
 
 RUN, ID = "0" * 32, "1" * 32
 DRAFT = SegmentDoc(run=RUN, term=1, segment=ID, encodings={7: StepEncoding(1, "full")}, trees={7: {}})
@@ -371,65 +371,65 @@ def test_numbers_in_a_document(number: int) -> None:
     ],
 )
 def test_times(time: float, taken: bool) -> None:
-    data = texts.encode_open(OpenRecord(1, None, ID, time, {}), seq=0, run=RUN)
+    data = record_text.encode_open(OpenRecord(1, None, ID, time, {}), seq=0, run=RUN)
     if taken:
-        assert texts.decode_record(data, seq=0, run=RUN, what="slot") == OpenRecord(1, None, ID, time, {})
+        assert record_text.decode_record(data, seq=0, run=RUN, what="slot") == OpenRecord(1, None, ID, time, {})
     else:
         with pytest.raises(FormatError, match="time"):
-            texts.decode_record(data, seq=0, run=RUN, what="slot")
+            record_text.decode_record(data, seq=0, run=RUN, what="slot")
 
 
 @pytest.mark.parametrize("term", [0, 1, MAX_TERM, MAX_TERM + 1])
 def test_terms_in_records(term: int) -> None:
-    slot = texts.encode_open(OpenRecord(term, None, ID, 0, {}), seq=0, run=RUN)
+    slot = record_text.encode_open(OpenRecord(term, None, ID, 0, {}), seq=0, run=RUN)
     if 1 <= term <= MAX_TERM:
-        assert texts.decode_record(slot, seq=0, run=RUN, what="slot").term == term
+        assert record_text.decode_record(slot, seq=0, run=RUN, what="slot").term == term
     else:
         with pytest.raises(FormatError, match="term"):
-            texts.decode_record(slot, seq=0, run=RUN, what="slot")
+            record_text.decode_record(slot, seq=0, run=RUN, what="slot")
 
 
 @pytest.mark.parametrize("number", [0, 1, MAX_INT, MAX_INT + 1])
 def test_numbers_in_records(number: int) -> None:
-    file = texts.encode_format(FormatFile(RUN, anchor_every=number))
+    file = record_text.encode_format(FormatFile(RUN, anchor_every=number))
     if 1 <= number <= MAX_INT:
-        assert texts.decode_format(file).anchor_every == number
+        assert record_text.decode_format(file).anchor_every == number
     else:
         with pytest.raises(FormatError, match="anchor_every"):
-            texts.decode_format(file)
+            record_text.decode_format(file)
 
 
 @pytest.mark.parametrize("step", [-1, 0, MAX_INT, MAX_INT + 1])
 def test_steps_in_records(step: int) -> None:
-    data = texts.seal(COMMIT | {"retires": [[1, step]]})
+    data = record_text.seal(COMMIT | {"retires": [[1, step]]})
     if 0 <= step <= MAX_INT:
-        found = texts.decode_record(data, seq=1, run=RUN, what="slot")
+        found = record_text.decode_record(data, seq=1, run=RUN, what="slot")
         assert isinstance(found, CommitRecord)
         assert found.retires == ((1, step),)
     else:
         with pytest.raises(FormatError, match="retires"):
-            texts.decode_record(data, seq=1, run=RUN, what="slot")
+            record_text.decode_record(data, seq=1, run=RUN, what="slot")
 
 
 def test_length_of_a_slot() -> None:
     def opened(letters: int) -> bytes:
-        return texts.encode_open(OpenRecord(1, None, ID, 0, {"host": "x" * letters}), seq=0, run=RUN)
+        return record_text.encode_open(OpenRecord(1, None, ID, 0, {"host": "x" * letters}), seq=0, run=RUN)
 
     most = SLOT_LIMIT - len(opened(0))
     data = opened(most)
     assert len(data) == SLOT_LIMIT
-    assert texts.decode_record(data, seq=0, run=RUN, what="slot").term == 1
+    assert record_text.decode_record(data, seq=0, run=RUN, what="slot").term == 1
     with pytest.raises(FormatError, match="at most 262144"):
         opened(most + 1)
-    longer = texts.seal(json.loads(data[:-34]) | {"writer": {"host": "x" * (most + 1)}})
+    longer = record_text.seal(json.loads(data[:-34]) | {"writer": {"host": "x" * (most + 1)}})
     with pytest.raises(FormatError, match="at most 262144"):
-        texts.decode_record(longer, seq=0, run=RUN, what="slot")
+        record_text.decode_record(longer, seq=0, run=RUN, what="slot")
 
 
 def test_a_commit_longer_than_a_slot_has_a_manifest() -> None:
     def committed(letters: int) -> tuple[bytes, bytes | None]:
         record = CommitRecord(term=1, nonce=ID, extra={"later": "x" * letters})
-        return texts.encode_commit(record, seq=1, run=RUN, manifest="2" * 32)
+        return record_text.encode_commit(record, seq=1, run=RUN, manifest="2" * 32)
 
     most = SLOT_LIMIT - len(committed(0)[0])
     slot, manifest = committed(most)
@@ -437,7 +437,7 @@ def test_a_commit_longer_than_a_slot_has_a_manifest() -> None:
     slot, manifest = committed(most + 1)
     assert manifest is not None
     assert len(slot) < 1000 < SLOT_LIMIT < len(manifest) == SLOT_LIMIT + 1
-    found = texts.decode_record(slot, seq=1, run=RUN, what="slot", fetch=lambda key, size: manifest)
+    found = record_text.decode_record(slot, seq=1, run=RUN, what="slot", fetch=lambda key, size: manifest)
     assert found.extra == {"later": "x" * (most + 1)}
 
 
@@ -449,20 +449,20 @@ def test_length_of_a_manifest(size: int) -> None:
         asked.append(size)
         return b""
 
-    slot = texts.seal(COMMIT | {"manifest": {"id": "2" * 32, "size": size, "hash": "0" * 32}})
+    slot = record_text.seal(COMMIT | {"manifest": {"id": "2" * 32, "size": size, "hash": "0" * 32}})
     with pytest.raises(FormatError, match="a manifest of 268435457 bytes" if size > MANIFEST_LIMIT else "checksum"):
-        texts.decode_record(slot, seq=1, run=RUN, what="slot", fetch=fetch)
+        record_text.decode_record(slot, seq=1, run=RUN, what="slot", fetch=fetch)
     assert asked == ([size] if size == MANIFEST_LIMIT else [])
 
 
 def test_a_manifest_is_encoded_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a lower limit: at the real one, a record and its copies would take a gigabyte."""
     limit = SLOT_LIMIT + 1000
-    monkeypatch.setattr(texts, "MANIFEST_LIMIT", limit)
+    monkeypatch.setattr(record_text, "MANIFEST_LIMIT", limit)
 
     def encoded(letters: int) -> int:
         record = CommitRecord(term=1, nonce=ID, extra={"later": "x" * letters})
-        slot, manifest = texts.encode_commit(record, seq=1, run=RUN, manifest="2" * 32)
+        slot, manifest = record_text.encode_commit(record, seq=1, run=RUN, manifest="2" * 32)
         return len(manifest or slot)
 
     most = limit - encoded(0)
@@ -475,7 +475,7 @@ def test_a_manifest_is_encoded_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) 
 def test_length_of_a_request_and_a_pin(kind: str) -> None:
     for size in (MANIFEST_LIMIT, MANIFEST_LIMIT + 1):
         zeros: Any = memoryview(bytes(size))  # lent by the system and never written
-        decode = partial(texts.decode_request, run=RUN) if kind == "request" else texts.decode_pin
+        decode = partial(record_text.decode_request, run=RUN) if kind == "request" else record_text.decode_pin
         with pytest.raises(FormatError) as refused:
             decode(zeros, what="it")
         assert ("at most 268435456" in str(refused.value)) is (size > MANIFEST_LIMIT), refused.value
@@ -517,19 +517,19 @@ def test_size_of_a_fold(more: int, most: int) -> None:
 def test_names_of_tags(tag: str, valid: bool) -> None:
     assert valid_tag(tag) is valid
     request = Request(ID, 1, "a test", (), (), (), (), {tag: (1, 1)})
-    data = texts.encode_request(request, run=RUN)
+    data = record_text.encode_request(request, run=RUN)
     if valid:
-        assert texts.decode_request(data, run=RUN, what="it").tags == {tag: (1, 1)}
+        assert record_text.decode_request(data, run=RUN, what="it").tags == {tag: (1, 1)}
     else:
         with pytest.raises(FormatError, match="tag"):
-            texts.decode_request(data, run=RUN, what="it")
+            record_text.decode_request(data, run=RUN, what="it")
 
 
 def test_a_pin_names_any_number_of_segments() -> None:
     pin = PinRecord(ID, tuple(f"{number:032x}" for number in range(20_000)), {})  # longer than a slot may be
-    data = texts.encode_pin(pin)
+    data = record_text.encode_pin(pin)
     assert len(data) > SLOT_LIMIT
-    assert texts.decode_pin(data, what="it") == pin
+    assert record_text.decode_pin(data, what="it") == pin
 
 
 # ---- codecs -----------------------------------------------------------------------------------------------------

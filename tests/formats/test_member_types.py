@@ -16,8 +16,8 @@ import pytest
 import zstandard
 
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
-from ckptstore.formats import folds, jsontext, segment, texts
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats import folds, jsontext, record_text, segment
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.layout import padded
 from tests.formats.log_strategies import RUN, digest
 
@@ -108,7 +108,7 @@ def check(value: Any, read: Callable[[Any], object]) -> int:
 
 
 def _slot(value: Any) -> object:
-    return texts.decode_record(texts.seal(value), seq=5, run=RUN, what="slot")
+    return record_text.decode_record(record_text.seal(value), seq=5, run=RUN, what="slot")
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def _slot(value: Any) -> object:
     [
         (OPEN, _slot),
         (COMMIT, _slot),
-        (FORMAT, lambda value: texts.decode_format(texts.seal(value))),
-        (REQUEST, lambda value: texts.decode_request(texts.seal(value), run=RUN, what="request")),
-        (PIN, lambda value: texts.decode_pin(texts.seal(value), what="pin")),
+        (FORMAT, lambda value: record_text.decode_format(record_text.seal(value))),
+        (REQUEST, lambda value: record_text.decode_request(record_text.seal(value), run=RUN, what="request")),
+        (PIN, lambda value: record_text.decode_pin(record_text.seal(value), what="pin")),
     ],
     ids=["open", "commit", "format", "request", "pin"],
 )

@@ -10,8 +10,8 @@ from ckptstore.errors import FormatError
 from ckptstore.formats import metadata
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.folds import decode_fold, encode_fold
+from ckptstore.formats.record_text import decode_record, encode_commit
 from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, OpenRecord, SegmentEntry
-from ckptstore.formats.texts import decode_record, encode_commit
 
 RUN, STATE = "a" * 32, "b" * 32
 

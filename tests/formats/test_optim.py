@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import optim
-from ckptstore.formats.optim import stepping
+from ckptstore.formats.optim import step_tiles
 from tests.forms import short_or
 
 ADAM = optim.AdamW(beta2=0.95, weight_decay=0.1)
@@ -71,7 +71,7 @@ def sparse_of(gradient: np.ndarray, share: float = 0.01) -> optim.SparseGradient
 
 
 @pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("count", [0, 1, 100, stepping.BLOCK_NUMBERS + 37])
+@pytest.mark.parametrize("count", [0, 1, 100, step_tiles.BLOCK_NUMBERS + 37])
 def test_every_encoding_restores_a_step(name: str, count: int):
     for variant in GROUPS[name].variants:
         rule = GROUPS[name].rule(STEP, variant)
@@ -164,9 +164,9 @@ def test_a_skipped_step_and_a_step_of_other_settings():
 
 def test_chunks_and_threads_give_the_same_bits():
     rule = ADAM.rule(STEP)
-    count = 3 * stepping.BLOCK_NUMBERS // 2
+    count = 3 * step_tiles.BLOCK_NUMBERS // 2
     old, gradient, new = training(rule, count)
-    cuts = [0, 1, 777, stepping.BLOCK_NUMBERS - 5, count]
+    cuts = [0, 1, 777, step_tiles.BLOCK_NUMBERS - 5, count]
     ranges = list(itertools.pairwise(cuts))
 
     def part(arrays: list[np.ndarray], start: int, stop: int) -> list[np.ndarray]:
@@ -183,7 +183,7 @@ def test_chunks_and_threads_give_the_same_bits():
 
 
 def test_a_chain_is_its_links_one_after_another():
-    count = stepping.BLOCK_NUMBERS + 100
+    count = step_tiles.BLOCK_NUMBERS + 100
     rule = ADAM.rule(STEP)
     start, _, _ = training(rule, count)
     state, links = copy(start), []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", reason="the compiled kernels need numba: pip install ckptstore[fast]")
 
-from ckptstore.formats import compiled, optim
+from ckptstore.formats import kernel_choice, optim
 from ckptstore.formats.optim import adam, arithmetic, residuals, sgd
 from tests.forms import short_or
 
@@ -38,7 +38,7 @@ SPECIAL = np.array([int(pattern, 16) for pattern in _SPECIAL.split()], "<u4")
 @pytest.fixture(autouse=True)
 def kernels_as_they_were() -> Iterator[None]:
     yield
-    compiled.use(None)
+    kernel_choice.use(None)
 
 
 def noise(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -58,9 +58,9 @@ def patterns(parts: list[np.ndarray]) -> list[bytes]:
 def both(work: object) -> tuple[object, object]:
     assert callable(work)
     with arithmetic.exactly():
-        compiled.use("numpy")
+        kernel_choice.use("numpy")
         wanted = work()
-        compiled.use("compiled")
+        kernel_choice.use("compiled")
         return wanted, work()
 
 
@@ -118,24 +118,24 @@ def test_fused_products_are_the_references(seed: int, count: int, target: str, s
 @pytest.mark.parametrize(
     "kernel", [arithmetic.fma, adam.moments, adam.second_moment, adam.move, sgd.buffered, residuals.missed]
 )
-def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: compiled.Hot[..., object]) -> None:
+def test_each_hot_kernel_has_a_compiled_form_of_its_own(kernel: kernel_choice.Hot[..., object]) -> None:
     assert kernel.compiled is not kernel.reference
-    assert kernel.compiled.__module__ == "ckptstore.formats.optim.compiled"
+    assert kernel.compiled.__module__ == "ckptstore.formats.optim.compiled_steps"
 
 
 def test_the_fused_product_is_rounded_once() -> None:
     """2^-56 below half-way: an fp64 sum loses it, and would then be rounded up to even."""
     a, b = (np.array([(1 + sign * 2.0**-16) * 2.0**-12], "<f4") for sign in (1, -1))
     c, out = np.array([1 + 2.0**-23], "<f4"), np.zeros(1, "<f4")
-    for kind in compiled.KINDS:
-        compiled.use(kind)
+    for kind in kernel_choice.KINDS:
+        kernel_choice.use(kind)
         arithmetic.fma(a, b, c, out)
         assert out[0] == c[0], kind
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 def test_of_two_zeros_amsgrad_keeps_the_second_moments(kind: str) -> None:
-    compiled.use(kind)
+    kernel_choice.use(kind)
     rule = optim.AdamW(amsgrad=True).rule(optim.Step(2, 1e-3))
     zeros = np.zeros(40, "<f4")
     for old, second in ((-zeros, zeros), (zeros, -zeros)):
@@ -144,15 +144,15 @@ def test_of_two_zeros_amsgrad_keeps_the_second_moments(kind: str) -> None:
         assert out.tobytes() == second.tobytes()
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 def test_payloads_of_either_kind_are_read_by_the_other(kind: str) -> None:
     rng = np.random.default_rng(3)
     rule = GROUPS["adamw"].rule(optim.Step(3, 1e-3, 0.5))
     old, new = ([noise(rng, 70_000) for _ in rule.slots] for _ in range(2))
     gradient = noise(rng, 70_000)
-    compiled.use(kind)
+    kernel_choice.use(kind)
     payloads = [optim.predicted.encode(rule, old, new), optim.replayed.encode(rule, old, new, gradient)]
-    compiled.use(compiled.KINDS[1 - compiled.KINDS.index(kind)])
+    kernel_choice.use(kernel_choice.KINDS[1 - kernel_choice.KINDS.index(kind)])
     for coder, payload in zip((optim.predicted, optim.replayed), payloads, strict=True):
         state = [part.copy() for part in old]
         coder.decode(rule, payload, state)
@@ -165,6 +165,6 @@ def test_missed_words_are_counted_by_their_patterns(count: int) -> None:
     for share in (0.0, 0.1, 1.0):
         words = noise(rng, count).view("<u4")
         other = np.where(rng.random(count) < share, words ^ np.uint32(0x80000000), words).astype("<u4")
-        for kind in compiled.KINDS:
-            compiled.use(kind)
+        for kind in kernel_choice.KINDS:
+            kernel_choice.use(kind)
             assert residuals.missed(words, other) == int((words != other).sum())

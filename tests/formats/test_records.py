@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import texts
+from ckptstore.formats import record_text
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,
@@ -42,14 +42,14 @@ from tests.formats.log_strategies import RUN, digest
 
 def encode(record: Record, seq: int = 7) -> bytes:
     if isinstance(record, OpenRecord):
-        return texts.encode_open(record, seq=seq, run=RUN)
-    slot, manifest = texts.encode_commit(record, seq=seq, run=RUN, manifest=digest(99))
+        return record_text.encode_open(record, seq=seq, run=RUN)
+    slot, manifest = record_text.encode_commit(record, seq=seq, run=RUN, manifest=digest(99))
     assert manifest is None
     return slot
 
 
 def decode(data: bytes, seq: int = 7) -> Record:
-    return texts.decode_record(data, seq=seq, run=RUN, what="slot")
+    return record_text.decode_record(data, seq=seq, run=RUN, what="slot")
 
 
 OPEN = OpenRecord(2, CheckpointId(1, 40, digest(3)), digest(1), 1.5, {"host": "a"})
@@ -71,9 +71,12 @@ PIN = PinRecord(digest(1), (digest(2), digest(3)), {"pid": 1})
 TEXTS: dict[str, tuple[bytes, Callable[[bytes], Any]]] = {
     "open": (encode(OPEN), decode),
     "commit": (encode(COMMIT), decode),
-    "format": (texts.encode_format(FORMAT), texts.decode_format),
-    "request": (texts.encode_request(REQUEST, run=RUN), lambda data: texts.decode_request(data, run=RUN, what="r")),
-    "pin": (texts.encode_pin(PIN), lambda data: texts.decode_pin(data, what="p")),
+    "format": (record_text.encode_format(FORMAT), record_text.decode_format),
+    "request": (
+        record_text.encode_request(REQUEST, run=RUN),
+        lambda data: record_text.decode_request(data, run=RUN, what="r"),
+    ),
+    "pin": (record_text.encode_pin(PIN), lambda data: record_text.decode_pin(data, what="p")),
 }
 
 
@@ -84,15 +87,15 @@ class TestRoundTrip:
 
     @given(some.formats)
     def test_format(self, file: FormatFile) -> None:
-        assert texts.decode_format(texts.encode_format(file)) == file
+        assert record_text.decode_format(record_text.encode_format(file)) == file
 
     @given(some.requests)
     def test_request(self, request: Request) -> None:
-        assert texts.decode_request(texts.encode_request(request, run=RUN), run=RUN, what="r") == request
+        assert record_text.decode_request(record_text.encode_request(request, run=RUN), run=RUN, what="r") == request
 
     @given(some.pins)
     def test_pin(self, pin: PinRecord) -> None:
-        assert texts.decode_pin(texts.encode_pin(pin), what="p") == pin
+        assert record_text.decode_pin(record_text.encode_pin(pin), what="p") == pin
 
     def test_the_text_is_for_people(self) -> None:
         text, check, end = encode(COMMIT).decode("ascii").split("\n")
@@ -131,18 +134,18 @@ class TestDamage:
 
     def test_another_runs_text_is_refused(self) -> None:
         with pytest.raises(FormatError, match="run"):
-            texts.decode_record(encode(COMMIT), seq=7, run=digest(1), what="slot")
+            record_text.decode_record(encode(COMMIT), seq=7, run=digest(1), what="slot")
 
     def test_a_text_beyond_the_limit_is_refused_before_it_is_parsed(self) -> None:
         with pytest.raises(FormatError, match="at most"):
-            decode(b" " * (texts.SLOT_LIMIT + 1))
+            decode(b" " * (record_text.SLOT_LIMIT + 1))
 
 
 def tampered(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
     """The same text with a change and a right checksum: what a hostile or broken writer could leave."""
     value = json.loads(data[:-34])
     change(value)
-    return texts.seal(value)
+    return record_text.seal(value)
 
 
 class TestHostile:
@@ -202,7 +205,7 @@ class TestHostile:
 
     def test_an_infinite_time_is_refused(self) -> None:
         text = encode(OPEN)[:-34].replace(b'"time":1.5', b'"time":1e999')
-        data = text + f"\n{texts.xxh3_128(text)}\n".encode()
+        data = text + f"\n{record_text.xxh3_128(text)}\n".encode()
         with pytest.raises(FormatError, match="range"):
             decode(data)
 
@@ -240,22 +243,22 @@ class TestVersions:
 
     def test_a_newer_major_is_refused(self) -> None:
         with pytest.raises(IncompatibleFormatError, match="version 2"):
-            texts.decode_format(tampered(TEXTS["format"][0], lambda found: found.update(major=2)))
+            record_text.decode_format(tampered(TEXTS["format"][0], lambda found: found.update(major=2)))
 
     def test_an_unknown_feature_needed_to_read_is_refused(self) -> None:
         with pytest.raises(IncompatibleFormatError, match="warp"):
-            texts.decode_format(texts.encode_format(replace(FORMAT, features={"read": ("warp",)})))
+            record_text.decode_format(record_text.encode_format(replace(FORMAT, features={"read": ("warp",)})))
 
     def test_an_unknown_feature_needed_to_write_is_carried(self) -> None:
         file = replace(FORMAT, features={"read": (), "write": ("warp",)})
-        assert texts.decode_format(texts.encode_format(file)) == file
+        assert record_text.decode_format(record_text.encode_format(file)) == file
 
 
 class TestManifest:
     BIG = replace(COMMIT, drops=tuple(digest(number) for number in range(9000)))
 
     def store(self) -> tuple[bytes, bytes]:
-        slot, manifest = texts.encode_commit(self.BIG, seq=7, run=RUN, manifest=digest(99))
+        slot, manifest = record_text.encode_commit(self.BIG, seq=7, run=RUN, manifest=digest(99))
         assert manifest is not None
         assert len(slot) < 1000
         return slot, manifest
@@ -268,7 +271,7 @@ class TestManifest:
             asked.append((key, size))
             return manifest
 
-        record = texts.decode_record(slot, seq=7, run=RUN, what="slot", fetch=fetch)
+        record = record_text.decode_record(slot, seq=7, run=RUN, what="slot", fetch=fetch)
         assert record == replace(self.BIG, manifest=digest(99))
         assert asked == [(manifest_key(2, digest(99)), len(manifest))]
 
@@ -278,22 +281,24 @@ class TestManifest:
             flipped = bytearray(manifest)
             flipped[position] ^= 1
             with pytest.raises(FormatError):
-                texts.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s, f=flipped: bytes(f))
+                record_text.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s, f=flipped: bytes(f))
         with pytest.raises(FormatError):
-            texts.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s: manifest[:-1])
+            record_text.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s: manifest[:-1])
 
     def test_a_manifest_of_another_record_is_refused(self) -> None:
         slot, manifest = self.store()
         other = tampered(manifest, lambda found: found.update(nonce=digest(5)))
-        renamed = tampered(slot, lambda found: found["manifest"].update(size=len(other), hash=texts.xxh3_128(other)))
+        renamed = tampered(
+            slot, lambda found: found["manifest"].update(size=len(other), hash=record_text.xxh3_128(other))
+        )
         with pytest.raises(FormatError, match="another record"):
-            texts.decode_record(renamed, seq=7, run=RUN, what="s", fetch=lambda _k, _s: other)
+            record_text.decode_record(renamed, seq=7, run=RUN, what="s", fetch=lambda _k, _s: other)
 
     def test_another_manifest_of_the_same_record_is_refused(self) -> None:
         slot, manifest = self.store()
         other = tampered(manifest, lambda found: found.update(drops=[]))
         with pytest.raises(FormatError, match="checksum"):
-            texts.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s: other)
+            record_text.decode_record(slot, seq=7, run=RUN, what="s", fetch=lambda _k, _s: other)
 
     def test_a_manifest_nobody_can_fetch_is_refused(self) -> None:
         with pytest.raises(FormatError, match="manifest"):
@@ -303,14 +308,14 @@ class TestManifest:
 class TestLimits:
     def test_an_open_does_not_outgrow_a_slot(self) -> None:
         with pytest.raises(FormatError, match="at most"):
-            encode(replace(OPEN, writer={"environment": "x" * texts.SLOT_LIMIT}))
+            encode(replace(OPEN, writer={"environment": "x" * record_text.SLOT_LIMIT}))
 
     def test_a_commit_does_not_outgrow_a_manifest(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        long = replace(COMMIT, extra={"note": "x" * texts.SLOT_LIMIT})
-        assert texts.encode_commit(long, seq=7, run=RUN, manifest=digest(3))[1] is not None
-        monkeypatch.setattr(texts, "MANIFEST_LIMIT", texts.SLOT_LIMIT + 1)
+        long = replace(COMMIT, extra={"note": "x" * record_text.SLOT_LIMIT})
+        assert record_text.encode_commit(long, seq=7, run=RUN, manifest=digest(3))[1] is not None
+        monkeypatch.setattr(record_text, "MANIFEST_LIMIT", record_text.SLOT_LIMIT + 1)
         with pytest.raises(FormatError, match="at most"):
-            texts.encode_commit(long, seq=7, run=RUN, manifest=digest(3))
+            record_text.encode_commit(long, seq=7, run=RUN, manifest=digest(3))
 
     def test_what_json_cannot_say_is_refused(self) -> None:
         with pytest.raises(ValueError, match="JSON"):

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import dtypes
+from ckptstore.formats.checksums import chunk_hash, header_hash, tensor_hash, xxh3_128
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.hashing import chunk_hash, header_hash, tensor_hash, xxh3_128
 from ckptstore.formats.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents
 from ckptstore.formats.members import MAX_TERM
 from ckptstore.formats.records import CheckpointId

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
 from ckptstore.formats.members import Members
 from ckptstore.formats.segment import SegmentDoc, check_header, encode_packed, header_length, parse

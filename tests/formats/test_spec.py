@@ -43,11 +43,11 @@ def test_dtypes_are_those_of_the_code() -> None:
 
 
 def test_tags_are_those_of_the_code() -> None:
-    from ckptstore.formats import ranked, state, tree, values
+    from ckptstore.formats import rank_trees, state, tree, values
 
     told = set(re.findall(r"`(\$\w+)`", section("3.1 The tree")))
     source = "".join(
-        Path(module.__file__ or "").read_text(encoding="utf-8") for module in (ranked, state, tree, values)
+        Path(module.__file__ or "").read_text(encoding="utf-8") for module in (rank_trees, state, tree, values)
     )
     assert told == set(re.findall(r'"(\$[a-z]+)"', source))
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs
+from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.digest import digest
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, pair
 from tools.conformance.page import codecs as page

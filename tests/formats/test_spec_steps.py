@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
-from ckptstore.formats import compiled, optim
+from ckptstore.formats import kernel_choice, optim
 from tests.forms import short_or
 from tools.conformance.page import steps as page
 from tools.conformance.page.codecs import RefusedError
@@ -129,14 +129,14 @@ def test_training_states(rule: optim.Rule) -> None:
             assert same(found, new), encoding
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 @pytest.mark.parametrize("rule", RULES, ids=IDS)
 def test_any_patterns(rule: optim.Rule, kind: str, request: pytest.FixtureRequest) -> None:
     """NaNs of all kinds, infinities, zeros of both signs, subnormal numbers: in old state, new state and gradient."""
     if kind == "compiled":
         pytest.importorskip("numba")
-    request.addfinalizer(lambda: compiled.use(None))
-    compiled.use(kind)
+    request.addfinalizer(lambda: kernel_choice.use(None))
+    kernel_choice.use(kind)
     rng = np.random.default_rng(7)
     old, new = ([noise(rng, 1200).view("<f4") for _ in rule.slots] for _ in range(2))
     for encoding, payload in payloads(rule, old, new, noise(rng, 1200).view("<f4"), rng):

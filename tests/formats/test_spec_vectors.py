@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats import digest, hashing, jsontext
+from ckptstore.formats import checksums, digest, jsontext
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.formats.shards import key_of, keyed, state_parts
@@ -32,7 +32,7 @@ def table() -> dict[str, str]:
 
 def entry(name: str, array: Any, whole: Any = None, offset: Any = None) -> TensorEntry:
     data = array.tobytes()
-    hashed = hashing.chunk_hash(data)
+    hashed = checksums.chunk_hash(data)
     chunks = (Chunk(0, len(data), len(data), hashed, hashed),) if data else ()
     dtype = {"<f4": "F32", "|u1": "U8"}[array.dtype.str]
     made = TensorEntry(name, dtype, array.shape, chunks, "raw", {}, whole, offset)
@@ -40,12 +40,12 @@ def entry(name: str, array: Any, whole: Any = None, offset: Any = None) -> Tenso
 
 
 def state_of(entries: list[TensorEntry]) -> str:
-    return hashing.state_hash(jsontext.dumps(TREE), state_parts(entries))
+    return checksums.state_hash(jsontext.dumps(TREE), state_parts(entries))
 
 
 def tensor_hash(data: bytes) -> str:
     pieces = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-    return hashing.tensor_hash([hashing.chunk_hash(piece) for piece in pieces])
+    return checksums.tensor_hash([checksums.chunk_hash(piece) for piece in pieces])
 
 
 def computed() -> dict[str, str]:
@@ -53,8 +53,8 @@ def computed() -> dict[str, str]:
     texts = {"no bytes": b"", "the 9 bytes `ckptstore`": b"ckptstore", "1000 bytes, byte i is i mod 256": LONG}
     zeros = np.zeros(CHUNK + 1, "u1")
     return {
-        **{f"XXH3-64 of {name}": hashing.chunk_hash(data) for name, data in texts.items()},
-        **{f"XXH3-128 of {name}": hashing.xxh3_128(data) for name, data in texts.items()},
+        **{f"XXH3-64 of {name}": checksums.chunk_hash(data) for name, data in texts.items()},
+        **{f"XXH3-128 of {name}": checksums.xxh3_128(data) for name, data in texts.items()},
         "tensor hash of `w`": tensor_hash(W.tobytes()),
         "tensor hash of `b`, which has no chunks": tensor_hash(B.tobytes()),
         "tensor hash of 2^24 + 1 zero bytes, two chunks": tensor_hash(zeros.tobytes()),

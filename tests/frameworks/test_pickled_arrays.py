@@ -11,7 +11,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import FormatError
-from ckptstore.exchange.importing import import_files
+from ckptstore.exchange.import_files import import_files
 from tests.store.states import same
 
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.host import touching
+from ckptstore.host import prefault
 from ckptstore.host.arenas import LEAST, Arenas, Lease
 from ckptstore.host.buffers import aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.touching import Touching, populate
+from ckptstore.host.prefault import Touching, populate
 from tests.forms import short_or
 
 MIB = 1 << 20
@@ -230,7 +230,7 @@ class TestTouching:
         assert (memory == 7).all()
 
     def test_used_while_it_is_touched(self, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(touching, "_PIECE", MIB)
+        monkeypatch.setattr(prefault, "_PIECE", MIB)
         memory = aligned(64 * MIB)
         one = Touching(memory, how)
         thread = threading.Thread(target=one.run)

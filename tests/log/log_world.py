@@ -16,7 +16,8 @@ from ckptstore.backends.base import OBJECT_LIMIT, Backend, SegmentSink, SegmentS
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import StorageError
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
+from ckptstore.formats.record_text import decode_record
 from ckptstore.formats.records import (
     CheckpointEntry,
     CheckpointId,
@@ -28,9 +29,8 @@ from ckptstore.formats.records import (
     SegmentEntry,
     slot_of,
 )
-from ckptstore.formats.texts import decode_record
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.log.term import Term
 
 Fate = Literal["ok", "lost answer", "late", "duplicate", "error"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.log import folding, reading
+from ckptstore.log import fold_writer, log_reader
 from tools.golden.make_conformance import make_folded
 
 
@@ -15,13 +15,13 @@ from tools.golden.make_conformance import make_folded
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folds that are decoded, one after the other."""
     found: list[str] = []
-    decode = reading.decode_fold
+    decode = log_reader.decode_fold
 
     def counted(data: bytes, **of: object) -> object:
         found.append(str(of["what"]))
         return decode(data, **of)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reading, "decode_fold", counted)
+    monkeypatch.setattr(log_reader, "decode_fold", counted)
     return found
 
 
@@ -39,7 +39,7 @@ def test_a_fold_is_read_once(tmp_path: Path, decoded: list[str]) -> None:
     assert len(decoded) == 1
     assert store.checkpoint("latest").step == 10
     assert first.catalog.latest().step == 9  # type: ignore[union-attr] # a view stays as it is
-    folding.fold(store.journal, store.view())
+    fold_writer.fold(store.journal, store.view())
     again = store.view()
     assert len(set(decoded)) == len(decoded) == 2
     assert again.fold_seq > first.fold_seq

@@ -21,9 +21,9 @@ from ckptstore.errors import (
     StorageError,
     UsageError,
 )
-from ckptstore.formats import texts
+from ckptstore.formats import record_text
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, fold_of, manifest_key, slot_key
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, View, open_term, read
 from tests.log.log_world import HASTE, Actor, Fate, FaultyBackend, World, full, save, scripted, segments_of
@@ -76,8 +76,8 @@ class TestRead:
         before = view(world)
         for step in range(2, 20):
             save(term, step)
-            folding.fold(world.journal, term.view())
-        folding.trim(world.journal, term.view())
+            fold_writer.fold(world.journal, term.view())
+        fold_writer.trim(world.journal, term.view())
         assert slot_key(before.end) not in world.list("log/")
         assert read(world.journal, before, HASTE).catalog == world.catalog()
 
@@ -88,8 +88,8 @@ class TestRead:
         save(first, 2)  # its duplicate is on its way
         for step in range(3, 20):
             save(first, step)
-            folding.fold(world.journal, first.view())
-        folding.trim(world.journal, first.view())
+            fold_writer.fold(world.journal, first.view())
+        fold_writer.trim(world.journal, first.view())
         world.deliver(0)
         assert slot_key(2) in world.list("log/")
         assert view(world).catalog == world.catalog()
@@ -113,14 +113,14 @@ class TestRead:
         while reader.at != ("get", slot_key(3)):
             reader.step()
         save(writer, 3)
-        folding.fold(world.journal, writer.view())
+        fold_writer.fold(world.journal, writer.view())
         writer = opened(world) if next_is == "open" else writer
         if next_is == "commit":
             save(writer, 4)
-        folding.fold(world.journal, writer.view())
+        fold_writer.fold(world.journal, writer.view())
         while len(world.canon) <= every:
             save(writer, len(world.canon) + 4)
-        folding.trim(world.journal, writer.view())
+        fold_writer.trim(world.journal, writer.view())
         assert slot_key(3) not in world.list("log/")
         slow.step()  # OPEN of term 2 lands in slot 3, which was deleted
         reader.step()  # and is read as if it were history
@@ -139,8 +139,8 @@ class TestRead:
             reader.step()
         for step in range(2, 9):
             save(writer, step)
-            folding.fold(world.journal, writer.view())
-        folding.trim(world.journal, writer.view())
+            fold_writer.fold(world.journal, writer.view())
+        fold_writer.trim(world.journal, writer.view())
         reader.finish()
         assert found[0].catalog == world.catalog()
 
@@ -149,8 +149,8 @@ class TestRead:
         term = opened(world)
         for step in range(1, 20):
             save(term, step)
-            folding.fold(world.journal, term.view())
-            folding.trim(world.journal, term.view())
+            fold_writer.fold(world.journal, term.view())
+            fold_writer.trim(world.journal, term.view())
         newest = max(world.list("fold/"))
         world.damage(newest)
         found = view(world)
@@ -161,7 +161,7 @@ class TestRead:
         world = World()
         term = opened(world)
         record = full(1, 1)
-        data, _ = texts.encode_commit(replace(record, incompat=("warp",)), seq=1, run=world.fmt.run, manifest="")
+        data, _ = record_text.encode_commit(replace(record, incompat=("warp",)), seq=1, run=world.fmt.run, manifest="")
         world.create(slot_key(1), data)
         with pytest.raises(IncompatibleFormatError, match="warp"):
             view(world)
@@ -241,9 +241,9 @@ class TestDamage:
     def test_a_record_out_of_order_that_nobody_folded_is_damage(self, kind: str) -> None:
         world, _ = self.store(2)
         last, nonce = view(world).catalog.last, view(world).catalog.terms[1].nonce
-        data = texts.encode_open(OpenRecord(1, None, "0" * 32, 0.0, previous=last), seq=3, run=world.fmt.run)
+        data = record_text.encode_open(OpenRecord(1, None, "0" * 32, 0.0, previous=last), seq=3, run=world.fmt.run)
         if kind.startswith("COMMIT"):
-            data, _ = texts.encode_commit(
+            data, _ = record_text.encode_commit(
                 replace(full(2, 3), nonce=nonce, previous=last), seq=3, run=world.fmt.run, manifest=""
             )
         world.create(slot_key(3), data)
@@ -255,7 +255,7 @@ class TestDamage:
         term = opened(world)
         save(term, 2)
         world.damage(slot_key(3))
-        data, _ = texts.encode_commit(full(1, 9), seq=4, run=world.fmt.run, manifest="")
+        data, _ = record_text.encode_commit(full(1, 9), seq=4, run=world.fmt.run, manifest="")
         world.create(slot_key(4), data)
         found = view(world)
         assert found.damage == (3, 4)
@@ -265,9 +265,9 @@ class TestDamage:
         world, _ = self.store()
         world.damage(slot_key(6))
         with pytest.raises(CorruptLogError, match="not folded"):
-            folding.fold(world.journal, view(world))
+            fold_writer.fold(world.journal, view(world))
         open_term(world.journal, view(world).catalog.checkpoints[1, 5].id, patience=HASTE)
-        folding.fold(world.journal, view(world))
+        fold_writer.fold(world.journal, view(world))
         assert view(world).damage == (6,)
 
 
@@ -323,8 +323,8 @@ class TestOpen:
             slow.step()
         for step in range(2, 20):
             save(first, step)
-            folding.fold(world.journal, first.view())
-        folding.trim(world.journal, first.view())
+            fold_writer.fold(world.journal, first.view())
+        fold_writer.trim(world.journal, first.view())
         slow.step()  # creates slot 2, which was deleted
         assert world.get(slot_key(2)) != world.canon[2]
         while slow.at is not None and slow.at[0] != "list":  # the anchor above: its view was stale, no slot is read
@@ -381,7 +381,7 @@ class TestOpen:
             open_term(Journal(world, fmt), None, patience=HASTE)
         term = opened(world)
         term.commit(replace(full(1, 1), ro_compat=("weft",)))
-        folding.fold(world.journal, term.view())
+        fold_writer.fold(world.journal, term.view())
         assert view(world).catalog.latest()
         with pytest.raises(ReadOnlyError, match="weft"):
             opened(world)
@@ -556,8 +556,8 @@ class TestManifest:
         term = opened(world)
         for step in range(1, 14):
             term.commit(self.big(term, step) if step in (2, 4, 13) else full(1, step))
-            folding.fold(world.journal, view(world))
-            folding.trim(world.journal, view(world))
+            fold_writer.fold(world.journal, view(world))
+            fold_writer.trim(world.journal, view(world))
         catalog = view(world).catalog
         kept = {manifest_key(*place) for place in [(1, name) for name in catalog.manifests]}
         assert {seq for _, seq in catalog.manifests.values()} == {4, 13}  # slot 4 is an anchor, slot 2 was trimmed
@@ -575,8 +575,8 @@ class TestManifest:
             slow.step()
         for step in range(3, 20):
             save(term, step)
-            folding.fold(world.journal, view(world))
-            folding.trim(world.journal, view(world))
+            fold_writer.fold(world.journal, view(world))
+            fold_writer.trim(world.journal, view(world))
         assert slot_key(2) not in world.list("log/")
         slow.finish()
         assert found[0].damage == ()
@@ -593,8 +593,8 @@ class TestManifest:
             slow.step()
         for step in (3, 4):
             save(term, step)
-            folding.fold(world.journal, view(world))
-        folding.trim(world.journal, view(world))
+            fold_writer.fold(world.journal, view(world))
+        fold_writer.trim(world.journal, view(world))
         assert world.list("log/") == [slot_key(seq) for seq in (0, 3, 4)]
         slow.finish()
         assert found[0].damage == ()
@@ -619,8 +619,8 @@ def test_folds_are_named_by_slot_and_hash() -> None:
     world = World()
     term = opened(world)
     save(term, 1)
-    key = folding.fold(world.journal, term.view())
+    key = fold_writer.fold(world.journal, term.view())
     place = fold_of(key)
     assert place is not None
     assert place[0] == 1
-    assert folding.fold(world.journal, view(world)) == key
+    assert fold_writer.fold(world.journal, view(world)) == key

@@ -9,7 +9,7 @@ import pytest
 from ckptstore.errors import CommitUnknownError, CorruptLogError, FencedError
 from ckptstore.formats.records import slot_key
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.log.term import Term, open_term, read
 from tests.log.log_world import HASTE, Fate, FaultyBackend, World, save
 

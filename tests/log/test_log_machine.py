@@ -19,11 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CommitUnknownError, FencedError, StorageError, WriterError
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, slot_key
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.log.term import Term, View, open_term, read
 from tests.forms import short_or
 from tests.log.log_world import FATES, Actor, Fate, World, full, segments_of
@@ -131,9 +131,9 @@ class LogMachine(RuleBasedStateMachine):
         def work(backend: Backend) -> None:
             view = read(Journal(backend, self.world.fmt), patience=PATIENCE)
             if view.end:
-                folding.fold(Journal(backend, self.world.fmt), view)
+                fold_writer.fold(Journal(backend, self.world.fmt), view)
             if trims:
-                folding.trim(Journal(backend, self.world.fmt), view)
+                fold_writer.trim(Journal(backend, self.world.fmt), view)
 
         self.folders.append(Actor(self.world, "folder", work))
 
@@ -175,9 +175,9 @@ class LogMachine(RuleBasedStateMachine):
             self.commit_one()
             self.learn()
             if self.world.canon:
-                folding.fold(self.world.journal, read(self.world.journal, patience=PATIENCE))
+                fold_writer.fold(self.world.journal, read(self.world.journal, patience=PATIENCE))
         if trims:
-            folding.trim(self.world.journal, read(self.world.journal, patience=PATIENCE))
+            fold_writer.trim(self.world.journal, read(self.world.journal, patience=PATIENCE))
 
     def commit_one(self) -> None:
         """One commit of whoever owns the newest term; if nobody who lives does, of a writer that opens one."""

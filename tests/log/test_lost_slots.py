@@ -21,13 +21,13 @@ from ckptstore.errors import (
     ForeignObjectError,
     KeyNotFoundError,
 )
-from ckptstore.formats import texts
+from ckptstore.formats import record_text
 from ckptstore.formats.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
-from ckptstore.log import folding
-from ckptstore.log.arriving import exists
-from ckptstore.log.reading import WIDEST_GAP
+from ckptstore.log import fold_writer
+from ckptstore.log.log_reader import WIDEST_GAP
+from ckptstore.log.partial_objects import exists
 from ckptstore.log.term import open_term, read
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store
 from tests.log.log_world import HASTE, Fate, FaultyBackend, World, full, save
 
@@ -75,7 +75,7 @@ class TestLostSlots:
         nonce = store.view().catalog.terms[2].nonce
         for seq in range(5, top):
             store.backend.delete(slot_key(seq))
-        data, _ = texts.encode_commit(CommitRecord(2, nonce), seq=top, run=store.run, manifest="")
+        data, _ = record_text.encode_commit(CommitRecord(2, nonce), seq=top, run=store.run, manifest="")
         store.backend.delete(slot_key(top))
         store.backend.create(slot_key(top), data)
         with pytest.raises(CorruptLogError, match="4@1"):
@@ -142,8 +142,8 @@ class TestChain:
         for step in (1, 2):
             save(term, step)
         named = [world.record(seq).previous for seq in range(3)]
-        assert named == [NO_SLOT, *(texts.xxh3_128(world.canon[seq]) for seq in range(2))]
-        assert term.catalog.last == texts.xxh3_128(world.canon[2])
+        assert named == [NO_SLOT, *(record_text.xxh3_128(world.canon[seq]) for seq in range(2))]
+        assert term.catalog.last == record_text.xxh3_128(world.canon[2])
 
     @pytest.mark.parametrize("kind", ["OPEN", "COMMIT"])
     @pytest.mark.parametrize("folded", [False, True])
@@ -152,11 +152,13 @@ class TestChain:
         term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
         if folded:
-            folding.fold(world.journal, term.view())
+            fold_writer.fold(world.journal, term.view())
         foreign = replace(full(1, 2), nonce=term.nonce, previous="5" * 32)
-        data, _ = texts.encode_commit(foreign, seq=2, run=world.fmt.run, manifest="")
+        data, _ = record_text.encode_commit(foreign, seq=2, run=world.fmt.run, manifest="")
         if kind == "OPEN":
-            data = texts.encode_open(OpenRecord(2, kept, "0" * 32, 0.0, previous="5" * 32), seq=2, run=world.fmt.run)
+            data = record_text.encode_open(
+                OpenRecord(2, kept, "0" * 32, 0.0, previous="5" * 32), seq=2, run=world.fmt.run
+            )
         world.create(slot_key(2), data)
         found = read(world.journal, patience=HASTE)
         assert found.damage == (2,)
@@ -170,7 +172,7 @@ class TestChain:
     def test_a_first_slot_that_continues_something_is_damage(self) -> None:
         world = World()
         record = OpenRecord(1, None, "0" * 32, 0.0, previous="5" * 32)
-        world.create(slot_key(0), texts.encode_open(record, seq=0, run=world.fmt.run))
+        world.create(slot_key(0), record_text.encode_open(record, seq=0, run=world.fmt.run))
         found = read(world.journal, patience=HASTE)
         assert (found.damage, found.catalog.term) == ((0,), 0)
 
@@ -180,7 +182,7 @@ class TestChain:
         old = open_term(world.journal, None, patience=HASTE)
         kept = save(old, 1)
         fence = open_term(world.journal, kept, patience=HASTE)
-        folding.fold(world.journal, fence.view())
+        fold_writer.fold(world.journal, fence.view())
         before = read(world.journal, patience=HASTE, look_above=True)
         assert (before.fold_seq, before.damage) == (2, ())
         world.delete(slot_key(2))
@@ -198,7 +200,7 @@ class TestChain:
         save(term, 2)
         world.damage(slot_key(2))
         second = open_term(world.journal, kept, patience=HASTE)
-        assert world.record(3).previous == texts.xxh3_128(world.get(slot_key(2)))
+        assert world.record(3).previous == record_text.xxh3_128(world.get(slot_key(2)))
         save(second, 2)
         found = read(world.journal, patience=HASTE).catalog
         assert found.damage == (2,)
@@ -310,7 +312,7 @@ class TestLostParent:
     def test_a_fold_keeps_what_was_lost(self, store: Store) -> None:
         store.writer(poll_seconds=None).close()
         damage(store, store.view().catalog.slots[1, 6])
-        folding.fold(store.journal, store.view())
+        fold_writer.fold(store.journal, store.view())
         assert store.view().fold_seq > 0
         with pytest.raises(CorruptLogError, match="continues from 6@1"):
             store.load("latest")
@@ -325,7 +327,7 @@ class TestLostParent:
         world = World()
         term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
-        data = texts.encode_open(
+        data = record_text.encode_open(
             OpenRecord(2, kept._replace(state="7" * 32), "0" * 32, 0.0, previous=term.catalog.last),
             seq=2,
             run=world.fmt.run,
@@ -373,13 +375,13 @@ class TestAudit:
         """A store with K = 4 that was folded and trimmed as far as the rules allow."""
         world = World(every=4)
         store = Store(world)
-        world.create("FORMAT", texts.encode_format(world.fmt))
+        world.create("FORMAT", record_text.encode_format(world.fmt))
         term = open_term(world.journal, None, patience=HASTE)
         for step in range(1, slots):
             save(term, step)
             if step % 3 == 0:
-                folding.fold(world.journal, term.view())
-                folding.trim(world.journal, term.view())
+                fold_writer.fold(world.journal, term.view())
+                fold_writer.trim(world.journal, term.view())
         return store
 
     def log_damage(self, store: Store) -> dict[str, str]:
@@ -404,7 +406,7 @@ class TestAudit:
     def test_a_slot_below_the_fold_that_continues_another_log(self) -> None:
         store = self.long(20)
         seq = store.view().fold_seq - 1
-        data, _ = texts.encode_commit(
+        data, _ = record_text.encode_commit(
             replace(full(1, 99), nonce="1" * 32, previous="2" * 32), seq=seq, run=store.run, manifest=""
         )
         store.backend.delete(slot_key(seq))
@@ -555,13 +557,13 @@ def test_a_stray_where_slots_were_deleted_is_stale_and_no_damage() -> None:
     for step in (3, 4, 5):
         save(term, step)
         if step != 4:
-            folding.fold(world.journal, term.view())
-    folding.trim(world.journal, term.view())
+            fold_writer.fold(world.journal, term.view())
+    fold_writer.trim(world.journal, term.view())
     assert before.end == 3
     assert not exists(world, slot_key(3))
     assert exists(world, slot_key(4))  # an anchor, from which on all is there
     stray = CommitRecord(1, "f" * 32, previous="e" * 32)
-    data, _ = texts.encode_commit(stray, seq=before.end, run=world.fmt.run, manifest="0" * 32)
+    data, _ = record_text.encode_commit(stray, seq=before.end, run=world.fmt.run, manifest="0" * 32)
     world.create(slot_key(before.end), data)
     after = read(world.journal, before, HASTE)
     assert after.damage == ()
@@ -572,10 +574,10 @@ def test_a_stray_where_slots_were_deleted_is_stale_and_no_damage() -> None:
 def test_another_record_where_a_fold_ends_is_damage_to_every_reader(store: Store, look_above: bool) -> None:
     """Also to one that lists nothing: its `latest` would be older than what the other writer has begun."""
     view = store.view()
-    folding.fold(store.journal, view)
+    fold_writer.fold(store.journal, view)
     end = view.end - 1
     other = OpenRecord(2, None, "b" * 32, 1.0, previous=NO_SLOT)
-    store.backend.replace(slot_key(end), texts.encode_open(other, seq=end, run=store.run))
+    store.backend.replace(slot_key(end), record_text.encode_open(other, seq=end, run=store.run))
     found = read(ckptstore.open(store.url).journal, look_above=look_above, tell=False)
     assert (found.fold_seq, found.damage) == (end, (end,))
     with pytest.raises(CorruptLogError):

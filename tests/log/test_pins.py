@@ -18,8 +18,8 @@ import ckptstore
 from ckptstore.backends.base import OBJECT_LIMIT, Backend
 from ckptstore.errors import CheckpointNotFoundError, StorageError
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.record_text import decode_pin
 from ckptstore.formats.records import CheckpointId, CommitRecord, pin_key
-from ckptstore.formats.texts import decode_pin
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin, PinWatch, UnpinnedWarning, claim
 from ckptstore.log.term import Term, open_term, read

@@ -17,7 +17,7 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CommitUnknownError, FencedError, KeyExistsError, ReadOnlyError, StorageError
 from ckptstore.formats.records import slot_key
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term
 from tests.log.log_world import HASTE, FaultyBackend, World, save
 from tools.crash.faults import Fault, FaultyPosix

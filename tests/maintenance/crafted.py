@@ -14,13 +14,13 @@ import zstandard
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.formats import hashing, jsontext, texts
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats import checksums, jsontext, record_text
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.records import NO_SLOT
 from ckptstore.formats.shards import name_of, state_parts
 from ckptstore.formats.state import tensor_names
 from ckptstore.restore.assembly import held_by, tree_of
-from ckptstore.segments.reading import SegmentReader
+from ckptstore.segments.segment_reader import SegmentReader
 from ckptstore.store import Store
 
 ALIGN = 4096
@@ -57,7 +57,7 @@ class Segment:
         offsets = self.index.get("offset", [sum(lengths[:number]) for number in range(len(lengths))])
         extents = [(offset, length) for offset, length in zip(offsets, lengths, strict=True) if length]
         self.index["stored"] = "".join(
-            hashing.chunk_hash(self.payload[offset : offset + length]) for offset, length in extents
+            checksums.chunk_hash(self.payload[offset : offset + length]) for offset, length in extents
         )
 
     def write(self) -> tuple[bytes, int]:
@@ -148,7 +148,7 @@ class Crafted:
         for key, segment in self.segments.items():
             data, header = segment.write()
             backend.replace(key, data)
-            sealed[key.rpartition("/")[2].partition(".")[0]] = (len(data), header, hashing.header_hash(data[:header]))
+            sealed[key.rpartition("/")[2].partition(".")[0]] = (len(data), header, checksums.header_hash(data[:header]))
         before = NO_SLOT
         for key, slot in sorted(self.slots.items()):
             for entry in slot.get("segments", []) if isinstance(slot.get("segments"), list) else []:
@@ -156,7 +156,7 @@ class Crafted:
                     entry["size"], entry["header"], entry["hash"] = sealed[entry["id"]]
             if "previous" in slot:
                 slot["previous"] = before
-            data = texts.seal(slot)
+            data = record_text.seal(slot)
             backend.replace(key, data)
             before = xxh3_128(data)
         return Store(backend)
@@ -173,7 +173,7 @@ class Crafted:
             assert entry is not None
             names = set(tensor_names(tree))
             parts = state_parts(layer.tensor for key, layer in held.items() if name_of(key) in names)
-            changed[entry.state] = hashing.state_hash(jsontext.dumps(tree), parts)
+            changed[entry.state] = checksums.state_hash(jsontext.dumps(tree), parts)
         for slot in self.slots.values():
             _replace(slot, changed)
         for segment in self.segments.values():

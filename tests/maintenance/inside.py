@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ckptstore.formats.compiled import Hot
+from ckptstore.formats.kernel_choice import Hot
 
 __all__ = ["forget", "kernels", "replace", "trust"]
 

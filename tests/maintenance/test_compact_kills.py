@@ -16,7 +16,7 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, RestoreBound, Store
 from tests.forms import short_or
-from tests.maintenance.test_compacting import check, save
+from tests.maintenance.test_compaction import check, save
 from tests.maintenance.test_prune_kills import every_kill, killed_at
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptionError
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.commit_checks import check_commit, droppable
 from ckptstore.formats.records import (
     CheckpointEntry,
     CommitRecord,
@@ -17,12 +18,11 @@ from ckptstore.formats.records import (
     OpenRecord,
     SegmentEntry,
 )
-from ckptstore.formats.retention import check_commit, droppable
 from ckptstore.maintenance.compact import Limits, Planned, Samples, plan_moves
-from ckptstore.maintenance.compact.imagined import Imagined
-from ckptstore.maintenance.compact.sizes import known_sizes
-from ckptstore.maintenance.merge.ranges import unneeded
-from ckptstore.restore.plan import TYPICAL, plan_all, restore_seconds
+from ckptstore.maintenance.compact.simulated_store import Imagined
+from ckptstore.maintenance.compact.size_estimates import known_sizes
+from ckptstore.maintenance.merge.merge_range import unneeded
+from ckptstore.restore.restore_plan import TYPICAL, plan_all, restore_seconds
 
 STATE = 100_000_000
 """Bytes of a state."""

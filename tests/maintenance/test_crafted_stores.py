@@ -20,12 +20,12 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptSegmentError, DiffOptions, UsageError
-from ckptstore.formats import hashing, jsontext
+from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.codecs import Derive, Sub, Xor
 from ckptstore.formats.shards import state_parts
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.chain import iterate_chain
-from ckptstore.restore.opened import opened
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
@@ -119,13 +119,13 @@ def loadable(store: ckptstore.Store) -> tuple[list[str], dict[str, ckptstore.Ckp
                     replace(
                         chain.tensor,
                         chunks=tuple(
-                            replace(chunk, decoded_hash=hashing.chunk_hash(data.data))
+                            replace(chunk, decoded_hash=checksums.chunk_hash(data.data))
                             for chunk, (_, data) in zip(chain.tensor.chunks, iterate_chain(chain), strict=True)
                         ),
                     )
                     for chain in found.chains.values()
                 ]
-                assert hashing.state_hash(jsontext.dumps(found.merged), state_parts(entries)) == entry.state
+                assert checksums.state_hash(jsontext.dumps(found.merged), state_parts(entries)) == entry.state
             right.append(ref)
         except ckptstore.CkptError as error:
             wrong[ref] = error

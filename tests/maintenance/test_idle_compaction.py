@@ -18,9 +18,9 @@ import pytest
 import ckptstore
 from ckptstore import CompactOptions, CompactPass, DiffOptions, Store
 from ckptstore.errors import UsageError
-from ckptstore.maintenance.compact import executing
+from ckptstore.maintenance.compact import move_execution
 from tests.forms import long_only
-from tests.maintenance.test_compacting import CHAIN, check, save, state
+from tests.maintenance.test_compaction import CHAIN, check, save, state
 from tests.store.states import same
 from tests.write.trainer import Trainer
 
@@ -95,7 +95,7 @@ def test_it_stands_still_while_a_save_is_on_its_way(
     with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
         save(writer, range(1, 25))
     on_its_way = threading.Event()  # all three moves would be made before it where the machine stands still
-    monkeypatch.setattr(executing, "crash_point", lambda _name: on_its_way.wait(LONG))
+    monkeypatch.setattr(move_execution, "crash_point", lambda _name: on_its_way.wait(LONG))
     metrics: queue.Queue[ckptstore.SaveMetrics] = queue.Queue()
     options = CompactOptions(bandwidth=None, every=0.02, on_pass=told.put)
     changing = {"w": np.zeros(1000, np.float32), "step": 25}
@@ -151,7 +151,7 @@ def test_what_was_made_for_a_term_that_was_left_is_made_again(
             went.set()
             at_work.get(timeout=LONG).rollback("24@1")
 
-    monkeypatch.setattr(executing, "crash_point", passed)
+    monkeypatch.setattr(move_execution, "crash_point", passed)
     options = CompactOptions(bandwidth=None, every=0.05, on_pass=told.put)
     with store.writer(deltas=CHAIN, poll_seconds=None, compact=options) as writer:
         at_work.put(writer)
@@ -184,7 +184,7 @@ SCRIPT = """
 import sys, time
 import ckptstore
 from tests.maintenance.test_idle_compaction import RULES
-from tests.maintenance.test_compacting import CHAIN, save
+from tests.maintenance.test_compaction import CHAIN, save
 store = ckptstore.open(sys.argv[1])
 options = ckptstore.CompactOptions(bandwidth=None, every=0.05)
 with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None, compact=options) as writer:

@@ -12,7 +12,7 @@ from ckptstore import DiffOptions
 from ckptstore.errors import UsageError
 from ckptstore.host.caller_warnings import LossyWarning
 from ckptstore.log.journal import Journal
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.reports.inspection import inspect
 from ckptstore.store import Store

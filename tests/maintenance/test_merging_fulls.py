@@ -15,7 +15,7 @@ from ckptstore.maintenance.merge import Merged, Range, merge
 from ckptstore.store import Store
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
-from tests.maintenance.test_merging import check, fill, refs
+from tests.maintenance.test_diff_merge import check, fill, refs
 from tests.write.test_deltas import trajectory
 
 EVERY_FOURTH = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=3))

@@ -12,7 +12,7 @@ import ckptstore
 from ckptstore import DeltaOptions
 from ckptstore.errors import UsageError
 from ckptstore.maintenance.merge import merge
-from ckptstore.maintenance.merge.ranges import Range, select_range
+from ckptstore.maintenance.merge.merge_range import Range, select_range
 from tests.store.states import same
 
 

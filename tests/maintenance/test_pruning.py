@@ -16,7 +16,7 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
 from ckptstore.formats.records import CommitRecord
-from ckptstore.log import folding, requests
+from ckptstore.log import fold_writer, requests
 from ckptstore.log.term import open_term
 from tests.forms import short_or
 from tests.store.states import same
@@ -182,9 +182,9 @@ class TestWriters:
         with store.writer(keep=RULES, poll_seconds=None) as writer:
             save(writer, range(1, 12))
             for _ in range(3):  # folded, and the slot that said so deleted
-                folding.fold(store.journal, store.view())
+                fold_writer.fold(store.journal, store.view())
                 save(writer, [store.checkpoints()[-1].step + 1])
-            folding.trim(store.journal, store.view())
+            fold_writer.trim(store.journal, store.view())
         again = ckptstore.open(tmp_path / "store")
         assert again.rules() == RULES
         with again.writer(poll_seconds=None) as writer:
@@ -244,7 +244,7 @@ class TestWriters:
             save(writer, [1])
         term = open_term(store.journal, lambda catalog: catalog.latest().id)  # type: ignore[union-attr]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckptstore.formats.retention.checked", tuple)
+            patch.setattr("ckptstore.formats.commit_checks.checked", tuple)
             term.commit(CommitRecord(term.number, keep=("last:1", "cosine:3")))
         with (
             pytest.warns(UserWarning, match="nothing is retired: of the rules last:1, cosine:3 this version does not"),
@@ -303,7 +303,7 @@ class TestWriters:
             found = page.Store(tmp_path / "store").answer()
             assert differences(answer(tmp_path / "store"), found) == []
             assert len(found["checkpoints"]) == len(store.checkpoints())
-            folding.fold(store.journal, store.view())
+            fold_writer.fold(store.journal, store.view())
 
 
 class TestBesideALiveWriter:

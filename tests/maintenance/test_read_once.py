@@ -14,13 +14,13 @@ import pytest
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, FencedError, UsageError
+from ckptstore.formats.record_text import encode_format
 from ckptstore.formats.records import FormatFile, slot_key
-from ckptstore.formats.texts import encode_format
 from ckptstore.host.caller_warnings import DamagedLogWarning
-from ckptstore.log import folding
-from ckptstore.log.authors import Requester
+from ckptstore.log import fold_writer
+from ckptstore.log.change_committer import Requester
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read, same_history
+from ckptstore.log.log_reader import read, same_history
 from ckptstore.log.term import open_term
 from ckptstore.store import Store
 
@@ -149,8 +149,8 @@ def test_slots_that_were_folded_away_meanwhile(name: str) -> None:
         for first in (10, 20, 30):
             for step in range(first, first + 9):
                 writer.save(state(step), step)
-            folding.fold(other.journal, other.view())
-        folding.trim(other.journal, other.view())
+            fold_writer.fold(other.journal, other.view())
+        fold_writer.trim(other.journal, other.view())
         assert slot_key(end) not in other.backend.list("log/")
 
     store = Store(Counting(name, grow))

@@ -15,13 +15,13 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
-from ckptstore.formats import hashing, jsontext, optim
+from ckptstore.formats import checksums, jsontext, optim
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.tree import tensor_names
 from ckptstore.maintenance.merge import merge
-from ckptstore.segments.plain import write_full
+from ckptstore.segments.plain_segments import write_full
 from ckptstore.write.encoding import write_packed
 from ckptstore.write.steps import batch_segments, batcher
 
@@ -58,7 +58,7 @@ def rebuilt(found: list[Found]) -> tuple[dict[Any, CheckpointEntry], list[Encodi
         tensors = {name: entry for doc, _ in parts for name, entry in doc.tensors[step].items()}
         assert set(tensor_names(tree)) == {name for name in tensors if not name.startswith("ckptstore/")}
         hashes = [(name, entry.dtype, entry.shape, entry.hash) for name, entry in tensors.items()]
-        state = hashing.state_hash(jsontext.dumps(tree), hashes)
+        state = checksums.state_hash(jsontext.dumps(tree), hashes)
         nbytes = sum(entry.nbytes for entry in tensors.values())
         checkpoints[term, step] = CheckpointEntry(term, step, state, told.time, len(tensors), nbytes)
         ids = tuple(doc.segment for doc, _ in parts)

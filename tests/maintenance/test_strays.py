@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore.cli.main import cli
 from ckptstore.formats.records import pin_key, segment_key
-from ckptstore.log import arriving, requests
+from ckptstore.log import partial_objects, requests
 from ckptstore.log.change import Change
 from ckptstore.log.pins import Pin
 from ckptstore.store import Store
@@ -177,7 +177,9 @@ REQUEST = f"req/{9:010d}-{'d' * 32}"
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were waited, which takes none."""
     slept: list[float] = []
-    monkeypatch.setattr(arriving.all_arrived, "__defaults__", (*arriving.all_arrived.__defaults__[:-1], slept.append))
+    monkeypatch.setattr(
+        partial_objects.all_arrived, "__defaults__", (*partial_objects.all_arrived.__defaults__[:-1], slept.append)
+    )
     return slept
 
 
@@ -239,11 +241,11 @@ def test_all_torn_objects_are_waited_for_at_once_and_that_is_told(tmp_path: Path
     heard = Heard()
     report = store.verify(progress=heard)
     assert len(report.damage) == 40
-    assert arriving.STILL <= sum(pauses) < 2 * arriving.STILL
+    assert partial_objects.STILL <= sum(pauses) < 2 * partial_objects.STILL
     assert heard.phases[0] == ("waiting for files that may be half written", 0, 40, "files")
     pauses.clear()
     assert len(store.gc().unreadable_pins) == 20
-    assert sum(pauses) < 2 * arriving.STILL
+    assert sum(pauses) < 2 * partial_objects.STILL
 
 
 def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> None:
@@ -256,7 +258,9 @@ def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> No
         grown = looks[key] if key == "slow" else 1
         return b"whole" if key == "fast" or grown > 30 else b"x" * grown
 
-    found = dict(arriving.all_arrived(["torn", "slow", "gone", "fast"], get, lambda _key, data: data != b"whole"))
+    found = dict(
+        partial_objects.all_arrived(["torn", "slow", "gone", "fast"], get, lambda _key, data: data != b"whole")
+    )
     assert list(found) == ["fast", "gone", "torn", "slow"]
     assert (found["fast"], found["torn"], found["slow"]) == (b"whole", b"x", b"whole")
     assert isinstance(found["gone"], ckptstore.errors.KeyNotFoundError)
@@ -270,6 +274,6 @@ def test_what_grows_for_ever_is_taken_as_it_is(pauses: list[float]) -> None:
         looks.append(0)
         return b"x" * len(looks)
 
-    ((_, found),) = arriving.all_arrived(["a"], get, lambda _key, _data: True)
-    assert arriving.LONGEST <= sum(pauses) < arriving.LONGEST + 1
+    ((_, found),) = partial_objects.all_arrived(["a"], get, lambda _key, _data: True)
+    assert partial_objects.LONGEST <= sum(pauses) < partial_objects.LONGEST + 1
     assert found == b"x" * len(looks)

@@ -15,7 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Retired
-from ckptstore.log import authors, requests
+from ckptstore.log import change_committer, requests
 from tests.store.states import same
 from tests.write.trainer import Trainer
 
@@ -312,12 +312,12 @@ class TestANewerTerm:
             writer.close()
 
     def test_two_take_over_at_once(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Late(authors.Successor):
+        class Late(change_committer.Successor):
             def commit(self, term: int, what: str, changes: Any) -> Any:
                 store.writer(poll_seconds=None).close()
                 return super().commit(term, what, changes)
 
-        monkeypatch.setattr("ckptstore.maintenance.changing.Successor", Late)
+        monkeypatch.setattr("ckptstore.maintenance.catalog_changes.Successor", Late)
         with pytest.raises(ckptstore.FencedError):
             store.tag("best", 3, take_over=True)
         assert store.tags() == {}

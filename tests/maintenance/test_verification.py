@@ -25,14 +25,14 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import Posix
 from ckptstore.cli.main import cli
-from ckptstore.formats import hashing
+from ckptstore.formats import checksums
+from ckptstore.formats.record_text import encode_format
 from ckptstore.formats.records import FormatFile, slot_of
 from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.texts import encode_format
 from ckptstore.host.task_pool import Task, sweep
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
-from ckptstore.maintenance.repair.repairing import repair
+from ckptstore.maintenance.repair.store_repair import repair
 from ckptstore.maintenance.verify.verification import verify
 from ckptstore.write import encoding
 from ckptstore.write.deltas import DeltaOptions
@@ -229,7 +229,7 @@ def test_a_state_digest_that_is_not_that_of_the_state(
 
 def test_one_wrong_payload_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs that checkpoint alone: what builds on it has hashes of its own, and a load believes those (SPEC 5.4)."""
-    other = hashing.chunk_hash(b"other bytes")
+    other = checksums.chunk_hash(b"other bytes")
     store = forged(monkeypatch, lambda entry: replace(entry, chunks=(replace(entry.chunks[0], decoded_hash=other),)))
     report = ckptstore.verify(store, deep=True)
     (damage,) = report.damage
@@ -446,8 +446,8 @@ def proxied(tmp_path: Path) -> BehindAProxy:
         for step in range(1, 30):
             writer.save({"n": step}, step)
             if step in (10, 20, 28):
-                folding.fold(store.journal, store.view())
-    folding.trim(store.journal, store.view())
+                fold_writer.fold(store.journal, store.view())
+    fold_writer.trim(store.journal, store.view())
     assert store.verify().ok
     return BehindAProxy(root)
 
@@ -456,7 +456,7 @@ def proxied(tmp_path: Path) -> BehindAProxy:
 def test_a_page_in_place_of_a_listing_is_no_damage(
     proxied: BehindAProxy, prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("ckptstore.log.reading.time.sleep", lambda _: None)
+    monkeypatch.setattr("ckptstore.log.log_reader.time.sleep", lambda _: None)
     proxied.prefix, proxied.wrong = prefix, 1
     assert verify(Journal(proxied)).ok
     proxied.asked, proxied.wrong = 0, 100

@@ -16,8 +16,8 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptSegmentError, KernelWarning
-from ckptstore.formats import codecs, compiled, digest, optim, streaming
-from ckptstore.formats.compiled import Hot
+from ckptstore.formats import codecs, digest, kernel_choice, optim, uncached_copy
+from ckptstore.formats.kernel_choice import Hot
 from tests.forms import in_turn
 from tests.maintenance.inside import forget, kernels, replace, trust
 
@@ -56,9 +56,9 @@ def _wrong(kernel: Hot[..., Any], how: str) -> Callable[..., Any]:
 def _fresh() -> Iterator[None]:
     """Nothing is known of any kernel."""
     forget()
-    compiled.use("compiled")
+    kernel_choice.use("compiled")
     yield
-    compiled.use(None)
+    kernel_choice.use(None)
     forget()
 
 
@@ -106,7 +106,7 @@ Stores = dict[str, tuple[Path, dict[int, bytes]]]
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Stores:
     """A store of each optimizer, made by numpy, and what it holds."""
-    compiled.use("numpy")
+    kernel_choice.use("numpy")
     found: Stores = {}
     for optimizer in ("adam", "sgd"):
         root = tmp_path_factory.mktemp("kernels") / optimizer
@@ -131,7 +131,7 @@ def _told(caught: list[warnings.WarningMessage], name: str) -> bool:
     told = [str(one.message) for one in caught if issubclass(one.category, KernelWarning)]
     assert len(told) <= 1, told
     assert all("CKPTSTORE_KERNELS=numpy" in text and name in text for text in told), told
-    assert (compiled.kind() == "numpy") == bool(told)
+    assert (kernel_choice.kind() == "numpy") == bool(told)
     return bool(told)
 
 
@@ -154,7 +154,7 @@ def test_an_intact_store_is_never_called_damaged(
         "export": lambda target: ckptstore.open(root).export(7, target.with_suffix(".safetensors")),
     }
     for number, (what, work) in enumerate(works.items()):
-        compiled.use("compiled")
+        kernel_choice.use("compiled")
         forget()
         if since == "later":
             work(tmp_path / f"before{number}")
@@ -180,7 +180,7 @@ def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name:
         warnings.simplefilter("always")
         saved = _train(tmp_path / "store", _optimizer(name))
     _told(caught, name)
-    compiled.use("numpy")
+    kernel_choice.use("numpy")
     store = ckptstore.open(tmp_path / "store")
     assert [_bits(store.load(step)) for step in saved] == list(saved.values())
     assert store.verify(deep=True).ok
@@ -232,10 +232,10 @@ def test_damage_stays_damage(pristine: Stores, tmp_path: Path, name: str) -> Non
     data = bytearray(segment.read_bytes())
     data[-40] ^= 1
     segment.write_bytes(data)
-    compiled.use("numpy")
+    kernel_choice.use("numpy")
     wanted = ckptstore.verify(root, deep=True)
     assert not wanted.ok
-    compiled.use("compiled")
+    kernel_choice.use("compiled")
     kernel = kernels()[name]
     replace(kernel, _wrong(kernel, "bytes"))
     with warnings.catch_warnings():
@@ -255,7 +255,7 @@ def test_a_damaged_store_does_not_switch_right_kernels_off(pristine: Stores, tmp
         assert not ckptstore.verify(root, deep=True).ok
         with pytest.raises(CorruptSegmentError):
             ckptstore.open(root).load(7)
-    assert compiled.kind() == "compiled"
+    assert kernel_choice.kind() == "compiled"
 
 
 def test_warnings_that_are_errors_stop_no_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_warnings_that_are_errors_stop_no_save(tmp_path: Path, capsys: pytest.Ca
     with warnings.catch_warnings():
         warnings.simplefilter("error", KernelWarning)
         saved = _train(tmp_path / "store", "adam")
-    assert "KernelWarning" in capsys.readouterr().err or compiled.kind() == "compiled"
+    assert "KernelWarning" in capsys.readouterr().err or kernel_choice.kind() == "compiled"
     assert _bits(ckptstore.open(tmp_path / "store").load(7)) == saved[7]
 
 
@@ -284,11 +284,11 @@ def test_copies_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch, 
             right(args[0], args[1], args[2] - 1, args[3])
 
     replace(kernel, wrong)
-    monkeypatch.setattr(streaming, "_ready", False)
+    monkeypatch.setattr(uncached_copy, "_ready", False)
     with pytest.warns(KernelWarning, match="CKPTSTORE_KERNELS=numpy"):
-        streaming.prepare()
-    assert compiled.kind() == "numpy"
-    assert not streaming.ready()
+        uncached_copy.prepare()
+    assert kernel_choice.kind() == "numpy"
+    assert not uncached_copy.ready()
 
 
 def test_a_digest_is_asked_for_again() -> None:

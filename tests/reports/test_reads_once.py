@@ -14,13 +14,13 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.cli.main import cli
-from ckptstore.exchange.exporting import export
+from ckptstore.exchange.export import export
 from ckptstore.log.journal import Journal
 from ckptstore.reports.comparison import compare
-from ckptstore.reports.explaining import explain
 from ckptstore.reports.inspection import inspect, statistics
-from ckptstore.restore import rates
-from ckptstore.restore.opened import opened
+from ckptstore.reports.restore_explanation import explain
+from ckptstore.restore import restore_rates
+from ckptstore.restore.open_checkpoint import opened
 
 
 @pytest.fixture
@@ -91,15 +91,17 @@ def test_only_what_a_restore_needs_is_measured(monkeypatch: pytest.MonkeyPatch) 
     measured: list[str] = []
     for name in ("_delta_rate", "_replay_rate"):
         monkeypatch.setattr(
-            rates, name, lambda _threads, name=name: measured.append(name) or rates.Measured(0.0, 1e6, 1e6)
+            restore_rates,
+            name,
+            lambda _threads, name=name: measured.append(name) or restore_rates.Measured(0.0, 1e6, 1e6),
         )
     assert [one.kind for one in store.checkpoints()] == ["full", "delta"]
     plan = store.inspect(1, explain=True).plan
     assert plan is not None
-    assert (plan.steps[0].kind, plan.rates.decode, measured) == ("full", rates.TYPICAL.decode, [])
+    assert (plan.steps[0].kind, plan.rates.decode, measured) == ("full", restore_rates.TYPICAL.decode, [])
     plan = store.inspect(2, explain=True).plan
     assert plan is not None
-    assert (plan.rates.replay, measured) == (rates.TYPICAL.replay, ["_delta_rate"])
+    assert (plan.rates.replay, measured) == (restore_rates.TYPICAL.replay, ["_delta_rate"])
     assert store.explain(2).bytes_read == plan.bytes_read  # which measures all, as it always did
     assert measured == ["_delta_rate", "_delta_rate", "_replay_rate"]
     assert store.inspect(2).plan is None

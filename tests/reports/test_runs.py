@@ -14,8 +14,8 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, RunInfo, find_runs
+from ckptstore.formats.record_text import encode_open
 from ckptstore.formats.records import OpenRecord
-from ckptstore.formats.texts import encode_open
 from tools.objects.server import serving
 
 

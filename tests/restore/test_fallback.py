@@ -18,9 +18,9 @@ from ckptstore import CorruptSegmentError, FallbackWarning, StorageError
 from ckptstore.backends.base import SegmentSource
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import codecs
-from ckptstore.formats.hashing import chunk_hash
+from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.records import segment_key
-from ckptstore.restore.ways import MOST_WAYS
+from ckptstore.restore.alternatives import MOST_WAYS
 from tests.restore.twofold import state, stored_again, twofold
 from tests.store.states import same
 from tools.golden.by_hand import Entry, Hand, Made, Step, entry

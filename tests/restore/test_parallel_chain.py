@@ -16,8 +16,8 @@ import ckptstore
 from ckptstore import DeltaOptions, RestoreBound
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import codecs
+from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.codecs import Policy
-from ckptstore.formats.hashing import chunk_hash
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.restore import chain
 from ckptstore.write import encoding

@@ -20,10 +20,10 @@ from ckptstore.formats.boxes import Box, gap, overlapping
 from ckptstore.formats.shards import shard_key
 from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
-from ckptstore.maintenance.verify import deep
-from ckptstore.restore import assembled, chain, filling, replay, stored_base
-from ckptstore.restore.filling import Filling, MemorySink, fill, jobs_of
-from ckptstore.restore.opened import opened
+from ckptstore.maintenance.verify import deep_verify
+from ckptstore.restore import box_reads, chain, replay, shard_streams, stored_base
+from ckptstore.restore.box_reads import Filling, MemorySink, fill, jobs_of
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.stored_base import open_base
 from tests.forms import short_or
 from tools.golden.shard_stores import Array, Piece, ShardStore, by_rank, columns, cut, divided, rows
@@ -46,7 +46,7 @@ def same(found: Any, expected: Array) -> None:
 @contextmanager
 def small_chunks(nbytes: int) -> Iterator[None]:
     """Chunks of a few bytes, for as long as a store is written and read: everything has several of them."""
-    modules = [layout, assembled, chain, replay, stored_base, deep]
+    modules = [layout, shard_streams, chain, replay, stored_base, deep_verify]
     patches = [mock.patch.object(module, "CHUNK", nbytes) for module in modules]
     for patch in patches:
         patch.start()
@@ -153,7 +153,7 @@ def test_large_rows_are_read_straight_into_place(tmp_path: Any) -> None:
     made = ShardStore(str(tmp_path / "store"))
     before = [Piece(f"before.{rank}", np.zeros(128, "u1")) for rank in range(2)]  # so that they begin within a page
     made.commit(1, [[one, shard] for one, shard in zip(before, cut("w", whole, rows(whole.shape, 2)), strict=True)])
-    with mock.patch.object(filling, "copy_jobs", side_effect=AssertionError("through other memory")):
+    with mock.patch.object(box_reads, "copy_jobs", side_effect=AssertionError("through other memory")):
         same(made.store.load(1, framework="numpy")["w"], whole)
         box = np.s_[512:]
         same(made.store.read_tensor(1, "w", box=box).view("<f4").reshape(512, 4096), whole[box].copy())

@@ -57,7 +57,7 @@ def test_export_does_not_hold_the_tensor_in_memory(tmp_path: Path) -> None:
     whole = np.arange(24 << 20, dtype="<f4").reshape(shape)
     made.commit(1, by_rank(cut("w", whole, rows(shape, 4))))
     measured: list[int] = []
-    import ckptstore.restore.assembled as assembled
+    import ckptstore.restore.shard_streams as assembled
 
     real = assembled.aligned
 
@@ -102,7 +102,7 @@ def test_compare_is_of_whole_tensors(made: ShardStore, monkeypatch: pytest.Monke
     assert (found["w"].status, found["n"].status) == ("changed", "same")
     assert found["w"].norm_diff == pytest.approx(float(np.linalg.norm(numbers(2).astype("f8") - numbers(1))), rel=1e-6)
     assert {one.status for one in made.store.compare(2, 3)} == {"same"}  # cut in another way: read, and equal
-    monkeypatch.setattr("ckptstore.restore.assembled.decode_chunk", None)
+    monkeypatch.setattr("ckptstore.restore.shard_streams.decode_chunk", None)
     assert {one.status for one in made.store.compare(2, 2)} == {"same"}  # by their hashes
 
 

@@ -18,12 +18,12 @@ from safetensors.numpy import load_file
 import ckptstore
 from ckptstore.cli.main import cli
 from ckptstore.errors import FormatError, TensorNotFoundError, UsageError
-from ckptstore.exchange.exporting import export
-from ckptstore.exchange.importing import import_files
+from ckptstore.exchange.export import export
+from ckptstore.exchange.import_files import import_files
 from ckptstore.formats.names import flat_names, place_names
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import flatten, places, select_places
-from ckptstore.restore.targets import sharing
+from ckptstore.restore.load_targets import sharing
 from tests.formats.test_names import distinct, keys
 from tests.store.states import same
 

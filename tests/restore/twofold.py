@@ -14,12 +14,12 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.term import open_term
-from ckptstore.maintenance.merge.copying import merged_draft
-from ckptstore.maintenance.merge.portions import ChainSource
-from ckptstore.restore.opened import opened
+from ckptstore.maintenance.merge.checkpoint_portions import ChainSource
+from ckptstore.maintenance.merge.chunk_copies import merged_draft
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.segments.plain import write_full
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.plain_segments import write_full
+from ckptstore.segments.write_session import SegmentSession
 
 
 def state(step: int) -> dict[str, object]:

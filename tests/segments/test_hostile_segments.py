@@ -14,13 +14,13 @@ import torch
 
 import ckptstore
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats import hashing
+from ckptstore.formats import checksums
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.stored_base import open_base
-from ckptstore.segments import packed
-from ckptstore.segments.reading import SegmentReader, check_chunk
+from ckptstore.segments import packed_segments
+from ckptstore.segments.segment_reader import SegmentReader, check_chunk
 from ckptstore.write import encoding
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
@@ -138,12 +138,12 @@ def misdescribed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Sto
     """Saves a full and a delta, whose document is another one than it should be."""
 
     def saved(change: Callable[[SegmentDoc], SegmentDoc], kind: str = "delta") -> ckptstore.Store:
-        original = packed.encode_packed
+        original = packed_segments.encode_packed
 
         def encode(doc: SegmentDoc, *rest: Any) -> Any:
             return original(change(doc) if doc.kind == kind else doc, *rest)
 
-        monkeypatch.setattr(packed, "encode_packed", encode)
+        monkeypatch.setattr(packed_segments, "encode_packed", encode)
         weight = np.random.default_rng(0).integers(0, 256, 60000, dtype=np.uint8)
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=True), poll_seconds=None) as writer:
@@ -247,7 +247,7 @@ def test_payloads_that_fit_and_lead_elsewhere(forge: Callable[..., ckptstore.Sto
         if entry.name != "c" or len([one for one in seen if one]) < 2:
             return entry
         chunk = entry.chunks[0]
-        return replace(entry, chunks=(replace(chunk, decoded_hash=hashing.chunk_hash(b"other bytes")),))
+        return replace(entry, chunks=(replace(chunk, decoded_hash=checksums.chunk_hash(b"other bytes")),))
 
     store = forge(states, misled)
     codecs_of_c = [one for one in seen if one]
@@ -259,7 +259,7 @@ def test_payloads_that_fit_and_lead_elsewhere(forge: Callable[..., ckptstore.Sto
 
 def test_a_chunk_that_was_cut_is_none() -> None:
     data = np.arange(100, dtype=np.uint8)
-    digest = hashing.chunk_hash(data.data)
+    digest = checksums.chunk_hash(data.data)
     entry = TensorEntry("w", "U8", (200,), (Chunk(0, 200, 200, digest, digest),))
     with pytest.raises(CorruptSegmentError, match=r"here: tensor 'w'.*0\.\.200"):
         check_chunk("here", entry, entry.chunks[0], data)

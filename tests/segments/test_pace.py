@@ -12,7 +12,7 @@ import pytest
 
 from ckptstore.host.buffers import aligned
 from ckptstore.host.threads import Workers
-from ckptstore.segments.stream import BlockWrites
+from ckptstore.segments.block_stream import BlockWrites
 
 
 class Sink:

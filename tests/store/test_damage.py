@@ -14,10 +14,10 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.backends import directio
-from ckptstore.log import arriving, folding
+from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.merge import merge
-from ckptstore.restore.opened import opened
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
@@ -39,7 +39,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 state = {"w": rng.integers(0, 255, 5000 + step, dtype=np.uint8), "b": rng.standard_normal(7), "s": step}
                 STATES[writer.save(state, step=step).ref] = state
             writer.tag("best", steps[0])
-        folding.fold(store.journal, store.view())
+        fold_writer.fold(store.journal, store.view())
     with Pin(store.backend, ["0" * 32]):
         shutil.copytree(root, root.with_name("copy"))
     return root.with_name("copy")
@@ -65,7 +65,7 @@ def test_pristine_is_intact(pristine: Path) -> None:
 
 @pytest.mark.slow
 def test_every_flipped_byte_is_reported_and_never_returned(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arriving, "STILL", 0.01)  # nobody is writing what is torn here
+    monkeypatch.setattr(partial_objects, "STILL", 0.01)  # nobody is writing what is torn here
     flips = 0
     for file in files(pristine):
         original = file.read_bytes()

@@ -19,7 +19,7 @@ import ckptstore
 from ckptstore import DamagedLogWarning
 from ckptstore.cli.main import cli
 from ckptstore.formats.records import slot_key
-from ckptstore.log.looks import Looks
+from ckptstore.log.log_watch import Looks
 from ckptstore.reports.notebooks import store_html
 from ckptstore.reports.runs import find_runs
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.formats import compiled, kernel_cache
+from ckptstore.formats import kernel_cache, kernel_choice
 from tools.golden import make_store
 from tools.golden.still import still
 
@@ -25,13 +25,13 @@ def test_there_is_one() -> None:
     assert STORES == ["store-1"]
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 @pytest.mark.parametrize("name", STORES)
 def test_golden_stores_stay_readable(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if kind == "compiled":
         pytest.importorskip("numba")
-    request.addfinalizer(lambda: compiled.use(None))
-    compiled.use(kind)
+    request.addfinalizer(lambda: kernel_choice.use(None))
+    kernel_choice.use(kind)
     store = ckptstore.open(shutil.copytree(GOLDEN / name, tmp_path / name))
     expected = json.loads((GOLDEN / f"{name}.json").read_text())
     assert {info.ref: info.state for info in store.checkpoints()} == {

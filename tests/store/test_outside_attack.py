@@ -18,7 +18,7 @@ import pytest
 import ckptstore
 from ckptstore.errors import UsageError
 from ckptstore.exchange import atomic_files
-from ckptstore.exchange.exporting import export
+from ckptstore.exchange.export import export
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -322,7 +322,7 @@ class Named(FaultyBackend):
 
 
 def world_with_format() -> World:
-    from ckptstore.formats.texts import encode_format
+    from ckptstore.formats.record_text import encode_format
 
     world = World()
     world.create("FORMAT", encode_format(world.fmt))

@@ -28,8 +28,8 @@ from ckptstore.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from ckptstore.log.reading import Patience
-from ckptstore.segments.plain import write_full
+from ckptstore.log.log_reader import Patience
+from ckptstore.segments.plain_segments import write_full
 from tests.store.states import every_dtype, same, tensor_bytes, training_state
 from tests.write import inside
 from tests.write.held import hold
@@ -524,7 +524,7 @@ def test_resuming_elsewhere_warns(url: str) -> None:
 def test_describing_many_tagged_checkpoints_is_not_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.formats.catalog import Catalog
     from ckptstore.formats.records import CheckpointEntry
-    from ckptstore.log.checkpoints import describe_all
+    from ckptstore.log.checkpoint_info import describe_all
 
     nodes = [(1, step) for step in range(20_000)]
     catalog = Catalog(

@@ -15,8 +15,8 @@ import ckptstore
 from ckptstore import RemoteLostError, RemoteWarning, StorageError
 from ckptstore.backends.objects import ObjectBackend
 from ckptstore.formats.records import COPYING_KEY
-from ckptstore.log import pins, replica
-from ckptstore.maintenance.copies import copying
+from ckptstore.log import log_copy, pins
+from ckptstore.maintenance.copies import store_copy
 from tests.maintenance.stores import late
 from tests.tiers.test_tiers import check, state, steps
 from tools.objects.proxy import FaultProxy, Rule
@@ -86,7 +86,7 @@ def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
         others.append(late(COPY, bucket.folder, bucket.url))
 
     # The first slot is the term's, the second has all that there is to copy.
-    monkeypatch.setattr(replica, "crash_point", at("replica.slot-created", 2, meanwhile))
+    monkeypatch.setattr(log_copy, "crash_point", at("replica.slot-created", 2, meanwhile))
     try:
         assert bucket.store.copy(bucket.url).checkpoints == ("1@1",)
         told, _ = others[0].communicate("\n", timeout=120)
@@ -116,14 +116,14 @@ def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, m
     bucket.elsewhere()
     begun = []
 
-    def slow(*arguments: Any) -> replica.Replica:
+    def slow(*arguments: Any) -> log_copy.Replica:
         if not begun:
             begun.append(True)
             bucket.save(2)
             bucket.elsewhere()
-        return replica.Replica(*arguments)
+        return log_copy.Replica(*arguments)
 
-    monkeypatch.setattr(copying, "Replica", slow)
+    monkeypatch.setattr(store_copy, "Replica", slow)
     bucket.store.copy(bucket.url)
     bucket.check(1, 2)
 

@@ -17,13 +17,13 @@ import ckptstore
 from ckptstore import CorruptLogError, RemoteLostError, RemoteWarning, StorageError, UsageError
 from ckptstore.backends.base import Backend
 from ckptstore.cli.main import cli
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.records import slot_key
-from ckptstore.tiers import background
-from ckptstore.tiers.draining import Drain
-from ckptstore.tiers.pair import Pair
-from ckptstore.tiers.presence import check_same
-from ckptstore.tiers.quiet import Quiet
+from ckptstore.tiers import background_drain
+from ckptstore.tiers.drain import Drain
+from ckptstore.tiers.remote_check import check_same
+from ckptstore.tiers.remote_silence import Quiet
+from ckptstore.tiers.store_pair import Pair
 from tests.tiers.conftest import Outage, Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 from tools.objects.proxy import Rule
@@ -316,7 +316,7 @@ def test_a_remote_that_refuses_is_told_while_training_runs(outage: Outage) -> No
 def test_one_slow_answer_is_not_told_and_a_remote_that_stays_down_is(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "SOON", 3.0)
+    monkeypatch.setattr(background_drain, "SOON", 3.0)
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("503", times=2)])
@@ -330,7 +330,7 @@ def test_one_slow_answer_is_not_told_and_a_remote_that_stays_down_is(
 def test_a_remote_that_does_not_answer_is_told_while_training_runs(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "SOON", 1.5)
+    monkeypatch.setattr(background_drain, "SOON", 1.5)
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("slow", seconds=4.0)])

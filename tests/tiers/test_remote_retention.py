@@ -21,8 +21,8 @@ from ckptstore.formats.records import (
     OpenRecord,
     SegmentEntry,
 )
-from ckptstore.tiers import answering
-from ckptstore.tiers.choosing import drainable, holding, lag_between, pruned
+from ckptstore.tiers import remote_requests
+from ckptstore.tiers.drain_selection import drainable, holding, lag_between, pruned
 from tests.tiers.conftest import Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 
@@ -56,7 +56,7 @@ def test_a_remote_that_was_pruned_by_its_url(place: Place) -> None:
 
 
 def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "EVERY", 0.1)
+    monkeypatch.setattr(remote_requests, "EVERY", 0.1)
     with place.open().writer(deltas=3, poll_seconds=None) as writer:
         for step in range(1, 7):
             writer.save(state(step), step)

@@ -102,7 +102,7 @@ def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from
             monkeypatch.undo()
             fill(folders.open(folders.there), 3, 3)
 
-    monkeypatch.setattr("ckptstore.tiers.opening.crash_point", passed)
+    monkeypatch.setattr("ckptstore.tiers.tiered_term.crash_point", passed)
     with folders.open().writer(poll_seconds=None) as writer:
         assert (writer.term, writer.parent and writer.parent.ref) == (3, "3@2")
     check(ckptstore.open(folders.here, remote=False).load("3@2", framework="numpy"), 3)
@@ -121,7 +121,7 @@ def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pyt
             assert len(store.gc().segments) == 0
             assert len(store.backend.list("seg/")) == 2
 
-    monkeypatch.setattr("ckptstore.tiers.draining.crash_point", passed)
+    monkeypatch.setattr("ckptstore.tiers.drain.crash_point", passed)
     assert store.sync(folders.remote).checkpoints == 2
     check(folders.theirs().load(1, framework="numpy"), 1)
     assert len(store.gc().segments) == 1
@@ -141,7 +141,7 @@ def test_what_is_retired_at_this_moment_is_not_drained(folders: Place, monkeypat
             assert len(store.gc().segments) == 1
             return super().__enter__()
 
-    monkeypatch.setattr("ckptstore.tiers.draining.Pin", Late)
+    monkeypatch.setattr("ckptstore.tiers.drain.Pin", Late)
     done = store.sync(folders.remote)
     assert (done.checkpoints, done.damaged, done.branch) == (1, (), ())
     assert steps(folders.theirs()) == ["2@1"]
@@ -188,7 +188,7 @@ def test_a_term_that_is_opened_here_alone_at_this_moment_fences_the_one_of_both(
             monkeypatch.undo()
             fill(ckptstore.open(folders.here, remote=False), 3, 3)
 
-    monkeypatch.setattr("ckptstore.tiers.opening.crash_point", passed)
+    monkeypatch.setattr("ckptstore.tiers.tiered_term.crash_point", passed)
     with pytest.raises(FencedError, match="this one has term 2 already"):
         folders.open().writer()
     store = ckptstore.open(folders.here, remote=False)

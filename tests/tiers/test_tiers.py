@@ -24,7 +24,7 @@ from ckptstore import (
     UsageError,
     WriterClosedError,
 )
-from ckptstore.tiers import background
+from ckptstore.tiers import background_drain
 from tests.tiers.conftest import Outage, Place
 from tools.objects.server import Server
 
@@ -374,7 +374,7 @@ def test_who_is_killed_while_he_catches_up_has_not_forgotten_his_remote(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ckptstore.tiers.opening.crash_point", killed)
+        patched.setattr("ckptstore.tiers.tiered_term.crash_point", killed)
         with pytest.raises(KeyboardInterrupt):
             folders.open().writer()
     store = ckptstore.open(folders.here)
@@ -569,7 +569,7 @@ def test_a_save_waits_while_too_much_is_on_this_machine_alone(folders: Place) ->
 def test_a_save_is_refused_where_the_remote_fails_and_goes_on_when_it_is_back(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "PATIENCE", 0.5)
+    monkeypatch.setattr(background_drain, "PATIENCE", 0.5)
     store = outage.place.open(lag_bytes=0)
     with store.writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from ckptstore.log import reading
+from ckptstore.log import log_reader
 from ckptstore.log.term import Term
 
 __all__ = ["break_rule"]
@@ -20,12 +20,12 @@ def break_rule(patch: pytest.MonkeyPatch, rule: Rule) -> None:
     No option of the engine turns a rule off, and none shall.
     """
 
-    def only_the_next(one: reading._Reading) -> int:
-        return one.seq + 1 if reading.exists(one.backend, reading.slot_key(one.seq + 1)) else -1
+    def only_the_next(one: log_reader._Reading) -> int:
+        return one.seq + 1 if log_reader.exists(one.backend, log_reader.slot_key(one.seq + 1)) else -1
 
     if rule == "look above":
-        patch.setattr(reading._Reading, "_slot_above", only_the_next)
+        patch.setattr(log_reader._Reading, "_slot_above", only_the_next)
         return
     patch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
     if rule == "chain":
-        patch.setattr(reading._Reading, "_follows", lambda _reading, _record: True)
+        patch.setattr(log_reader._Reading, "_follows", lambda _reading, _record: True)

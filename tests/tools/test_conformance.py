@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.formats import compiled
+from ckptstore.formats import kernel_choice
 from tests.forms import short_or
 from tools.conformance.__main__ import SET, main
 from tools.conformance.comparing import differences
@@ -24,13 +24,13 @@ from tools.golden import make_conformance
 STORES: dict[str, Any] = json.loads(SET.read_text())["stores"]
 
 
-@pytest.mark.parametrize("kind", compiled.KINDS)
+@pytest.mark.parametrize("kind", kernel_choice.KINDS)
 @pytest.mark.parametrize("name", STORES)
 def test_our_reader(name: str, kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if kind == "compiled":
         pytest.importorskip("numba")
-    request.addfinalizer(lambda: compiled.use(None))
-    compiled.use(kind)
+    request.addfinalizer(lambda: kernel_choice.use(None))
+    kernel_choice.use(kind)
     folder = shutil.copytree(SET.parent / name, tmp_path / "store", symlinks=True)  # reading leaves a pin for a while
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,14 +16,14 @@ import zstandard
 
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import codecs
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.jsontext import dumps
 from ckptstore.formats.layout import ALIGN
+from ckptstore.formats.record_text import encode_format, seal
 from ckptstore.formats.records import CheckpointId, FormatFile, slot_key
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.texts import encode_format, seal
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.store import Store as OurStore
 from tools.conformance.__main__ import SET
@@ -197,7 +197,7 @@ def test_the_slot_after_a_fold_names_the_fold_s_last(end: str, tmp_path: Path) -
     store = OurStore(backend)
     with store.writer(poll_seconds=None) as writer:
         writer.save({"step": 10}, 10)
-    folding.fold(journal, store.view())
+    fold_writer.fold(journal, store.view())
     with store.writer(poll_seconds=None) as writer:
         writer.save({"step": 11}, 11)
     expected = both(folder)

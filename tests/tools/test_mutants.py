@@ -170,7 +170,7 @@ def _same(one: object, other: object) -> bool:
         return False
     return one == other
 """
-    sites = sites_in("formats/compiled.py", source.encode())
+    sites = sites_in("formats/kernel_choice.py", source.encode())
     assert [(site.where, site.source) for site in sites] == [
         ("confirmed", "flaw"),
         ("confirmed", "same(found, result)"),
@@ -206,27 +206,27 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("ckptstore/backends/pmem_stores.py", "NonTemporal.persist", "durability"),
         ("ckptstore/backends/pmem_stores.py", "Synced.persist", "durability"),
         ("ckptstore/backends/pmem_stores.py", "Synced.sync", "durability"),
-        ("ckptstore/segments/reading.py", "SegmentReader._read_doc", "checksum"),
-        ("ckptstore/segments/reading.py", "check_chunk", "checksum"),
-        ("ckptstore/restore/opened.py", "Opened.check_identity", "checksum"),
+        ("ckptstore/segments/segment_reader.py", "SegmentReader._read_doc", "checksum"),
+        ("ckptstore/segments/segment_reader.py", "check_chunk", "checksum"),
+        ("ckptstore/restore/open_checkpoint.py", "Opened.check_identity", "checksum"),
         ("formats/folds.py", "intact", "checksum"),
-        ("formats/texts.py", "unseal", "checksum"),
+        ("formats/record_text.py", "unseal", "checksum"),
         ("ckptstore/log/term.py", "Term._create_slot", "fence"),
         ("ckptstore/log/term.py", "_send", "fence"),
-        ("ckptstore/log/reading.py", "_Reading._follows", "fence"),
-        ("ckptstore/log/reading.py", "never_deleted", "anchor"),
-        ("ckptstore/log/folding.py", "_deletable", "anchor"),
+        ("ckptstore/log/log_reader.py", "_Reading._follows", "fence"),
+        ("ckptstore/log/log_reader.py", "never_deleted", "anchor"),
+        ("ckptstore/log/fold_writer.py", "_deletable", "anchor"),
         ("ckptstore/log/pins.py", "claim", "pin"),
         ("formats/segment.py", "header_length", "bounds"),
-        ("formats/retention.py", "_check_encoding", "rule"),
+        ("formats/commit_checks.py", "_check_encoding", "rule"),
         ("formats/catalog.py", "Catalog.latest", "bounds"),
-        ("formats/compiled.py", "confirmed", "kernel"),
-        ("formats/compiled.py", "Hot._compared", "kernel"),
-        ("formats/compiled.py", "_same", "kernel"),
+        ("formats/kernel_choice.py", "confirmed", "kernel"),
+        ("formats/kernel_choice.py", "Hot._compared", "kernel"),
+        ("formats/kernel_choice.py", "_same", "kernel"),
         ("formats/kernel_cache.py", "_Files.drop_torn", "kernel"),
-        ("formats/optim/settings.py", "Reader.names", "bounds"),
-        ("ckptstore/restore/link.py", "check_decoded", "checksum"),
-        ("ckptstore/tiers/presence.py", "_check_slot", "fence"),
+        ("formats/optim/step_settings.py", "Reader.names", "bounds"),
+        ("ckptstore/restore/chain_link.py", "check_decoded", "checksum"),
+        ("ckptstore/tiers/remote_check.py", "_check_slot", "fence"),
         ("ckptstore/agent/link.py", "Link.ask", "fence"),
         ("ckptstore/agent/opening.py", "_Opener._fits", "fence"),
         ("ckptstore/log/term.py", "Term._check_not_opened_over", "fence"),
@@ -298,7 +298,7 @@ def test_checks_that_other_processes_come_to_are_tried(tree: Path, tmp_path: Pat
 
 
 def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list", "--only", "formats/texts.py::unseal*"]) == 0
+    assert command.main(["--list", "--only", "formats/record_text.py::unseal*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("2 sites")
     assert command.main(["--only", "no such file"]) == 2

@@ -13,11 +13,11 @@ import pytest
 
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CommitUnknownError, StorageError
-from ckptstore.formats import texts
+from ckptstore.formats import record_text
 from ckptstore.log import requests, term
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import read
+from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term
 from ckptstore.store import Store
 from tests.forms import short_or
@@ -220,8 +220,8 @@ def test_a_manifest_goes_only_after_its_slot(monkeypatch: pytest.MonkeyPatch) ->
 
     def with_manifest(*record: Any, **place: Any) -> tuple[bytes, bytes | None]:
         with monkeypatch.context() as patch:
-            patch.setattr(texts, "SLOT_LIMIT", 100)
-            return texts.encode_commit(*record, **place)
+            patch.setattr(record_text, "SLOT_LIMIT", 100)
+            return record_text.encode_commit(*record, **place)
 
     monkeypatch.setattr(term, "encode_commit", with_manifest)
     disk = RecordingPosix()

@@ -197,7 +197,7 @@ def test_what_is_printed_leaves_at_once_where_the_environment_says_so(
 def test_kernels_are_those_that_the_environment_asks_for(warm: Warm, kind: str) -> None:
     if kind == "compiled":
         pytest.importorskip("numba")
-    code = "from ckptstore.formats import compiled; print(compiled.kind())"
+    code = "from ckptstore.formats import kernel_choice; print(kernel_choice.kind())"
     assert warm.run(python(code), env={**os.environ, "CKPTSTORE_KERNELS": kind}).stdout == f"{kind}\n"
 
 

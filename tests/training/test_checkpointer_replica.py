@@ -21,8 +21,8 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
 from ckptstore.agent.recipes import Proof  # noqa: E402
 from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
+from ckptstore.host.batched_copies import Gathering  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
-from ckptstore.host.gathering import Gathering  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning, consumed  # noqa: E402
 from tests.agent.lives import kill  # noqa: E402

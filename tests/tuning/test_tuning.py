@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import UsageError
 from ckptstore.tuning import Configuration, Job, Model, best, continuous, fulls_only, neighbours, paper_optimum
-from ckptstore.tuning.model import Recovery
-from ckptstore.tuning.paper import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, TABLE_JOB, table
+from ckptstore.tuning.paper_table import TABLE_BATCHES, TABLE_I, TABLE_INTERVALS, TABLE_JOB, table
+from ckptstore.tuning.wasted_time import Recovery
 from tests.forms import short_or
 
 

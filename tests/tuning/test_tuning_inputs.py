@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.errors import CheckpointNotFoundError, MissingDependencyError, StorageError, UsageError
-from ckptstore.tuning import Job, units
-from ckptstore.tuning.paper import TABLE_JOB
-from ckptstore.tuning.plotting import heat_map
-from ckptstore.tuning.profile import measure
+from ckptstore.tuning import Job, quantity_units
+from ckptstore.tuning.job_profile import measure
+from ckptstore.tuning.paper_table import TABLE_JOB
+from ckptstore.tuning.wasted_time_plot import heat_map
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ from ckptstore.tuning.profile import measure
     ],
 )
 def test_times(text: str, seconds: float) -> None:
-    assert units.seconds(text) == pytest.approx(seconds)
+    assert quantity_units.seconds(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "5", "h", "-1s", "2 hours", "1h30", "5x", "1,5s", "nan s", "1e999s", "1s;"])
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(UsageError, match=r"no time: write|out of range"):
-        units.seconds(text)
+        quantity_units.seconds(text)
 
 
 @pytest.mark.parametrize(
@@ -61,31 +61,31 @@ def test_what_is_no_time(text: str) -> None:
     ],
 )
 def test_bandwidths(text: str, rate: float) -> None:
-    assert units.bandwidth(text) == pytest.approx(rate)
+    assert quantity_units.bandwidth(text) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("text", ["1Gb/s", "10 Gib/s", "1GBps", "800mb/s"])
 def test_a_bandwidth_that_could_be_bits_or_bytes_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="bits or bytes"):
-        units.bandwidth(text)
+        quantity_units.bandwidth(text)
 
 
 @pytest.mark.parametrize("text", ["", "1GB", "fast", "-1GB/s", "GB/s", "1 GB/h", "1e999GB/s"])
 def test_what_is_no_bandwidth(text: str) -> None:
     with pytest.raises(UsageError, match=r"no bandwidth: write|out of range"):
-        units.bandwidth(text)
+        quantity_units.bandwidth(text)
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"), [("8.7GB", 8.7e9), ("500MiB", 500 * 2**20), ("123", 123), ("1k", 1000), ("2 tib", 2 * 2**40)]
 )
 def test_sizes(text: str, nbytes: float) -> None:
-    assert units.nbytes(text) == pytest.approx(nbytes)
+    assert quantity_units.nbytes(text) == pytest.approx(nbytes)
 
 
 @given(st.text(max_size=12) | st.text("0123456789.eE+-hmsdGKMTibB/ ", max_size=12))
 def test_any_text_is_a_number_or_a_usage_error(text: str) -> None:
-    for parse in (units.seconds, units.nbytes, units.bandwidth):
+    for parse in (quantity_units.seconds, quantity_units.nbytes, quantity_units.bandwidth):
         with contextlib.suppress(UsageError):
             assert 0 <= parse(text) < float("inf")
 

@@ -202,14 +202,14 @@ def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The result is compared with what was saved, not only the stored bytes."""
     states = trajectory(2)
     store = fill(tmp_path / "store", states, 1)
-    from ckptstore.restore import link
+    from ckptstore.restore import chain_link
 
-    original = link.read_payload
+    original = chain_link.read_payload
 
-    def spoiled(one: link.Link, index: int, scratch: Any, *, verify: bool) -> Any:
+    def spoiled(one: chain_link.Link, index: int, scratch: Any, *, verify: bool) -> Any:
         return original(one, index, scratch, verify=verify) ^ (1 if one.tensor.codec == "raw" else 0)
 
-    monkeypatch.setattr(link, "read_payload", spoiled)
+    monkeypatch.setattr(chain_link, "read_payload", spoiled)
     with pytest.raises(ckptstore.CorruptSegmentError, match="other bytes than were saved in step 2"):
         store.load(2)
 
@@ -265,7 +265,7 @@ def test_long_chains(tmp_path: Path) -> None:
 
 
 def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.segments.plain import write_full
+    from ckptstore.segments.plain_segments import write_full
     from ckptstore.write.encoding import write_packed
 
     monkeypatch.setattr("ckptstore.write.deltas.write_packed", functools.partial(write_packed, limit=100_000))

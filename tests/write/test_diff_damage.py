@@ -14,9 +14,9 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats import hashing, jsontext
+from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
-from ckptstore.segments import packed
+from ckptstore.segments import packed_segments
 from ckptstore.write import encoding
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.steps import batch_segments, batcher
@@ -63,7 +63,7 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
         doc: Callable[[SegmentDoc], SegmentDoc] = lambda doc: doc,
         gradients: bool = True,
     ) -> Forged:
-        write, encode = batch_segments.write_batch, packed.encode_packed
+        write, encode = batch_segments.write_batch, packed_segments.encode_packed
 
         def writes(backend: Any, coded: list[EncodedStep], draft: SegmentDoc, **how: Any) -> Any:
             by_number = {one.step: one for one in coded}
@@ -71,7 +71,7 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Forge:
             return write(backend, list(by_number.values()), draft, **{**how, "times": [0.0] * len(by_number)})
 
         monkeypatch.setattr(batcher, "write_batch", writes)
-        monkeypatch.setattr(packed, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))
+        monkeypatch.setattr(packed_segments, "encode_packed", lambda draft, *rest: encode(doc(draft), *rest))
         trainer, truth = Trainer(), {}
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(diffs=DiffOptions(batch=STEPS - 1, seconds=None), poll_seconds=None) as writer:
@@ -178,7 +178,7 @@ def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.M
             for one in unit
             if not one.spec.name.startswith("v.")
         ]
-        return replace(coded, tree=tree, state=hashing.state_hash(jsontext.dumps(tree), parts))
+        return replace(coded, tree=tree, state=checksums.state_hash(jsontext.dumps(tree), parts))
 
     def described(*arguments: Any) -> TensorEntry:
         entry = append(*arguments)

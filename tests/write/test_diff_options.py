@@ -16,7 +16,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointEntry, Encoding
 from ckptstore.formats.sources import NumpySource
-from ckptstore.log.checkpoints import describe_checkpoint
+from ckptstore.log.checkpoint_info import describe_checkpoint
 from ckptstore.store import verify
 from ckptstore.tuning import Configuration, Controller, Job, best
 from tests.store.states import same

@@ -14,7 +14,7 @@ import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
-from ckptstore.reports.explaining import explain
+from ckptstore.reports.restore_explanation import explain
 from ckptstore.store import verify
 from tests.store.states import same
 from tests.write.trainer import ADAM, Trainer, fill

@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.backends.pmem import PmemSink
 from ckptstore.formats.sources import NumpySource
-from ckptstore.segments import direct
+from ckptstore.segments import mapped_fulls
 from tests.write.test_layered import LAYERS, change, fresh_state, same
 
 
@@ -61,7 +61,7 @@ def test_safetensors_opens_it(store: ckptstore.Store, tmp_path: Path) -> None:
 
 def test_a_state_of_several_segments(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = (None, None, None, 40_000)
-    monkeypatch.setattr(direct.map_segments, "__defaults__", limits[-1:])
+    monkeypatch.setattr(mapped_fulls.map_segments, "__defaults__", limits[-1:])
     state = fresh_state()
     with store.writer(poll_seconds=None) as writer:
         info = writer.begin(state, 1, LAYERS, direct=True).finish().result(60)

@@ -18,7 +18,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, RankOptions, StorageError, agent
-from ckptstore.formats.steps_named import named_steps
+from ckptstore.formats.step_text import named_steps
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.warm_agents import start_warm

@@ -11,7 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, FencedError, StorageError
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.write.ranks.exchange import attempt_id
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from tests.write.rank_states import PATIENT, state

@@ -11,7 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions
-from ckptstore.log.reading import Patience
+from ckptstore.log.log_reader import Patience
 from ckptstore.store import Store
 from tests.store.states import same
 from tests.write import inside

@@ -13,7 +13,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host import buffers
 from ckptstore.host.buffers import Bytes
-from ckptstore.segments.regions import LaidOutState
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write import snapshot as module
 from ckptstore.write.snapshot import HostTensor, Snapshot, SnapshotPool
 

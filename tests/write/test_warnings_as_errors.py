@@ -22,7 +22,7 @@ import ckptstore.agent
 import ckptstore.training
 from ckptstore.agent.client import AgentWriter
 from ckptstore.frameworks import bridge
-from ckptstore.host import background
+from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import WarningsLast, warn, warns_last
 from ckptstore.host.threads import started_pool
 from ckptstore.training import Checkpointer, LayerwiseSnapshots
@@ -227,7 +227,7 @@ def test_calls_within_a_call_that_warns_last() -> None:
 def test_threads_of_the_package_log_it(category: type[Warning], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ckptstore"), started_pool(1, "ckptstore-test") as pool:
         pool.submit(warn, "of a pool", category).result()
-        thread = background.start(lambda: warn("of a thread", category), "test")
+        thread = background_threads.start(lambda: warn("of a thread", category), "test")
         thread.join()
         done = threading.Event()
 
@@ -235,7 +235,7 @@ def test_threads_of_the_package_log_it(category: type[Warning], caplog: pytest.L
             warn("of a timer", category)
             done.set()
 
-        background.after(0.0, at_last)
+        background_threads.after(0.0, at_last)
         assert done.wait(60)
     assert [one.getMessage() for one in caplog.records] == [
         f"{category.__name__}: of a {what}" for what in ("pool", "thread", "timer")

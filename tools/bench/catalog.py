@@ -33,8 +33,9 @@ import click
 
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats.catalog import CatalogBuilder
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.folds import encode_fold
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.record_text import encode_format
 from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointEntry,
@@ -46,7 +47,6 @@ from ckptstore.formats.records import (
     SegmentEntry,
     fold_key,
 )
-from ckptstore.formats.texts import encode_format
 from tools.bench.commands import ckpt
 from tools.bench.report import median
 

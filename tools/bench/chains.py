@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats import codecs, hashing, jsontext
-from ckptstore.formats.reference import node_of
+from ckptstore.formats import checksums, codecs, jsontext
+from ckptstore.formats.checkpoint_ref import node_of
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
-from ckptstore.reports.explaining import explain
-from ckptstore.restore.opened import opened
+from ckptstore.reports.restore_explanation import explain
+from ckptstore.restore.open_checkpoint import opened
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tools.bench.pagecache import drop
@@ -132,8 +132,8 @@ def fingerprint(state: Any) -> str:
     for name, source in flat.tensors.items():
         image = np.empty(source.nbytes, np.uint8)
         source.read(0, image)
-        parts.append((name, source.dtype, source.shape, hashing.xxh3_128(image.data)))
-    return hashing.state_hash(jsontext.dumps(flat.tree), parts)
+        parts.append((name, source.dtype, source.shape, checksums.xxh3_128(image.data)))
+    return checksums.state_hash(jsontext.dumps(flat.tree), parts)
 
 
 def make_chain(store: ckptstore.Store, deltas: int, mib: int) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 from ckptstore.formats.codecs import kernels, rounding
 
 ROUNDS = 15
@@ -73,18 +73,18 @@ def main() -> None:
     for column in ("kernel", "numpy, us", "compiled, us", "times as fast"):
         table.add_column(column, justify="left" if column == "kernel" else "right")
     began = time.perf_counter()
-    compiled.use("compiled")
+    kernel_choice.use("compiled")
     found = cases()
     for call in found.values():
         call()
     ready = time.perf_counter() - began
     for name, call in found.items():
-        taken: dict[str, list[float]] = {kind: [] for kind in compiled.KINDS}
+        taken: dict[str, list[float]] = {kind: [] for kind in kernel_choice.KINDS}
         for _ in range(ROUNDS):
-            for kind in compiled.KINDS:
-                compiled.use(kind)
+            for kind in kernel_choice.KINDS:
+                kernel_choice.use(kind)
                 taken[kind].append(seconds(call))
-        slow, fast = (1e6 * statistics.median(taken[kind]) for kind in compiled.KINDS)
+        slow, fast = (1e6 * statistics.median(taken[kind]) for kind in kernel_choice.KINDS)
         table.add_row(name, f"{slow:.0f}", f"{fast:.0f}", f"{slow / fast:.1f}")
     Console(width=100).print(table)
     print(f"import of numba, compiling (or fetching from its cache) and the first calls: {ready:.2f} s")

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.formats import codecs, compiled
+from ckptstore.formats import codecs, kernel_choice
 from tools.bench import codec_report, machine
 from tools.bench.codec_cases import CASES, Case, Part, load
 from tools.bench.codec_methods import Method, Ours, others, ours
@@ -204,7 +204,7 @@ def main() -> None:
         "machine": machine.describe(options.out),
         "versions": {package: machine._version(package) for package in ("zipnn", "blosc2", "lz4", "pcodec", "numba")},
         "rounds": options.rounds,
-        "kernels": compiled.kind(),
+        "kernels": kernel_choice.kind(),
         "cases": results,
         "promises": codec_report.promises(results),
     }

@@ -29,7 +29,7 @@ import zstandard
 from torch import Tensor
 
 import ckptstore
-from ckptstore.formats import compiled, optim
+from ckptstore.formats import kernel_choice, optim
 from ckptstore.formats.sources import NumpySource
 from ckptstore.write.steps.updates import Update
 from tools.bench.machine import describe
@@ -280,7 +280,11 @@ def main() -> None:
             found += measure(phase, one, options.rounds, options.folder, number == 0)
         show(found)
         rows += found
-    report = {"machine": describe(options.folder), "kernels": compiled.kind(), "rows": [asdict(row) for row in rows]}
+    report = {
+        "machine": describe(options.folder),
+        "kernels": kernel_choice.kind(),
+        "rows": [asdict(row) for row in rows],
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=1))
     wrong = [f"{row.phase}: {row.method}" for row in rows if not row.exact]

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import ckptstore
-from ckptstore.formats import compiled
+from ckptstore.formats import kernel_choice
 from ckptstore.maintenance.merge import merge
 from ckptstore.training import OptimizerStep
 from tools.bench.machine import describe
@@ -192,7 +192,7 @@ def main() -> None:
     show(rows, training, after)
     report = {
         "machine": describe(options.folder),
-        "kernels": compiled.kind(),
+        "kernels": kernel_choice.kind(),
         "training_seconds": training,
         "training_threads": options.threads,
         "rows": [asdict(row) for row in rows],

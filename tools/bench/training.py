@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ckptstore.errors import UsageError
-from ckptstore.tuning.units import seconds as parse_seconds
+from ckptstore.tuning.quantity_units import seconds as parse_seconds
 from tools.bench import machine, training_report
 from tools.bench.training_cases import STRATEGIES, Case, Plan, Results, run_round
 

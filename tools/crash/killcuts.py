@@ -20,8 +20,8 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.posix import Posix
 from ckptstore.errors import StoreNotFoundError
 from ckptstore.formats.records import slot_of
-from ckptstore.log import folding
-from ckptstore.log.reading import anchor_above
+from ckptstore.log import fold_writer
+from ckptstore.log.log_reader import anchor_above
 from ckptstore.store import Store
 from tools.crash import faults
 from tools.crash.enumerate import crash_states
@@ -149,8 +149,8 @@ def _go_on(store: Store, acknowledge: Callable[[str], None], folds: bool) -> Non
 def _maintain(store: Store) -> None:
     view = store.view()
     if view.end:
-        folding.fold(store.journal, view)
-        folding.trim(store.journal, store.view())
+        fold_writer.fold(store.journal, view)
+        fold_writer.trim(store.journal, store.view())
 
 
 def _check_anchors(backend: Backend) -> None:

@@ -20,7 +20,7 @@ from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host.arenas import LEAST
 from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
@@ -158,8 +158,8 @@ def _next(parent: Any) -> int:
 
 
 def _maintain(store: Store) -> None:
-    folding.fold(store.journal, store.view())
-    folding.trim(store.journal, store.view())
+    fold_writer.fold(store.journal, store.view())
+    fold_writer.trim(store.journal, store.view())
 
 
 LIVES: Final[Mapping[str, Life]] = {"whole": whole, "bounded": bounded, "layered": layered, "ranks": ranks}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptstore.errors import CkptError
-from ckptstore.formats import hashing
+from ckptstore.formats import checksums
 from ckptstore.formats.segment import SegmentDoc, header_length, parse
 from tools.crash.disk import Image
 
@@ -47,7 +47,7 @@ def _is_mixed(path: str, data: bytes) -> bool:
 
 def _whole(doc: SegmentDoc, data: bytes) -> bool:
     return all(
-        hashing.chunk_hash(data[chunk.offset : chunk.offset + chunk.length]) == chunk.stored_hash
+        checksums.chunk_hash(data[chunk.offset : chunk.offset + chunk.length]) == chunk.stored_hash
         for tensors in doc.tensors.values()
         for tensor in tensors.values()
         for chunk in tensor.chunks

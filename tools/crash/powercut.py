@@ -36,9 +36,9 @@ from ckptstore.backends.pmem import PmemBackend
 from ckptstore.backends.posix import SYSTEM
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.host.caller_warnings import LostStepsWarning
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
@@ -126,8 +126,8 @@ def work(backend: LocalBackend, acknowledge: int, seed: int) -> None:
                 merge(store.journal, f"{written[0]}..{written[-1]}", keep_steps=keep_steps, take_over=True)
             collect(store.journal)
         if chance.random() < 0.7:
-            folding.fold(Journal(backend, store.format), store.view())
-            folding.trim(Journal(backend, store.format), store.view())
+            fold_writer.fold(Journal(backend, store.format), store.view())
+            fold_writer.trim(Journal(backend, store.format), store.view())
 
 
 def _term(store: Store, parent: str, kind: str, chance: random.Random, tell: Callable[[str], None]) -> list[str]:

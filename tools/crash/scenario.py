@@ -21,13 +21,13 @@ import numpy as np
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CheckpointNotFoundError, StoreNotFoundError
+from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.record_text import encode_format
 from ckptstore.formats.records import FORMAT_KEY, FormatFile
-from ckptstore.formats.reference import node_of
-from ckptstore.formats.texts import encode_format
 from ckptstore.host.caller_warnings import LostStepsWarning
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.maintenance.compact import Limits, compact
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store, verify
 from ckptstore.write.deltas import DeltaOptions
@@ -158,8 +158,8 @@ def promised(acknowledged: Iterable[str]) -> set[str]:
 
 def _maintain(store: Store) -> None:
     view = store.view()
-    folding.fold(store.journal, view)
-    folding.trim(store.journal, store.view())
+    fold_writer.fold(store.journal, view)
+    fold_writer.trim(store.journal, store.view())
 
 
 def check(backend: Backend, acknowledged: Iterable[str], *, write: bool = True) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import StoreNotFoundError
-from ckptstore.restore.plan import plan
+from ckptstore.restore.restore_plan import plan
 from ckptstore.store import Store
 from tools.crash.enumerate import CrashState, crash_states
 from tools.crash.faults import Fault, FaultyPosix

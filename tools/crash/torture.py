@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.hashing import header_hash
+from ckptstore.formats.checksums import header_hash
 from ckptstore.host.caller_warnings import LostStepsWarning
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store
 from tools.crash.grounds import BUCKETS, bucket
 from tools.crash.powercut_rig import isolated, make_image, mounted, obstacle

@@ -25,14 +25,14 @@ from ckptstore.errors import (
     UsageError,
     WriterClosedError,
 )
+from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.commit_checks import droppable
 from ckptstore.formats.records import Node
-from ckptstore.formats.reference import node_of
-from ckptstore.formats.retention import droppable
-from ckptstore.log import folding, requests
-from ckptstore.log.arriving import exists
+from ckptstore.log import fold_writer, requests
 from ckptstore.log.change import Change
+from ckptstore.log.partial_objects import exists
 from ckptstore.log.pins import PinWatch, UnpinnedWarning, claim
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from ckptstore.write.steps.batcher import DiffOptions
@@ -202,8 +202,8 @@ def maintain(stage: Stage) -> None:
     store = stage.store()
     view = store.view()
     if view.end:
-        folding.fold(store.journal, view)
-        trimmed = folding.trim(store.journal, store.view())
+        fold_writer.fold(store.journal, view)
+        trimmed = fold_writer.trim(store.journal, store.view())
         stage.note(trimmed=trimmed.slots)
     time.sleep(stage.chance.random())
 

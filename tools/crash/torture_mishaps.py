@@ -19,9 +19,9 @@ import numpy as np
 
 from ckptstore.backends.local import LocalBackend
 from ckptstore.errors import CkptError, CorruptLogError, WriterError
+from ckptstore.formats.checkpoint_ref import node_of
 from ckptstore.formats.records import slot_of
-from ckptstore.formats.reference import node_of
-from ckptstore.maintenance.gc import collect
+from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store, verify
 from tools.crash.scenario import Violation, same_state
 

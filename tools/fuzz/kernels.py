@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckptstore.errors import CkptError
-from ckptstore.formats import compiled
+from ckptstore.formats import kernel_choice
 from ckptstore.formats.codecs import kernels
 from tools.fuzz.guard import Violation
 
@@ -21,16 +21,16 @@ def both_forms(read: Callable[[], _R], refusals: Sequence[type[CkptError]]) -> _
     Raises:
         Violation: one form refuses what the other reads, or they read different things.
     """
-    if compiled.kind() != "compiled":
+    if kernel_choice.kind() != "compiled":
         return read()
-    compiled.use("numpy")
+    kernel_choice.use("numpy")
     try:
         found: _R = read()
         refused = ""
     except tuple(refusals) as error:
         refused = type(error).__name__
     finally:
-        compiled.use(None)
+        kernel_choice.use(None)
     try:
         again = read()
     except tuple(refusals) as error:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import CorruptionError, FormatError
-from ckptstore.formats import optim, steps
+from ckptstore.formats import optim, step_codec
 from ckptstore.formats.segment import TensorEntry
 from tools.fuzz.guard import Target, Violation
 from tools.fuzz.kernels import both_forms, poison
@@ -136,7 +136,7 @@ def _json(data: bytes) -> bool:
 def _groups(described: dict[str, Any]) -> bool:
     """``{"tensors": {name: [shape, parameters]}}``: what is restored together, by parameters as a segment has them."""
     entries = {
-        name: TensorEntry(name, "F32", (row[0],), (), steps.STEP, row[1])
+        name: TensorEntry(name, "F32", (row[0],), (), step_codec.STEP, row[1])
         for name, row in described.items()
         if isinstance(row, list)
         and len(row) == 2
@@ -144,7 +144,7 @@ def _groups(described: dict[str, Any]) -> bool:
         and 0 <= row[0] < 1 << 40
         and isinstance(row[1], dict)
     }
-    found = steps.groups_of(entries, "fuzz")
+    found = step_codec.groups_of(entries, "fuzz")
     names = [name for group in found for name in group.names]
     if sorted(names) != sorted(entries):
         raise Violation("groups that are not the tensors")
@@ -204,9 +204,9 @@ def _described() -> list[dict[str, Any]]:
 
     def group(*parameters: str) -> dict[str, Any]:
         members = tuple(tuple(f"{name}.{slot}" for slot in rule.slots) for name in parameters)
-        made = steps.Group("replayed", rule, members)
+        made = step_codec.Group("replayed", rule, members)
         return {
-            name: [12, made.params if name == made.leader else steps.follower_params(made.leader)]
+            name: [12, made.params if name == made.leader else step_codec.follower_params(made.leader)]
             for name in made.names
         }
 

@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 import ckptstore.formats
-from ckptstore.formats import folds, jsontext, ranked, texts
+from ckptstore.formats import folds, jsontext, rank_trees, record_text
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.records import (
     CheckpointEntry,
@@ -141,9 +141,9 @@ def _segment(number: int) -> SegmentEntry:
 
 def records() -> list[bytes]:
     """Slots: OPEN, COMMITs, and one that points to a manifest."""
-    opened = texts.encode_open(_open(), seq=7, run=RUN)
-    commit, _ = texts.encode_commit(_commit(), seq=7, run=RUN, manifest="e" * 32)
-    small, _ = texts.encode_commit(CommitRecord(3, "0" * 32), seq=7, run=RUN, manifest="e" * 32)
+    opened = record_text.encode_open(_open(), seq=7, run=RUN)
+    commit, _ = record_text.encode_commit(_commit(), seq=7, run=RUN, manifest="e" * 32)
+    small, _ = record_text.encode_commit(CommitRecord(3, "0" * 32), seq=7, run=RUN, manifest="e" * 32)
     moved = json.loads(_unsealed(commit))
     slot = {name: moved[name] for name in ("ckptstore", "run", "seq", "term", "nonce")} | {"manifest": {"id": "e" * 32}}
     pointing = json.dumps({"slot": slot, "manifest": moved}).encode()
@@ -191,14 +191,16 @@ def fold_texts() -> list[bytes]:
 def formats() -> list[bytes]:
     """FORMAT texts."""
     return [
-        _unsealed(texts.encode_format(FormatFile(RUN))),
-        _unsealed(texts.encode_format(FormatFile(RUN, anchor_every=4, features={"write": ("x",)}, extra={"n": 1}))),
+        _unsealed(record_text.encode_format(FormatFile(RUN))),
+        _unsealed(
+            record_text.encode_format(FormatFile(RUN, anchor_every=4, features={"write": ("x",)}, extra={"n": 1}))
+        ),
     ]
 
 
 def pins() -> list[bytes]:
     """Pin texts."""
-    return [_unsealed(texts.encode_pin(PinRecord("a" * 32, ("b" * 32, "c" * 32), {"host": "x"}, {"later": 1})))]
+    return [_unsealed(record_text.encode_pin(PinRecord("a" * 32, ("b" * 32, "c" * 32), {"host": "x"}, {"later": 1})))]
 
 
 def requests() -> list[bytes]:
@@ -207,7 +209,7 @@ def requests() -> list[bytes]:
     request = Request(
         "a" * 32, 1, "merge", commit.segments, commit.encodings, commit.drops, commit.retires, commit.tags, {"n": 1}
     )
-    return [_unsealed(texts.encode_request(request, run=RUN))]
+    return [_unsealed(record_text.encode_request(request, run=RUN))]
 
 
 def trees() -> list[bytes]:
@@ -238,8 +240,8 @@ def trees() -> list[bytes]:
         jsontext.dumps(flatten(state).tree),
         jsontext.dumps({"m": {"$t": "w"}, "n": [{"$t": "w"}]}),
         json.dumps(extra).encode(),
-        jsontext.dumps(ranked.merge([flatten(one).tree for one in ranks])),
-        jsontext.dumps({"a": ranked.merge([{"x": {"$t": "a.x"}}, [{"$t": "a.0"}], None])}),
+        jsontext.dumps(rank_trees.merge([flatten(one).tree for one in ranks])),
+        jsontext.dumps({"a": rank_trees.merge([{"x": {"$t": "a.x"}}, [{"$t": "a.0"}], None])}),
     ]
 
 

@@ -18,7 +18,7 @@ from ckptstore.errors import (
     FormatError,
     UsageError,
 )
-from ckptstore.formats import folds, hashing, jsontext, ranked, texts
+from ckptstore.formats import checksums, folds, jsontext, rank_trees, record_text
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.layout import ALIGN, TensorSpec
 from ckptstore.formats.records import (
@@ -164,7 +164,7 @@ def _index(data: bytes) -> bool:
     payload = payload if type(payload) is int and 0 <= payload < _LONGEST_DATA else 0
     document = given.get("document")
     if isinstance(document, dict):
-        pointer = {"codec": "zstd", "length": length, "hash": hashing.xxh3_128(stored)}
+        pointer = {"codec": "zstd", "length": length, "hash": checksums.xxh3_128(stored)}
         own = document.get("index")
         document = document | {"index": pointer | (own if isinstance(own, dict) else {})}
     end = payload + len(stored)
@@ -199,7 +199,7 @@ def _moved(doc: SegmentDoc, distance: int) -> SegmentDoc:
 
 
 def _sealed(data: bytes) -> bytes:
-    return data + f"\n{hashing.xxh3_128(data)}\n".encode("ascii")
+    return data + f"\n{checksums.xxh3_128(data)}\n".encode("ascii")
 
 
 def _record(data: bytes) -> bool:
@@ -208,15 +208,17 @@ def _record(data: bytes) -> bool:
     manifest: bytes | None = None
     if isinstance(given, dict) and isinstance(given.get("slot"), dict):
         manifest = _sealed(json.dumps(given.get("manifest"), separators=(",", ":")).encode())
-        pointer = {"size": len(manifest), "hash": hashing.xxh3_128(manifest)}
+        pointer = {"size": len(manifest), "hash": checksums.xxh3_128(manifest)}
         slot = given["slot"]
         own = slot.get("manifest")
         data = json.dumps(slot | {"manifest": pointer | own if isinstance(own, dict) else own}).encode()
     sealed = _sealed(data)
-    record = texts.decode_record(sealed, seq=7, run=RUN, what="fuzz", fetch=lambda _key, _size: manifest or b"")
+    record = record_text.decode_record(sealed, seq=7, run=RUN, what="fuzz", fetch=lambda _key, _size: manifest or b"")
     if isinstance(record, OpenRecord):
-        again = texts.encode_open(record, seq=7, run=RUN)
-        _require(texts.decode_record(again, seq=7, run=RUN, what="again") == record, "an OPEN reads back as another")
+        again = record_text.encode_open(record, seq=7, run=RUN)
+        _require(
+            record_text.decode_record(again, seq=7, run=RUN, what="again") == record, "an OPEN reads back as another"
+        )
         return True
     _same_commit(record)
     Catalog().apply(record, 7)  # "never fails, whatever the record says"
@@ -224,8 +226,8 @@ def _record(data: bytes) -> bool:
 
 
 def _same_commit(record: CommitRecord) -> None:
-    again, moved = texts.encode_commit(record, seq=7, run=RUN, manifest="e" * 32)
-    read = texts.decode_record(again, seq=7, run=RUN, what="again", fetch=lambda _key, _size: moved or b"")
+    again, moved = record_text.encode_commit(record, seq=7, run=RUN, manifest="e" * 32)
+    read = record_text.decode_record(again, seq=7, run=RUN, what="again", fetch=lambda _key, _size: moved or b"")
     assert isinstance(read, CommitRecord)
     _require(replace(read, manifest=record.manifest) == record, "a COMMIT reads back as another")
 
@@ -233,7 +235,7 @@ def _same_commit(record: CommitRecord) -> None:
 def _fold(data: bytes) -> bool:
     """What a fold's frame holds (JSON, columns); bytes that begin as a zstd frame are the frame as it is."""
     body = data if data[:4] == b"\x28\xb5\x2f\xfd" else zstandard.compress(data)
-    digest = hashing.xxh3_128(body)
+    digest = checksums.xxh3_128(body)
     text = b"ckptstore fold\n" + digest.encode() + b"\n" + body
     catalog = folds.decode_fold(text, seq=7, run=RUN, digest16=digest[:16], what="fuzz")
     again, name = folds.encode_fold(catalog, run=RUN)
@@ -255,10 +257,11 @@ def _text(decode: Callable[[bytes], Any], encode: Callable[[Any], bytes]) -> Cal
     return run
 
 
-_format = _text(texts.decode_format, texts.encode_format)
-_pin = _text(lambda data: texts.decode_pin(data, what="fuzz"), texts.encode_pin)
+_format = _text(record_text.decode_format, record_text.encode_format)
+_pin = _text(lambda data: record_text.decode_pin(data, what="fuzz"), record_text.encode_pin)
 _request = _text(
-    lambda data: texts.decode_request(data, run=RUN, what="fuzz"), lambda found: texts.encode_request(found, run=RUN)
+    lambda data: record_text.decode_request(data, run=RUN, what="fuzz"),
+    lambda found: record_text.encode_request(found, run=RUN),
 )
 
 
@@ -278,8 +281,8 @@ def _jsontext(data: bytes) -> bool:
 
 def _tree(data: bytes) -> bool:
     stored = jsontext.loads(data, what="fuzz", max_bytes=1 << 16)
-    hidden = set(ranked.left_out(stored))
-    tree = ranked.of_rank(stored, None)  # of many ranks, the union of all
+    hidden = set(rank_trees.left_out(stored))
+    tree = rank_trees.of_rank(stored, None)  # of many ranks, the union of all
     names = tensor_names(tree)
     _require(hidden.isdisjoint(names), "a tensor is in the union, and said to be left out")
     _require(hidden | set(names) <= set(tensor_names(stored)), "a tensor of a union comes from nowhere")

@@ -14,9 +14,9 @@ import numpy as np
 import zstandard
 
 from ckptstore.formats import codecs
+from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.codecs import rounding
 from ckptstore.formats.digest import digest
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.layout import TensorSpec
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry

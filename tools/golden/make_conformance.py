@@ -16,11 +16,12 @@ import zstandard
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.backends.local import LocalBackend
-from ckptstore.formats import codecs, optim, texts
+from ckptstore.formats import codecs, optim, record_text
+from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.hashing import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.jsontext import dumps
 from ckptstore.formats.layout import TensorSpec
+from ckptstore.formats.record_text import encode_format, seal
 from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointEntry,
@@ -34,12 +35,11 @@ from ckptstore.formats.records import (
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_length, parse
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.formats.state import tensor_names
-from ckptstore.formats.texts import encode_format, seal
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.maintenance.merge import merge
-from ckptstore.segments.plain import write_full
+from ckptstore.segments.plain_segments import write_full
 from ckptstore.write.encoding import write_packed
 from ckptstore.write.steps.batch_segments import write_batch
 from tools.conformance.ours import answer
@@ -127,8 +127,8 @@ def make_folded(folder: Path) -> None:
     for step in (6, 7, 8, 9):
         with store.writer(poll_seconds=None) as writer:
             writer.save({"step": step}, step)
-        folding.fold(Journal(backend, fmt), store.view())
-    folding.trim(Journal(backend, fmt), store.view())
+        fold_writer.fold(Journal(backend, fmt), store.view())
+    fold_writer.trim(Journal(backend, fmt), store.view())
     for path in slot_files(folder)[-1:]:
         assert len(slot_files(folder)) < int(path.name)  # some are gone
 
@@ -241,7 +241,7 @@ def _retired(folder: Path) -> None:
 def _retired_folded(folder: Path) -> None:
     _retired(folder)
     store = ckptstore.open(folder)
-    folding.fold(store.journal, store.view())
+    fold_writer.fold(store.journal, store.view())
     for path in slot_files(folder)[1:-1]:
         path.write_bytes(b"not needed: the fold has it")
 
@@ -384,7 +384,7 @@ def _gap(folder: Path) -> None:
 
 
 def _manifest(folder: Path) -> None:
-    with mock.patch.object(texts, "SLOT_LIMIT", 500):
+    with mock.patch.object(record_text, "SLOT_LIMIT", 500):
         _small(folder)
     assert len(list(folder.glob("seg/*/*.json"))) > 1
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats import ranked
+from ckptstore.formats import rank_trees
 from ckptstore.formats.state import tensor_names
 from tools.golden.shard_stores import Piece, ShardStore
 
@@ -66,7 +66,7 @@ STATES: Sequence[Sequence[Any]] = (
 def ranks(folder: Path) -> None:
     """A checkpoint of each of `STATES`; then two whose trees no writer here makes."""
     made = ShardStore(ckptstore.open(folder, create=True))
-    trees = [ranked.merge(states) for states in STATES]
+    trees = [rank_trees.merge(states) for states in STATES]
     trees.append({"x": {"$ranks": [[None, None], [{"w": _t("w")}]]}, "y": {"$ranks": [[None, 1], [0, _t("w")]]}})
     trees.append({"$ranks": [[0, 1], [{"w": {"x": _t("w.x")}}, {"w": [_t("w.0")]}]]})  # w.0 is in no union
     for step, tree in enumerate(trees, 1):

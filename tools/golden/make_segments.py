@@ -15,9 +15,9 @@ from typing import Any
 import zstandard
 
 from ckptstore.formats import jsontext
+from ckptstore.formats.checksums import chunk_hash, header_hash, state_hash, xxh3_128
 from ckptstore.formats.digest import digest
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.hashing import chunk_hash, header_hash, state_hash, xxh3_128
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import (

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats import codecs, optim, ranked
+from ckptstore.formats import codecs, optim, rank_trees
+from ckptstore.formats.checksums import chunk_hash, xxh3_128
 from ckptstore.formats.codecs import rounding
-from ckptstore.formats.hashing import chunk_hash, xxh3_128
+from ckptstore.formats.record_text import seal
 from ckptstore.formats.records import CheckpointId, slot_key
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.formats.segment_steps import Part
-from ckptstore.formats.steps import STEP, follower_params
-from ckptstore.formats.texts import seal
-from ckptstore.log import folding
+from ckptstore.formats.step_codec import STEP, follower_params
+from ckptstore.log import fold_writer
 from tools.golden.by_hand import Array, Entry, Hand, Made, Step, changed_document, entry
 
 __all__ = ["SLIPS"]
@@ -335,7 +335,7 @@ def _keys(folder: Path) -> None:
     hand = Hand(folder)
     hand.open()
     for step, (one, other) in enumerate(pairs, 1):
-        tree = ranked.merge([{"d": {"$dict": [[one, 1], [7, 0]]}}, {"d": {"$dict": [[8, 0], [other, 2]]}}])
+        tree = rank_trees.merge([{"d": {"$dict": [[one, 1], [7, 0]]}}, {"d": {"$dict": [[8, 0], [other, 2]]}}])
         hand.promise(hand.segment({step: Step(tree=tree)}))
     # $size is a value, $tuple a kind of its own; neither holds a tensor, so the first leads.
     size, pair = {"$size": [1, 2]}, {"$tuple": [1, 2]}
@@ -346,7 +346,7 @@ def _keys(folder: Path) -> None:
     )
     for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
         step = hand.seq
-        hand.promise(hand.segment({step: Step(tree=ranked.merge([trees[rank] for rank in order]))}))
+        hand.promise(hand.segment({step: Step(tree=rank_trees.merge([trees[rank] for rank in order]))}))
 
 
 # ---------------------------------------------------------------------------------------- the log
@@ -408,7 +408,7 @@ def _manifests(folder: Path) -> None:
 def _closed(hand: Hand) -> None:
     """Fold all that is there."""
     store = ckptstore.open(hand.folder)
-    folding.fold(store.journal, store.view())
+    fold_writer.fold(store.journal, store.view())
 
 
 def _end(**other: Any) -> Callable[[Path], None]:

@@ -18,7 +18,7 @@ import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
-from ckptstore.log import folding
+from ckptstore.log import fold_writer
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
 from tools.golden.still import still
@@ -101,7 +101,7 @@ def fill(store: Store) -> None:
             writer.save_async(run.state(), step, updates=updates)
     merge(store.journal, "7@2..12@2", keep_steps=True, take_over=True)
     merge(store.journal, "2@1..3@1", take_over=True)
-    folding.fold(store.journal, store.view())
+    fold_writer.fold(store.journal, store.view())
 
 
 def expectations(store: Store) -> dict[str, Any]:

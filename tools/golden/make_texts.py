@@ -16,7 +16,7 @@ from typing import Any
 
 import zstandard
 
-from ckptstore.formats import folds, texts
+from ckptstore.formats import folds, record_text
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.records import (
     CheckpointEntry,
@@ -63,12 +63,12 @@ COMMIT = CommitRecord(
 
 def open_text(seq: int) -> bytes:
     """An OPEN with every member."""
-    return texts.encode_open(OPEN, seq=seq, run=RUN)
+    return record_text.encode_open(OPEN, seq=seq, run=RUN)
 
 
 def commit_text(record: CommitRecord, seq: int) -> tuple[bytes, bytes | None]:
     """A COMMIT: the slot, and the manifest that it points to, if it does not fit."""
-    return texts.encode_commit(record, seq=seq, run=RUN, manifest="e" * 32)
+    return record_text.encode_commit(record, seq=seq, run=RUN, manifest="e" * 32)
 
 
 def _many() -> CommitRecord:
@@ -80,7 +80,7 @@ def _many() -> CommitRecord:
 
 
 def _changed(text: bytes, **members: Any) -> bytes:
-    return texts.seal(json.loads(text[:-34]) | members)
+    return record_text.seal(json.loads(text[:-34]) | members)
 
 
 def _sealed(name: str, kind: str, text: bytes, outcome: str = "read", **more: Any) -> Case:
@@ -93,7 +93,7 @@ def _slots() -> list[Case]:
     pointing, manifest = commit_text(_many(), 7)
     assert none is None
     assert manifest is not None
-    first = texts.encode_open(OpenRecord(1, None, "a" * 32, 0.0, {}), seq=0, run=RUN)
+    first = record_text.encode_open(OpenRecord(1, None, "a" * 32, 0.0, {}), seq=0, run=RUN)
     packed = base64.b64encode(zstandard.compress(manifest)).decode()
     damaged = commit[:100] + bytes([commit[100] ^ 1]) + commit[101:]
     return [
@@ -123,10 +123,10 @@ def _slots() -> list[Case]:
 
 
 def _formats() -> list[Case]:
-    plain = texts.encode_format(FormatFile(RUN))
+    plain = record_text.encode_format(FormatFile(RUN))
     return [
         _sealed("FORMAT", "format", plain),
-        _sealed("FORMAT with anchors every 4", "format", texts.encode_format(FormatFile(RUN, anchor_every=4))),
+        _sealed("FORMAT with anchors every 4", "format", record_text.encode_format(FormatFile(RUN, anchor_every=4))),
         _sealed("an unknown member of FORMAT", "format", _changed(plain, later=1)),
         _sealed("a feature for writers", "format", _changed(plain, features={"write": ["later"]})),
         _sealed("a feature for readers", "format", _changed(plain, features={"read": ["later"]}), "incompatible"),
@@ -139,8 +139,8 @@ def _requests_and_pins() -> list[Case]:
     edge = Encoding((1, 4), "delta", PARENT, (f"{9:032x}",), False, 8192)
     segment = SegmentEntry(f"{9:032x}", 1, 8192, 4096, "2" * 32)
     asked = Request("5" * 32, 1, "merge 3..4", (segment,), (edge,), (f"{2:032x}",), ((1, 3),), {"best": (1, 4)})
-    request = texts.encode_request(asked, run=RUN)
-    pin = texts.encode_pin(PinRecord("6" * 32, (f"{1:032x}", f"{2:032x}"), {"host": "golden"}))
+    request = record_text.encode_request(asked, run=RUN)
+    pin = record_text.encode_pin(PinRecord("6" * 32, (f"{1:032x}", f"{2:032x}"), {"host": "golden"}))
     return [
         _sealed("a request with every member", "request", request),
         _sealed("a request with an unknown feature", "request", _changed(request, incompat=["x"]), "incompatible"),

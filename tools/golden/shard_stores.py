@@ -14,8 +14,8 @@ import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.formats import codecs, dtypes
 from ckptstore.formats.boxes import Box
+from ckptstore.formats.checksums import chunk_hash, header_hash, state_hash
 from ckptstore.formats.digest import digest
-from ckptstore.formats.hashing import chunk_hash, header_hash, state_hash
 from ckptstore.formats.jsontext import dumps
 from ckptstore.formats.layout import TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, SegmentEntry

@@ -1,6 +1,6 @@
 """The mutation gate: every fsync, checksum, fence, anchor, pin and bounds check is taken out in turn; a test must fail.
 
-python -m tools.mutants [--only 'formats/texts.py*'] [--jobs 2] [--list] [--quick]
+python -m tools.mutants [--only 'formats/record_text.py*'] [--jobs 2] [--list] [--quick]
 python -m tools.mutants --ordinary N [--seed S] [--since REV | MODULE ...]
 """
 
@@ -29,7 +29,7 @@ QUICK: Final = (
     "formats/folds.py*",
     "formats/layout.py*",
     "formats/members.py*",
-    "formats/texts.py*",
+    "formats/record_text.py*",
     "ckptstore/backends/posix.py*",
     "ckptstore/log/term.py*",
     "ckptstore/log/pins.py*",

@@ -26,34 +26,38 @@ _CRASHES: Final = tuple(
 )
 _PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/gc")
 """What the crash tests run. Syncs of other modules are about files of their own (exports, a tried disk)."""
-_LOG: Final = _some("log", "lost_slots", "replaced", "folding", "pins", "requests", "log_machine")
+_LOG: Final = _some("log", "lost_slots", "replaced", "fold_writer", "pins", "requests", "log_machine")
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/kernel_cache.py": (f"{_FORMATS}kernel_cache.py",),
     "formats/catalog.py": (f"{_FORMATS}catalog.py", *_some("lost_slots", "damaged_log"), f"{_FORMATS}records.py"),
-    "formats/compiled.py": ("tests/maintenance/test_wrong_compiled_kernels.py", f"{_FORMATS}compiled.py"),
+    "formats/kernel_choice.py": ("tests/maintenance/test_wrong_compiled_kernels.py", f"{_FORMATS}kernel_choice.py"),
     "formats/*compiled*.py": (
         f"{_FORMATS}codecs_exceptions_hostile.py",
         f"{_FORMATS}codecs_kernels.py",
         f"{_FORMATS}optim_compiled.py",
     ),
     "formats/optim/*": (f"{_FORMATS}optim_hostile.py", f"{_FORMATS}optim.py", f"{_FORMATS}optim_arithmetic.py"),
-    "formats/steps.py": _some("diffs", "diff_*"),
-    "formats/codecs/sums.py": _some("parallel_chain"),
+    "formats/step_codec.py": _some("diffs", "diff_*"),
+    "formats/codecs/delta_sums.py": _some("parallel_chain"),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}bounds.py", f"{_FORMATS}state.py", *_READINGS),
     "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
     "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
-    "formats/records.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py"),
+    "formats/records.py": (f"{_FORMATS}record_text_hostile.py", f"{_FORMATS}records.py"),
     "formats/tree.py": (f"{_FORMATS}state.py", "tests/tools/test_conformance_page.py"),
-    "formats/united.py": (f"{_FORMATS}ranked.py", f"{_FORMATS}keys.py"),
+    "formats/tree_union.py": (f"{_FORMATS}rank_trees.py", f"{_FORMATS}keys.py"),
     "formats/keys.py": (f"{_FORMATS}keys.py",),
     "formats/values.py": (f"{_FORMATS}state.py",),
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
     "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
-    "formats/members.py": (f"{_FORMATS}texts_hostile.py", f"{_FORMATS}records.py", f"{_FORMATS}segment_hostile.py"),
-    "formats/texts.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", *_READINGS),
+    "formats/members.py": (
+        f"{_FORMATS}record_text_hostile.py",
+        f"{_FORMATS}records.py",
+        f"{_FORMATS}segment_hostile.py",
+    ),
+    "formats/record_text.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", *_READINGS),
     "formats/fold*.py": (
         f"{_FORMATS}folds_hostile.py",
         f"{_FORMATS}bounds.py",
@@ -61,7 +65,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"{_FORMATS}tables.py",
     ),
     "formats/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
-    "formats/retention.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
+    "formats/commit_checks.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
     **{
         f"ckptstore/backends/{name}.py": _some(
@@ -88,13 +92,13 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     },
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
-    "ckptstore/exchange/weight_files.py": _some("weight_files", "importing"),
+    "ckptstore/exchange/weight_files.py": _some("weight_files", "import_files"),
     "ckptstore/exchange/safetensors_files.py": _some("weight_files"),
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
-    "ckptstore/exchange/exporting.py": _some("exporting"),
-    "ckptstore/exchange/atomic_files.py": _some("exporting", "outside_attack"),
+    "ckptstore/exchange/export.py": _some("export"),
+    "ckptstore/exchange/atomic_files.py": _some("export", "outside_attack"),
     "ckptstore/host/buffers.py": _some("torch_offload", "arenas", "segments/test_plain", "pace", "host/test_memory"),
-    "ckptstore/host/exiting.py": _some("host/test_exiting"),
+    "ckptstore/host/interpreter_exit.py": _some("host/test_interpreter_exit"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
     "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
     "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
@@ -114,35 +118,45 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         for name in ("fitting", "matching", "module_fit", "optimizer_fit", "resume_checks", "schedules")
     },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
-    "ckptstore/maintenance/merge/*": _some("merging", "merging_diffs", "hostile_segments", "compacting", "rebuilding"),
+    "ckptstore/maintenance/merge/*": _some(
+        "diff_merge", "merging_diffs", "hostile_segments", "compaction", "rebuilding"
+    ),
     "ckptstore/maintenance/verify/*": (
         *_some("verification", "crafted_stores", "damage", "verifying_one"),
         "tests/cli/test_verify.py",
     ),
     "ckptstore/maintenance/compact/*": (
-        *_some("lost_ends", "compacting", "compact_planning"),
+        *_some("lost_ends", "compaction", "compact_planning"),
         "tests/cli/test_compact.py",
         *_some("compact_kills"),
     ),
     "ckptstore/maintenance/copies/*": (
-        *_some("room_for_copies", "lost_ends", "copying", "repairing"),
+        *_some("room_for_copies", "lost_ends", "store_copy", "store_repair"),
         "tests/cli/test_copy_and_repair.py",
         *_some("tiers/test_tiers"),
     ),
-    "ckptstore/maintenance/repair/*": (*_some("repairing", "rebuilding"), "tests/cli/test_copy_and_repair.py"),
+    "ckptstore/maintenance/repair/*": (*_some("store_repair", "rebuilding"), "tests/cli/test_copy_and_repair.py"),
     "ckptstore/maintenance/pruning.py": (*_some("lost_ends"), "tests/cli/test_prune.py", *_some("prune_kills")),
-    "ckptstore/maintenance/gc.py": ("tests/cli/test_gc.py", *_some("recycling"), *_LOG),
+    "ckptstore/maintenance/garbage_collection.py": ("tests/cli/test_gc.py", *_some("recycling"), *_LOG),
     **{
         f"ckptstore/maintenance/{name}.py": (*_some("tags_and_retirement", "read_once"), "tests/cli/test_tag.py")
-        for name in ("changing", "retiring", "tagging")
+        for name in ("catalog_changes", "retirement", "tags")
     },
-    **{f"ckptstore/log/{name}.py": _some("arriving", "damaged_log") for name in ("arriving", "telling")},
-    "ckptstore/log/listings.py": _some("maintenance/test_verification", "maintenance/test_gc"),
-    "ckptstore/log/looks.py": _some("following/test_following", "arriving", "replaced"),
-    "ckptstore/log/replica.py": _some("arriving", "copying", "copies_at_once", "tiers/test_tiers"),
-    **{f"ckptstore/log/{name}.py": (*_LOG, *_some("arriving", "read_once")) for name in ("term", "reading")},
-    "ckptstore/log/authors.py": (*_LOG, *_some("read_once", "tags_and_retirement")),
-    "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_gc.py"),
+    **{
+        f"ckptstore/log/{name}.py": _some("partial_objects", "staged_units", "damaged_log")
+        for name in ("partial_objects", "damage_warnings")
+    },
+    "ckptstore/log/stale_listings.py": _some("maintenance/test_verification", "maintenance/test_garbage_collection"),
+    "ckptstore/log/log_watch.py": _some("following/test_following", "partial_objects", "staged_units", "replaced"),
+    "ckptstore/log/log_copy.py": _some(
+        "partial_objects", "staged_units", "store_copy", "copies_at_once", "tiers/test_tiers"
+    ),
+    **{
+        f"ckptstore/log/{name}.py": (*_LOG, *_some("partial_objects", "staged_units", "read_once"))
+        for name in ("term", "log_reader")
+    },
+    "ckptstore/log/change_committer.py": (*_LOG, *_some("read_once", "tags_and_retirement")),
+    "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_garbage_collection.py"),
     "ckptstore/log/*": _LOG,
     "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),
     "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
@@ -171,37 +185,37 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/write/options.py": _some("write/test_memory", "misuse", "writer"),
     **{
         f"ckptstore/write/{name}.py": _some(
-            "writer", "rollback", "folding_beside", "reentrance", "diffs", "write/test_memory", "store", "deltas*"
+            "writer", "rollback", "fold_writer_beside", "reentrance", "diffs", "write/test_memory", "store", "deltas*"
         )
         for name in ("writer", "committer", "ledger")
     },
     "ckptstore/write/opening.py": _some("warnings_as_errors", "writer", "rollback", "diffs", "misuse"),
     **{
         f"ckptstore/{name}.py": _some("diff_damage", "hostile_segments", "diffs", "crafted_stores")
-        for name in ("restore/replay", "restore/link", "write/steps/*")
+        for name in ("restore/replay", "restore/chain_link", "write/steps/*")
     },
     "ckptstore/restore/assembly.py": _some("crafted_stores", "diff_damage", "hostile_segments", "diffs", "fallback"),
     "ckptstore/restore/chain.py": _some("damage", "deltas*", "diff_damage", "parallel_chain", "shards"),
-    "ckptstore/restore/held.py": _some("following", "handover"),
-    "ckptstore/restore/parts.py": _some("shards", "shards_in_use"),
-    "ckptstore/restore/plan.py": (*_some("store"), *_LOG),
-    "ckptstore/restore/stored_base.py": _some("hostile_segments", "shards", "deltas*", "merging"),
+    "ckptstore/restore/resident_checkpoint.py": _some("following", "handover"),
+    "ckptstore/restore/stored_parts.py": _some("shards", "shards_in_use"),
+    "ckptstore/restore/restore_plan.py": (*_some("store"), *_LOG),
+    "ckptstore/restore/stored_base.py": _some("hostile_segments", "shards", "deltas*", "diff_merge"),
     **{
         f"ckptstore/restore/{name}.py": _some("store", "torch_tensors", "tied_selection", "diffs")
-        for name in ("load", "targets")
+        for name in ("load", "load_targets")
     },
     "ckptstore/restore/fallback.py": _some("fallback", "conformance_page"),
-    "ckptstore/restore/ways.py": _some("fallback", "verify_and_load"),
-    "ckptstore/restore/trying.py": _some("verify_and_load"),
-    "ckptstore/restore/opened.py": (
+    "ckptstore/restore/alternatives.py": _some("fallback", "verify_and_load"),
+    "ckptstore/restore/trial_restore.py": _some("verify_and_load"),
+    "ckptstore/restore/open_checkpoint.py": (
         *_some("hostile_segments", "crafted_stores"),
         *_READINGS,
         *_some("damage", "fallback"),
     ),
-    "ckptstore/segments/arriving.py": _some("torch_offload", "concurrent", "failed_in_flight", "write/test_memory"),
-    "ckptstore/segments/plain.py": _some("space"),
-    "ckptstore/segments/reading.py": _some("damage", "hostile_segments", "store", "diff*"),
-    "ckptstore/tiers/presence.py": _some("remote_lost"),
+    "ckptstore/segments/staged_units.py": _some("torch_offload", "concurrent", "failed_in_flight", "write/test_memory"),
+    "ckptstore/segments/plain_segments.py": _some("space"),
+    "ckptstore/segments/segment_reader.py": _some("damage", "hostile_segments", "store", "diff*"),
+    "ckptstore/tiers/remote_check.py": _some("remote_lost"),
     "ckptstore/tiers/*": _some("room_for_copies", "lost_ends", "tiers/test_tiers", "sync", "remote_lost"),
     "ckptstore/store*": (*_some("store", "store_methods"), *_some("tiers/test_tiers", "sync")),
     "ckptstore/*": _STORE,

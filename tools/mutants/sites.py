@@ -57,7 +57,7 @@ _FENCES: Final = frozenset(
 )
 _MAKERS: Final = {"wrong": "CorruptSegmentError", "lost": "RemoteLostError"}
 """Functions that other modules import -> the class of the error that they make."""
-_KERNELS: Final = frozenset({"formats/compiled.py", "formats/kernel_cache.py"})
+_KERNELS: Final = frozenset({"formats/kernel_choice.py", "formats/kernel_cache.py"})
 """What decides whether compiled code is run, and believed."""
 _DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
 _ANSWERING: Final = {
@@ -68,17 +68,17 @@ _ANSWERING: Final = {
 }
 """Modules that refuse by an answer (False, None, a request that fails) -> the kind of their checks."""
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
-_RULES: Final = frozenset({"formats/retention.py"})
+_RULES: Final = frozenset({"formats/commit_checks.py"})
 _PROTOCOL: Final = frozenset(
     {
         "ckptstore/host/processes.py",
-        "ckptstore/log/arriving.py",
-        "ckptstore/log/reading.py",
+        "ckptstore/log/partial_objects.py",
+        "ckptstore/log/log_reader.py",
         "ckptstore/log/term.py",
-        "ckptstore/log/folding.py",
+        "ckptstore/log/fold_writer.py",
         "ckptstore/log/pins.py",
         "ckptstore/log/requests.py",
-        "ckptstore/maintenance/gc.py",
+        "ckptstore/maintenance/garbage_collection.py",
     }
 )
 _ENCODES: Final = re.compile(r"_?(write|plan|encode)(_|$)")
@@ -273,7 +273,7 @@ class _Finder(ast.NodeVisitor):
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if self.protocol:
             for test in node.ifs:
-                keeps = self.path == "ckptstore/maintenance/gc.py" and "pins." in ast.unparse(test)
+                keeps = self.path == "ckptstore/maintenance/garbage_collection.py" and "pins." in ast.unparse(test)
                 self._atoms(test, not keeps, "pin" if keeps else None)
         self.generic_visit(node)
 

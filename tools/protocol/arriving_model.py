@@ -5,9 +5,9 @@ Every object appears empty, grows by parts, and is whole at the end; only then m
 by in ticks. A writer that is neither killed nor stopped adds a part within fewer than `STILL` ticks. One that is
 stopped adds the next part any time later.
 
-READ is made of single looks, as in `ckptstore.log.arriving`: a torn slot is read again after pauses, until it is whole,
-has not grown for `STILL` pauses, or its successor was there before it was read again. A reader that gave a slot up, and
-then finds its successor, reads it once more. Nothing is lost or deleted here.
+READ is made of single looks, as in `ckptstore.log.partial_objects`: a torn slot is read again after pauses, until it is
+whole, has not grown for `STILL` pauses, or its successor was there before it was read again. A reader that gave a slot
+up, and then finds its successor, reads it once more. Nothing is lost or deleted here.
 
 Invariants: no slot is taken for damaged while its writer is at work, or when it is whole; nobody waits for a dead
 writer, and nobody is kept from opening by one; what was acknowledged before a READ began is in its view; and what is

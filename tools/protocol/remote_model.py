@@ -139,7 +139,7 @@ class RemoteModel:
         return None
 
     def _gone(self, there: Catalog, checkpoint: Checkpoint) -> bool:
-        """Whether the remote had a checkpoint and has retired it, as far as its log says (`tiers.choosing.pruned`)."""
+        """Whether the remote had a checkpoint and has retired it, as its log says (`tiers.drain_selection.pruned`)."""
         found = self._theirs(there, checkpoint)
         if found is None or found in there.promised:
             return False

@@ -41,12 +41,9 @@ def main() -> int:
 
 
 def _lay_out(target: Path) -> None:
-    """The sources as an installation has them: rooms that lie in folders of their own are part of the package."""
+    """The sources as an installation has them: folders in place of links to them."""
     shutil.rmtree(target, ignore_errors=True)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "ckptstore", target / "ckptstore", ignore=ignored)
-    for folder in ("cli", "formats"):
-        shutil.copytree(ROOT / folder, target / "ckptstore" / folder, ignore=ignored)
+    shutil.copytree(ROOT / "ckptstore", target / "ckptstore", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ _MOVED: Final = {_SPEC: "spec.md", "CHANGELOG.md": "changelog.md"}
 """Files outside docs/ that are pages of the site."""
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 API: Final = {
-    "Stores": ("store", "log.checkpoints", "log.reading"),
+    "Stores": ("store", "log.checkpoint_info", "log.log_reader"),
     "Writers": ("write", "host.progress"),
     "What methods return": ("reports", "following", "tiers", "maintenance", "exchange", "restore", "formats"),
     "Media": ("backends",),

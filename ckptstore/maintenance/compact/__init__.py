@@ -5,11 +5,11 @@ Imports what `maintenance` may.
 
 from __future__ import annotations
 
-from ckptstore.maintenance.compact.compacting import compact
+from ckptstore.maintenance.compact.compaction import compact
+from ckptstore.maintenance.compact.compaction_plan import plan_moves
+from ckptstore.maintenance.compact.compaction_report import CompactMove, CompactReport
 from ckptstore.maintenance.compact.moves import Limits, Move, Planned, Rewrite, Unmet
-from ckptstore.maintenance.compact.planning import plan_moves
-from ckptstore.maintenance.compact.report import CompactMove, CompactReport
-from ckptstore.maintenance.compact.sizes import Samples, Sizes
+from ckptstore.maintenance.compact.size_estimates import Samples, Sizes
 
 __all__ = [
     "CompactMove",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptstore.formats.records import Node
-from ckptstore.host.checks import seconds, whole
+from ckptstore.host.option_checks import seconds, whole
 
 __all__ = ["Kind", "Limits", "Move", "Planned", "Rewrite", "Unmet"]
 

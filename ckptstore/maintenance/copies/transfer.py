@@ -23,8 +23,8 @@ from ckptstore.formats.records import (
     ref_of,
 )
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.replica import Replica
-from ckptstore.maintenance.copies.choosing import known_to
+from ckptstore.log.log_copy import Replica
+from ckptstore.maintenance.copies.copy_selection import known_to
 
 __all__ = ["Supply", "Transfer"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog, TermEntry
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, ref_of
-from ckptstore.maintenance.repair.described import Told
 from ckptstore.maintenance.repair.evidence import Log
-from ckptstore.maintenance.repair.remaking import Whole, groups_of, remake
+from ckptstore.maintenance.repair.log_rebuild import Whole, groups_of, remake
+from ckptstore.maintenance.repair.segment_descriptions import Told
 
 __all__ = ["Candidates", "candidates"]
 

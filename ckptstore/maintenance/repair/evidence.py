@@ -18,15 +18,15 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.record_text import MANIFEST_LIMIT, decode_format, decode_record, unseal
 from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record, fold_of, object_of, slot_key, slot_of
-from ckptstore.formats.texts import MANIFEST_LIMIT, decode_format, decode_record, unseal
-from ckptstore.log.arriving import slot_bytes, text_bytes
 from ckptstore.log.journal import Journal
-from ckptstore.log.reading import damaged_folds, read
-from ckptstore.maintenance.repair.described import Told
-from ckptstore.maintenance.verify.findings import Damage
+from ckptstore.log.log_reader import damaged_folds, read
+from ckptstore.log.partial_objects import slot_bytes, text_bytes
+from ckptstore.maintenance.repair.segment_descriptions import Told
+from ckptstore.maintenance.verify.verify_findings import Damage
 
 __all__ = ["Log", "choose_run", "format_of", "on_its_way", "read_log"]
 

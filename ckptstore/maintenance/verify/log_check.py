@@ -13,13 +13,13 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptionError, ForeignObjectError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import fold_of, folder_term, object_of, slot_key
-from ckptstore.log.arriving import exists
-from ckptstore.log.folding import KEEP
+from ckptstore.log.fold_writer import KEEP
+from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal
-from ckptstore.log.listings import LOOKS, contradiction
-from ckptstore.log.reading import anchor_above
-from ckptstore.log.strays import all_foreign
-from ckptstore.maintenance.verify.findings import Findings
+from ckptstore.log.log_reader import anchor_above
+from ckptstore.log.partial_objects import exists
+from ckptstore.log.stale_listings import LOOKS, contradiction
+from ckptstore.maintenance.verify.verify_findings import Findings
 
 __all__ = ["UNSAID", "SlotHashes", "check_folds_listed", "check_log"]
 

@@ -16,19 +16,19 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError, FormatError, StorageError
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.codecs import WITHOUT_BASE
+from ckptstore.formats.commit_checks import needed
 from ckptstore.formats.records import Encoding, Node
-from ckptstore.formats.retention import needed
 from ckptstore.formats.shards import name_of
 from ckptstore.formats.state import tensor_names
 from ckptstore.log.journal import Journal
-from ckptstore.maintenance.verify.findings import Findings, Flaw, edge_of, is_bad_medium
+from ckptstore.maintenance.verify.verify_findings import Findings, Flaw, edge_of, is_bad_medium
+from ckptstore.restore.alternatives import UNTRIED, Tried, next_way
 from ckptstore.restore.assembly import Held, held_by, tree_of
 from ckptstore.restore.chain import master_of
-from ckptstore.restore.link import Link
-from ckptstore.restore.plan import Plan
-from ckptstore.restore.trying import try_restoring
-from ckptstore.restore.ways import UNTRIED, Tried, next_way
-from ckptstore.segments.reading import SegmentReader
+from ckptstore.restore.chain_link import Link
+from ckptstore.restore.restore_plan import Plan
+from ckptstore.restore.trial_restore import try_restoring
+from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Lost", "lost_checkpoints", "untried"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.commit_checks import needed
 from ckptstore.formats.records import Node
-from ckptstore.formats.retention import needed
 
 __all__ = ["restricted"]
 

@@ -11,9 +11,9 @@ from ckptstore.formats.records import SegmentEntry
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.task_pool import Task
-from ckptstore.maintenance.verify.descriptions import Descriptions
-from ckptstore.maintenance.verify.findings import Findings, is_bad_medium
-from ckptstore.segments.reading import Piece, SegmentReader, check_chunk, extents
+from ckptstore.maintenance.verify.description_check import Descriptions
+from ckptstore.maintenance.verify.verify_findings import Findings, is_bad_medium
+from ckptstore.segments.segment_reader import Piece, SegmentReader, check_chunk, extents
 
 __all__ = ["scrubbing"]
 

@@ -1,9 +1,9 @@
 """Reading every byte of a store and comparing it with its checksum, and every description with the log.
 
 No byte is unchecked: FORMAT, log slots, folds, pins and requests carry their own hash; a segment's header is hashed in
-the log, its chunks in its header. Then what segments say is compared with what the log says
-(`descriptions`), and what is asked for ``deep`` is decoded, all of it (`deep`): a checkpoint that is called restorable
-then was restored. What is damaged is reported with the checkpoints that need it; the rest stays usable.
+the log, its chunks in its header. Then what segments say is compared with what the log says (`description_check`). With
+``deep`` every state is decoded (`deep_verify`): a checkpoint called restorable was restored. What is damaged is
+reported with the checkpoints that need it; the rest stays usable.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ckptstore.errors import (
     KeyNotFoundError,
     StorageError,
 )
-from ckptstore.formats import texts
+from ckptstore.formats import record_text
 from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.folds import FOLD_LIMIT, decode_fold, intact
-from ckptstore.formats.hashing import xxh3_128
-from ckptstore.formats.markup import HtmlTable
+from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.formats.records import (
     FORMAT_KEY,
     CheckpointEntry,
@@ -39,21 +39,21 @@ from ckptstore.formats.records import (
     slot_key,
     slot_of,
 )
-from ckptstore.host.checks import MOST_THREADS, whole
+from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally, phase
 from ckptstore.host.threads import default_threads
 from ckptstore.log import refs
-from ckptstore.log.arriving import all_arrived, exists, slot_bytes
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
-from ckptstore.log.listings import every_object
-from ckptstore.log.reading import LOOKS, overtaken, read
-from ckptstore.maintenance.verify.examination import examine
-from ckptstore.maintenance.verify.findings import Damage, Findings, Unread
+from ckptstore.log.log_reader import LOOKS, overtaken, read
+from ckptstore.log.partial_objects import all_arrived, exists, slot_bytes
+from ckptstore.log.stale_listings import every_object
 from ckptstore.maintenance.verify.log_check import UNSAID, SlotHashes, check_folds_listed, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
 from ckptstore.maintenance.verify.one_checkpoint import restricted
-from ckptstore.restore.plan import Plan, plan_all
+from ckptstore.maintenance.verify.segment_scan import examine
+from ckptstore.maintenance.verify.verify_findings import Damage, Findings, Unread
+from ckptstore.restore.restore_plan import Plan, plan_all
 
 __all__ = ["Damage", "Unread", "VerificationReport", "verify"]
 
@@ -170,7 +170,7 @@ def _format(journal: Journal, keys: list[str], found: Findings) -> FormatFile:
         for key in keys:
             if slot_of(key) is not None:
                 try:
-                    run = texts.unseal(journal.backend.get(key, texts.SLOT_LIMIT), what=key)["run"]
+                    run = record_text.unseal(journal.backend.get(key, record_text.SLOT_LIMIT), what=key)["run"]
                 except (CkptError, KeyError, TypeError):
                     continue
                 return FormatFile(run=str(run))
@@ -193,16 +193,16 @@ def _history(
         seq = slot_of(key)
         assert seq is not None
         judged[seq] = xxh3_128(data)
-        record = texts.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
+        record = record_text.decode_record(data, seq=seq, run=journal.run, what=key, fetch=backend.get)
         slots[seq] = SlotHashes(judged.pop(seq), record.previous)
 
     def other(key: str, data: bytes) -> None:
         if (place := fold_of(key)) is not None:
             decode_fold(data, seq=place[0], run=journal.run, digest16=place[1], what=key)
         elif pin_of(key) is not None:
-            texts.decode_pin(data, what=key)
+            record_text.decode_pin(data, what=key)
         else:
-            texts.decode_request(data, run=journal.run, what=key)
+            record_text.decode_request(data, run=journal.run, what=key)
 
     def check(key: str, get: Callable[[], bytes], judge: Callable[[str, bytes], None]) -> None:
         try:
@@ -225,8 +225,8 @@ def _history(
     # Writers and readers may be at work beside this: what is torn may be on its way.
     arriving = all_arrived(
         small,
-        lambda key: backend.get(key, FOLD_LIMIT if fold_of(key) else texts.MANIFEST_LIMIT),
-        lambda key, data: not intact(data, place[1]) if (place := fold_of(key)) else texts.torn(data),
+        lambda key: backend.get(key, FOLD_LIMIT if fold_of(key) else record_text.MANIFEST_LIMIT),
+        lambda key, data: not intact(data, place[1]) if (place := fold_of(key)) else record_text.torn(data),
         lambda done, total: phase(progress, "waiting for files that may be half written", done, total, "files"),
     )
     for key, got in arriving:

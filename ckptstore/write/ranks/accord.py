@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from ckptstore.errors import CkptError, MailboxError, MissingRankError
-from ckptstore.host import exiting
-from ckptstore.host.background import Periodic
+from ckptstore.host import interpreter_exit
+from ckptstore.host.background_threads import Periodic
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.parts import pack, unpack
 
@@ -119,7 +119,7 @@ class Accord:
     # -- the thread
 
     def _look(self) -> None:
-        if self._over or exiting.under_way():  # a script that ends without closing has left, too
+        if self._over or interpreter_exit.under_way():  # a script that ends without closing has left, too
             self._part()
             return
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import CkptError, MissingRankError, RankMismatchError
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.division import Division, Rows, decode_items, decode_rows, divide, encode_rows
 from ckptstore.write.ranks.exchange import Exchange
 from ckptstore.write.ranks.mailbox import Deadline

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import Arenas
-from ckptstore.segments.arriving import Arrivals, ArrivingState, Described, copies_of
+from ckptstore.segments.staged_units import Arrivals, ArrivingState, Described, copies_of
 from ckptstore.segments.units import UnitPlan
 
 __all__ = ["ArrivingShare"]

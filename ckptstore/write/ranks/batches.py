@@ -19,7 +19,7 @@ from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, MailboxError, MissingRankError
 from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.formats.steps_named import named_steps
+from ckptstore.formats.step_text import named_steps
 from ckptstore.host.crash_points import crash_point
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.diffs import RankDiffs

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 
-from ckptstore.formats import streaming
+from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import Arenas
@@ -114,8 +114,8 @@ class Bounded:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
             for run in self.memory.touch():
                 self._background(run)
-            if nbytes >= streaming.LARGE:
-                self._background(streaming.prepare)
+            if nbytes >= uncached_copy.LARGE:
+                self._background(uncached_copy.prepare)
 
     def close(self) -> None:
         """Let go of memory. May be repeated."""

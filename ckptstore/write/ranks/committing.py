@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.errors import DivergedReplicasError, MailboxError, RankMismatchError
-from ckptstore.formats.ranked import rank_count
+from ckptstore.formats.rank_trees import rank_count
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.segment_steps import Part as SegmentPart
@@ -18,11 +18,11 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.caller_warnings import DivergedReplicasWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
-from ckptstore.log.checkpoints import CheckpointInfo, describe_checkpoint
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
-from ckptstore.segments.packed import shares, write_stream
-from ckptstore.segments.plain import write_plain
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.packed_segments import shares, write_stream
+from ckptstore.segments.plain_segments import write_plain
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.commits import Commits
 from ckptstore.write.ledger import Labels
 from ckptstore.write.ranks.agreeing import Agreement, check_kept

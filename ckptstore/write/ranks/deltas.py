@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptstore.errors import FailedRankError, UsageError
-from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId, Node
+from ckptstore.formats.retention_forecast import Chains
 from ckptstore.write.deltas import DeltaOptions, MemoryBase
 from ckptstore.write.encoding import Choices, Fed
 from ckptstore.write.feeding import Feed

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from ckptstore.errors import FailedRankError, UsageError
 from ckptstore.formats import digest
-from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.retention_forecast import Chains
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.encoding import Choices, Fed
 from ckptstore.write.feeding import Feed

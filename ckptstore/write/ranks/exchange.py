@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ckptstore.errors import FailedRankError, MissingRankError, UnmadeStateError
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.mailbox import Deadline, Mailbox, fetch, post, withdraw
 from ckptstore.write.ranks.parts import pack, unpack
 from ckptstore.write.ranks.silence import Silence

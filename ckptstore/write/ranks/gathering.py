@@ -14,7 +14,7 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedStateError,
 )
-from ckptstore.formats import hashing, jsontext, ranked
+from ckptstore.formats import checksums, jsontext, rank_trees
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.shards import state_parts
@@ -31,7 +31,7 @@ class Gathered:
     """The parts of all ranks as one state.
 
     Attributes:
-        tree: of all ranks (`formats.ranked`).
+        tree: of all ranks (`formats.rank_trees`).
         segments: in the order of the ranks.
         counts: how many each rank has.
         state: the hash of the state.
@@ -64,7 +64,7 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
     entries: list[TensorEntry] = []
     for part, specs in zip(parts, division.specs, strict=True):
         entries += _checked(part, specs)
-    tree = ranked.merge([part.tree for part in parts])
+    tree = rank_trees.merge([part.tree for part in parts])
     check_size(tree)
     stored = {entry.name for entry in entries}
     names = tensor_names(tree)
@@ -74,7 +74,7 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
         tree,
         tuple(segment for part in parts for segment in part.segments),
         tuple(len(part.segments) for part in parts),
-        hashing.state_hash(jsontext.dumps(tree), state_parts(entries)),
+        checksums.state_hash(jsontext.dumps(tree), state_parts(entries)),
         tuple(names),
         sum(entry.nbytes for entry in entries),
         tuple(segment for part in parts for segment in part.abandoned),
@@ -92,16 +92,16 @@ def check_united(tree: Any, parts: Sequence[Part]) -> None:
     Raises:
         UnsupportedStateError: it cannot; names a tensor and its rank.
     """
-    if ranked.rank_count(tree) is None:
+    if rank_trees.rank_count(tree) is None:
         return
-    if hidden := ranked.left_out(tree):
+    if hidden := rank_trees.left_out(tree):
         rank = next(part.rank for part in parts if hidden[0] in tensor_names(part.tree))
         raise UnsupportedStateError(
             f"tensor {hidden[0]!r} of rank {rank} is where another rank has something of another kind, so a process "
             "that is no rank could not load both: put it under a key of its own"
         )
     try:
-        unflatten(ranked.of_rank(tree, None), lambda name, _origin: name)
+        unflatten(rank_trees.of_rank(tree, None), lambda name, _origin: name)
     except FormatError as error:
         raise UnsupportedStateError(f"the states of the ranks cannot be one state: {error}") from error
 

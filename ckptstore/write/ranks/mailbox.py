@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, Self
 
 from ckptstore.errors import FormatError, MailboxError
-from ckptstore.formats.hashing import xxh3_64
+from ckptstore.formats.checksums import xxh3_64
 
 __all__ = [
     "LETTER_LIMIT",

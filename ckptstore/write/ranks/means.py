@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, Workers, started_pool
 from ckptstore.log.journal import Journal
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.ledger import Failures
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions

@@ -21,8 +21,8 @@ from ckptstore.errors import (
     StoreNotFoundError,
 )
 from ckptstore.host.crash_points import crash_point
-from ckptstore.log.arriving import slot_bytes
 from ckptstore.log.journal import Journal
+from ckptstore.log.partial_objects import slot_bytes
 from ckptstore.write.ranks.finding import gathered, joined, say_here
 from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.parts import Opening, pack, unpack

@@ -8,8 +8,8 @@ from typing import Any
 from ckptstore.errors import ReadOnlyError
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.frameworks import bridge
-from ckptstore.host import exiting
-from ckptstore.log.checkpoints import CheckpointInfo, look_up
+from ckptstore.host import interpreter_exit
+from ckptstore.log.checkpoint_info import CheckpointInfo, look_up
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term
 from ckptstore.write.opening import TermOpener
@@ -54,7 +54,7 @@ def open_rank_writer(
         RankError: a rank did not come, or has another store.
         and as `Store.writer`, on rank 0.
     """
-    exiting.check()
+    interpreter_exit.check()
     if options.deltas is not None:
         RankDeltas(options.deltas)  # says what is wrong, before a term is opened
     opener = TermOpener(options, ranks=group.size, environment=environment)

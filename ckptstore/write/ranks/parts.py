@@ -19,7 +19,7 @@ from ckptstore.formats import jsontext
 from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ranks.mailbox import LETTER_LIMIT
 
 __all__ = ["BatchPart", "Opening", "Part", "Verdict", "pack", "told", "unpack"]

@@ -10,7 +10,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
-from ckptstore.segments.regions import LaidOutState
+from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.places import Place
 from ckptstore.write.ranks.agreeing import agree
 from ckptstore.write.ranks.arriving import ArrivingShare

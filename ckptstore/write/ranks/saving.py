@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.feeding import Feed
 from ckptstore.write.ledger import Labels
 from ckptstore.write.metrics import Measured

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
-from ckptstore.formats.lasting import Chains
+from ckptstore.formats.retention_forecast import Chains
 from ckptstore.host.caller_warnings import warn
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.diffs import RankDiffs

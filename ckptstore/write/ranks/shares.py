@@ -14,7 +14,7 @@ import numpy as np
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats import digest, dtypes
 from ckptstore.formats.boxes import Box
-from ckptstore.formats.hashing import xxh3_128
+from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import BoxSource, place_of
 from ckptstore.formats.state import FlatState, TensorSource, places, select_places, tensor_count

@@ -6,7 +6,7 @@ import contextlib
 
 from ckptstore.errors import CkptError, CommitUnknownError, MailboxError, RankMismatchError, WriterError
 from ckptstore.formats.segment import SegmentDoc
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Saves
 from ckptstore.write.no_space import tell_what_holds_space
 from ckptstore.write.ranks.agreeing import Agreement

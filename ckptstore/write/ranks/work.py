@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from ckptstore.errors import UsageError, WriterError
-from ckptstore.formats.lasting import Chains
-from ckptstore.formats.reference import Ref
-from ckptstore.host.background import Periodic
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.formats.checkpoint_ref import Ref
+from ckptstore.formats.retention_forecast import Chains
+from ckptstore.host.background_threads import Periodic
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.committer import may_mean
 from ckptstore.write.ranks.batches import LOOK_SECONDS, Batches
 from ckptstore.write.ranks.committing import RankCommitter

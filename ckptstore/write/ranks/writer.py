@@ -16,14 +16,14 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 from ckptstore.errors import CkptError, WriterClosedError
-from ckptstore.formats.reference import Ref, step_number, text_of
+from ckptstore.formats.checkpoint_ref import Ref, step_number, text_of
 from ckptstore.formats.state import FlatState
-from ckptstore.host import exiting, sigterm
-from ckptstore.host.background import Periodic
+from ckptstore.host import interpreter_exit, sigterm
+from ckptstore.host.background_threads import Periodic
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.progress import Progress
-from ckptstore.host.reentrance import codes_of, refuse_within
-from ckptstore.log.checkpoints import CheckpointInfo
+from ckptstore.host.signal_reentry import codes_of, refuse_within
+from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
 from ckptstore.write.places import Place
 from ckptstore.write.ranks.means import Means
@@ -69,7 +69,7 @@ class RankWriter(Writer):
         if tenure.committer is not None and options.poll_seconds is not None:
             self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
             self._polls.start()
-        exiting.watch(self)
+        interpreter_exit.watch(self)
         if options.diffs is not None and options.diffs.flush_on_sigterm:
             sigterm.watch(self)
 
@@ -319,13 +319,13 @@ class RankWriter(Writer):
         if self._process != os.getpid():
             return  # a fork: the threads are the parent's
         sigterm.forget(self)
-        exiting.await_end(self, interrupted=self._interrupted)
+        interpreter_exit.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
         self._means.close_threads()
         self._work.release()
         self._means.close()
-        exiting.forget(self)
+        interpreter_exit.forget(self)
         self._means.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
@@ -355,11 +355,11 @@ class RankWriter(Writer):
         self._work.settle_all()
 
     def _unfinished(self) -> list[int]:
-        """The steps of `save_async` that are on their way, ascending (`host.exiting`)."""
+        """The steps of `save_async` that are on their way, ascending (`host.interpreter_exit`)."""
         return self._work.tenure.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
-        """The steps whose `save_async` failed and nobody has asked for (`host.exiting`)."""
+        """The steps whose `save_async` failed and nobody has asked for (`host.interpreter_exit`)."""
         return self._means.failures.take()
 
     def _check_open(self) -> None:

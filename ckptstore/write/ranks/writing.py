@@ -13,8 +13,8 @@ from ckptstore.formats.segment_steps import Part as SegmentPart
 from ckptstore.formats.segment_steps import StepEncoding
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
-from ckptstore.segments.plain import write_plain
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.plain_segments import write_plain
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Fed, write_coded
 from ckptstore.write.feeding import Feed
 from ckptstore.write.ranks.batches import Batches

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptstore.formats import hashing
+from ckptstore.formats import checksums
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.segment_index import MAX_ENTRIES
 from ckptstore.formats.segment_steps import Part, StepEncoding
-from ckptstore.segments.packed import shares, write_stream
-from ckptstore.segments.session import SegmentSession
-from ckptstore.segments.stream import BlockStream
+from ckptstore.segments.block_stream import BlockStream
+from ckptstore.segments.packed_segments import shares, write_stream
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
 
 __all__ = ["KIND", "RankShare", "write_batch"]
@@ -175,7 +175,7 @@ def _append(stream: BlockStream, tensor: EncodedTensor, digest: int | None) -> T
     for coded in tensor.chunks:
         at = stream.position
         stream.append(coded.payload)
-        stored = hashing.chunk_hash(coded.payload.data)
+        stored = checksums.chunk_hash(coded.payload.data)
         chunks.append(Chunk(at, len(coded.payload), coded.logical, stored, coded.decoded_hash))
     spec = tensor.spec
     return TensorEntry(

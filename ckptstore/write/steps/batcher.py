@@ -14,15 +14,15 @@ from typing import Literal, Protocol
 from ckptstore.errors import UsageError
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import FAST_POLICY, Policy
-from ckptstore.formats.lasting import Chains
 from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.retention_forecast import Chains
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
-from ckptstore.host.checks import seconds, whole
+from ckptstore.host.option_checks import seconds, whole
 from ckptstore.host.threads import Workers
-from ckptstore.segments.session import SegmentSession
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.encoding import Choices, Fed
 from ckptstore.write.job import Job

@@ -15,12 +15,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.formats import digest, hashing, jsontext, optim
+from ckptstore.formats import checksums, digest, jsontext, optim
 from ckptstore.formats.layout import CHUNK, TensorSpec, chunk_extents
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.formats.steps import STEP, Group, follower_params
+from ckptstore.formats.step_codec import STEP, Group, follower_params
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, let_go
 from ckptstore.write.encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
@@ -74,7 +74,7 @@ class EncodedTensor:
     @property
     def hash(self) -> str:
         """See `TensorEntry.hash`."""
-        return hashing.tensor_hash([chunk.decoded_hash for chunk in self.chunks])
+        return checksums.tensor_hash([chunk.decoded_hash for chunk in self.chunks])
 
     @property
     def stored(self) -> int:
@@ -273,7 +273,7 @@ def encode_step(
     plans = choose_all(flat, base, 1, choices, workers, rest)
     units += [(tensor,) for tensor in _code_rest(plans, flat, base, workers)]
     parts = [(one.spec.name, one.spec.dtype, one.spec.shape, one.hash) for unit in units for one in unit]
-    state = hashing.state_hash(jsontext.dumps(flat.tree), parts)
+    state = checksums.state_hash(jsontext.dumps(flat.tree), parts)
     nbytes = sum(source.nbytes for source in flat.tensors.values())
     return EncodedStep(step, base.id, flat.tree, tuple(units), state, nbytes, lossy, excess)
 
@@ -503,7 +503,7 @@ def code_chunk(
     if len(payload) > CHUNK:
         return None
     numbers = range(len(one.updates))
-    hashes = [[hashing.chunk_hash(slot[number].data) for slot in parts] for number in numbers]
+    hashes = [[checksums.chunk_hash(slot[number].data) for slot in parts] for number in numbers]
     shares = [[digest.partial(slot[number], start // 4) for slot in parts] for number in numbers] if digests else []
     return CodedChunk(payload.copy(), hashes, shares)
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptstore.formats import digest, hashing, jsontext
+from ckptstore.formats import checksums, digest, jsontext
 from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import Encoding, SegmentEntry
 from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
@@ -25,9 +25,9 @@ from ckptstore.formats.segment_steps import Part, StepEncoding
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
-from ckptstore.segments.packed import write_stream
-from ckptstore.segments.session import SegmentSession
-from ckptstore.segments.stream import BlockStream
+from ckptstore.segments.block_stream import BlockStream
+from ckptstore.segments.packed_segments import write_stream
+from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.encoding import Choices, Coded, Fed, TensorPlan, choose_all, group_jobs, units_of
 from ckptstore.write.feeding import Unit, Window
 from ckptstore.write.steps.batch_segments import KIND
@@ -187,7 +187,7 @@ class FedStep:
         return sum(source.nbytes for source in self._flat.tensors.values())
 
     def _state(self, parts: Sequence[tuple[str, str, tuple[int, ...], str]]) -> str:
-        return hashing.state_hash(jsontext.dumps(self._flat.tree), parts)
+        return checksums.state_hash(jsontext.dumps(self._flat.tree), parts)
 
     # -- what is coded in which order
 
@@ -288,7 +288,7 @@ def _count(plan: TensorPlan) -> int:
 def _append(stream: BlockStream, payload: Bytes) -> _Place:
     at = stream.position
     stream.append(payload)
-    return at, len(payload), hashing.chunk_hash(payload.data)
+    return at, len(payload), checksums.chunk_hash(payload.data)
 
 
 def _entry(tensor: EncodedTensor, stream: BlockStream, places: Sequence[_Place]) -> TensorEntry:

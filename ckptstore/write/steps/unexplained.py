@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.formats.markup import counted
+from ckptstore.formats.html_tables import counted
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 
 __all__ = ["Excess", "Unexplained"]

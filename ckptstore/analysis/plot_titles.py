@@ -1,0 +1,140 @@
+"""The titles of the report's pictures: each says what the picture answers."""
+
+from __future__ import annotations
+
+import math
+
+from ckptstore.analysis.analysis import Analysis
+from ckptstore.analysis.methods import SHOWN
+from ckptstore.analysis.report_plots import speed
+from ckptstore.analysis.sampling import Estimate
+from ckptstore.analysis.sentences import ratio
+from ckptstore.formats.byte_text import size
+from ckptstore.formats.codecs import word_size
+
+__all__ = [
+    "codecs_title",
+    "gaps_title",
+    "intervals_title",
+    "prefixes_title",
+    "shipping_title",
+    "speeds_title",
+    "training_title",
+    "why_not_soonest",
+]
+
+
+def codecs_title(found: Analysis) -> str:
+    """The recommended codec of each class, and what it does at the gap that the picture shows."""
+    cells = {(one.group, one.method): one.estimate for one in found.summaries if one.gap in (None, found.gap)}
+    best = [one for one in found.advice.groups if one.group in found.major]
+    said = "; ".join(
+        f"{found.label(one.group)}: {_smaller(cells.get((one.group, one.method), one.estimate))} by {one.method}"
+        for one in best[:3]
+    )
+    return said[:1].upper() + said[1:]
+
+
+def _smaller(estimate: Estimate) -> str:
+    return f"{ratio(estimate)} smaller" if math.isfinite(estimate.ratio) else "nothing to store"
+
+
+def training_title(found: Analysis) -> str:
+    """Where the ratio of the largest class began and ended."""
+    number = _largest(found)
+    chosen = next(one for one in found.advice.groups if one.group == number)
+    points = [one for one in found.over_training(number, chosen.method) if one.estimate.fraction]
+    if len(points) < 2:
+        return "Over training"
+    first, last = points[0].estimate, points[-1].estimate
+    way = "grows" if last.ratio > first.ratio * 1.02 else "falls" if last.ratio < first.ratio / 1.02 else "stays"
+    course = f"from {ratio(first)} to {ratio(last)}" if way != "stays" else f"at {ratio(last)}"
+    return f"Over training, what {chosen.method} saves on {found.label(number)} {way} {course}"
+
+
+def gaps_title(found: Analysis) -> str:
+    """What the largest class takes at the smallest and at the largest gap."""
+    number = _largest(found)
+    cells = {one.gap: one for one in found.summaries if one.group == number and one.method == "sub"}
+    there = [gap for gap in found.gaps if gap in cells]
+    if len(there) < 2:
+        return "How a delta grows with its gap"
+    bits = 8 * word_size(found.groups[number].dtype)
+    near, far = (bits * cells[gap].estimate.fraction for gap in (there[0], there[-1]))
+    before = "the checkpoint before" if there[0] == 1 else f"the one {there[0]:,} before"
+    return (
+        f"A delta of {found.label(number)} takes {near:.1f} bits per value against {before}, {far:.1f} against the one "
+        f"{there[-1]:,} before"
+    )
+
+
+def intervals_title(found: Analysis) -> str:
+    """The recommended interval, and whether it stores least by the table below."""
+    best = found.advice.best
+    least = min(found.advice.alternatives, key=lambda one: one.mean)
+    if not best.interval:
+        return "No interval pays: " + (
+            "fulls alone store least" if best.mean <= least.mean else "none stores 0.1 % less than fulls alone"
+        )
+    rank = "stores least" if best.mean <= least.mean else f"stores as little as T = {least.interval} within 0.1 %"
+    return f"T = {best.interval} {rank}: {size(best.mean)} per checkpoint, fulls and deltas together"
+
+
+def shipping_title(found: Analysis) -> str:
+    """The links on which compressing first is faster than sending as it is."""
+    links = list(dict.fromkeys(one.link for one in found.shipping))
+    times = {(one.link, one.method): one.serial for one in found.shipping}
+    if pays := [speed(link) for link in links if times[link, "recommended"] < times[link, "raw"]]:
+        return f"Compressing before sending pays at {', '.join(pays)}"
+    # What is recommended stores least, which can be slower to encode than what would be sent soonest.
+    sooner = {link for (link, _), time in times.items() if time < times[link, "raw"]}
+    if others := [speed(link) for link in links if link in sooner]:
+        return f"Compressing before sending pays at {', '.join(others)}, but not as recommended"
+    return "Sending raw is fastest on every link"
+
+
+def why_not_soonest(found: Analysis) -> str:
+    """Why something else than what is recommended may be sent sooner: sentences, or nothing where nothing is."""
+    sooner: dict[str, list[str]] = {}
+    for link in dict.fromkeys(one.link for one in found.shipping):
+        rows = {one.method: one for one in found.shipping if one.link == link}
+        quickest = min(rows.values(), key=lambda one: one.serial)
+        if quickest.serial < 0.99 * rows["recommended"].serial:
+            sooner.setdefault(quickest.method, []).append(speed(link))
+    if not sooner:
+        return ""
+    where = "; ".join(f"{method} at {', '.join(links)}" for method, links in sooner.items())
+    said = f" What is recommended stores least; something else is sent soonest: {where}."
+    if any(SHOWN[one.method].context for one in found.advice.groups if one.group in found.major):
+        said += (
+            " If sending has to keep up with saving, leave policy=SMALL_POLICY out: codecs without context are faster."
+        )
+    return said
+
+
+def speeds_title(found: Analysis) -> str:
+    """What the recommended codecs do together."""
+    advice = found.advice
+    return f"The recommended codecs encode {_rate(advice.encode)} and decode {_rate(advice.decode)} on one core"
+
+
+def prefixes_title(found: Analysis) -> str:
+    """How few of the 512 prefixes of 9 bits occur in the class that has fewest."""
+    last = max((one.index for one in found.prefixes), default=0)
+    counts = [
+        (one.distinct, found.label(one.group))
+        for one in found.prefixes
+        if one.group in found.major and (one.index, one.bits) == (last, 9)
+    ]
+    if not counts:
+        return "Prefixes of sign and exponent"
+    few, label = min(counts)
+    return f"Of 512 prefixes of sign and exponent, {label} have {few:,}"
+
+
+def _largest(found: Analysis) -> int:
+    return max(found.major, key=lambda number: found.groups[number].nbytes)
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.2f} GB/s" if value < 1e15 else "at any speed"

@@ -1,0 +1,194 @@
+"""Files that other tools wrote, stored as checkpoints: one file, or a series of steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
+from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
+from ckptstore.formats.checkpoint_ref import step_number
+from ckptstore.host.progress import Progress, phase
+from ckptstore.log.checkpoint_info import look_up
+from ckptstore.write.opening import open_writer
+from ckptstore.write.options import WriterOptions
+
+if TYPE_CHECKING:
+    from ckptstore.log.checkpoint_info import CheckpointInfo
+    from ckptstore.log.journal import Journal
+    from ckptstore.write.deltas import DeltaOptions
+
+__all__ = ["ImportedFile", "import_files", "step_of"]
+
+_LONGEST: Final = 15  # digits of a step: below 2^53
+_WORD: Final = re.compile(
+    rf"(?:^|[^a-z])(?:global[-_]?step|checkpoint|ckpt|iteration|iter|step|epoch)[-_=.]?(\d{{1,{_LONGEST}}})(?!\d)", re.I
+)
+_TRAILING: Final = re.compile(rf"[-_=.](\d{{1,{_LONGEST}}})$")
+_SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedFile:
+    """A file or folder, and the checkpoint it became.
+
+    Attributes:
+        path: what was opened.
+        nbytes: length of what was taken (of shards and of a folder: all together).
+        info: the checkpoint.
+        left_out: names in the folder that are not in it.
+    """
+
+    path: Path
+    nbytes: int
+    info: CheckpointInfo
+    left_out: tuple[str, ...] = ()
+
+
+def step_of(path: Path, *, series: bool = False) -> int | None:
+    """The step that the name of a file or of a folder above it states, or None.
+
+    ``step_1000.pt``, ``checkpoint-500/model.safetensors``, ``global_step12/...``, ``epoch=3-step=1000.ckpt`` (the last
+    number named counts). In a `series` a number at the end of the name, or a folder that is a number, is a step even
+    without such a word (``model_100.pt``, ``100/model.pt``); in a single file it may be anything (``llama-7.pt``).
+    """
+    stem = _SHARD.sub("", path.name.removesuffix(".index.json"))
+    stem = stem[: -len(Path(stem).suffix)] if Path(stem).suffix.lower() in _SUFFIXES else stem
+    above, further = (folder.name for folder in [*path.absolute().parents, Path(), Path()][:2])
+    if named := _WORD.findall(stem):
+        return int(named[-1])
+    if series and (number := _TRAILING.search(stem)):
+        return int(number[1])
+    for name in (above, further):
+        if named := _WORD.findall(name):
+            return int(named[-1])
+    return int(above) if series and re.fullmatch(rf"[0-9]{{1,{_LONGEST}}}", above) else None
+
+
+_SUFFIXES: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+
+def import_files(
+    journal: Journal,
+    files: Sequence[str | Path],
+    step: int | Literal["auto"] = "auto",
+    *,
+    parent: str | None = "latest",
+    leave_out: Sequence[str] = (),
+    deltas: DeltaOptions | None = None,
+    progress: Progress | None = None,
+) -> list[ImportedFile]:
+    """Store each file as a checkpoint, in one new term, ascending by step. Memory does not grow with the files.
+
+    Every file is opened and checked before the store is touched.
+
+    Args:
+        journal: where to; created if there is none.
+        files: ``.safetensors``, an ``.index.json`` of shards, ``.pt``; or folders that hold one of these, of which
+            everything is taken (`checkpointfolders`).
+        step: of a single file; ``"auto"`` takes it from each name (`step_of`), and gives a single file without one
+            the step after the parent's.
+        parent: REF that the new term continues from; None for none.
+        leave_out: globs of names in a folder that are not to be taken, of those that nothing else can be done about.
+        deltas: store a series as deltas; None: every file becomes a full.
+        progress: told (bytes done, bytes in all).
+
+    Returns:
+        The checkpoints, ascending by step.
+
+    Raises:
+        UsageError: no step can be told, or two files have the same.
+        StepOrderError: a step is not above the parent's.
+        FormatError, UnsupportedStateError: a file, or something in a folder, cannot be imported; nothing was.
+        StorageError: the medium failed; files before that one are checkpoints by then, as a note on the error says.
+    """
+    if not files:
+        raise UsageError("no file to import")
+    paths = [Path(file) for file in files]
+    base = _parent(journal, parent)
+    steps = _steps([(path, _named(path, leave_out)) for path in paths], step, base)
+    total = _checked_nbytes([path for _, path in steps], leave_out, progress)
+    before = 0  # bytes of the files that are checkpoints
+
+    def advance(done: int, _: int) -> None:
+        if progress is not None:
+            progress(before + done, total)
+
+    imported: list[ImportedFile] = []
+    try:
+        with open_writer(journal, base, WriterOptions(poll_seconds=None, deltas=deltas)) as writer:
+            for number, path in steps:
+                with open_checkpoint(path, leave_out) as opened:
+                    info = writer.save(opened.flat, number, progress=advance)
+                    before += opened.nbytes
+                    imported.append(ImportedFile(opened.path, opened.file_bytes, info, opened.left_out))
+    except CkptError as error:
+        if imported:
+            error.add_note(f"imported before the error: {', '.join(one.info.ref for one in imported)}")
+        raise
+    return imported
+
+
+def _checked_nbytes(paths: Sequence[Path], leave_out: Sequence[str], progress: Progress | None) -> int:
+    """Open each once, which checks it -> bytes of tensors of all of them."""
+    total = 0
+    for number, path in enumerate(paths):
+        phase(progress, "checking", number, len(paths), "files")
+        with open_checkpoint(path, leave_out) as opened:
+            total += opened.nbytes
+    return total
+
+
+def _named(path: Path, leave_out: Sequence[str]) -> Path:
+    """The file whose name and folders tell the step."""
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    return survey(path, leave_out).weights if path.is_dir() else path
+
+
+def _parent(journal: Journal, parent: str | None) -> CheckpointInfo | None:
+    if parent is None:
+        return None
+    try:
+        return look_up(journal, parent)
+    except (StoreNotFoundError, CheckpointNotFoundError):
+        if parent != "latest":
+            raise
+        return None  # an empty store: the import is its beginning
+
+
+def _steps(
+    paths: Sequence[tuple[Path, Path]], step: int | Literal["auto"], base: CheckpointInfo | None
+) -> list[tuple[int, Path]]:
+    """(step, path), ascending; from (what is to be imported, what tells its step)."""
+    if step != "auto":
+        if len(paths) > 1:
+            raise UsageError(
+                f"one step for {len(paths)} files; import them one by one, or let the names tell the steps"
+            )
+        found: list[tuple[int, Path]] = [(step_number(step), paths[0][0])]
+    else:
+        found = []
+        for path, name in paths:
+            number = step_of(name, series=len(paths) > 1)
+            if number is None and len(paths) > 1:
+                raise UsageError(f"{path}: its name tells no step (step_1000, checkpoint-1000 ...); import it alone")
+            if number is None:
+                number = 0 if base is None else base.step + 1
+            found.append((number, path))
+        found.sort()
+        for (number, path), (other, twin) in pairwise(found):
+            if number == other:
+                raise UsageError(f"{path} and {twin} both seem to be step {number}")
+    lowest, path = found[0]
+    if base is not None and lowest <= base.step:
+        error = StepOrderError(
+            f"{path}: step {lowest} is not above step {base.step} of {base.ref}, which it would follow"
+        )
+        error.add_note("--parent REF continues from an earlier checkpoint; --parent none starts a line of its own")
+        raise error
+    return found

@@ -1,0 +1,259 @@
+"""Who commits a change that no writer made: the live writer, who is asked, or this process, which takes over."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol
+
+from ckptstore._version import __version__
+from ckptstore.errors import RequestTimeoutError
+from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
+from ckptstore.formats.records import CheckpointId
+from ckptstore.host.crash_points import crash_point
+from ckptstore.host.option_checks import seconds
+from ckptstore.log import requests
+from ckptstore.log.change import Change
+from ckptstore.log.journal import Journal
+from ckptstore.log.log_reader import View, read, same_history
+from ckptstore.log.requests import Outcome
+from ckptstore.log.term import open_term
+
+__all__ = [
+    "ASKED",
+    "Author",
+    "LastWriter",
+    "Requester",
+    "Successor",
+    "WriterState",
+    "check_somebody_writes",
+    "known_writer",
+    "last_writer",
+]
+
+WriterState = Literal["alive", "gone", "closed", "unknown", "none"]
+ASKED: ContextVar[Callable[[str | None, int | None, float | None], object] | None] = ContextVar("ASKED", default=None)
+"""Told, before the first wait of a `Requester`: host and process of who is asked, and seconds that it waits at most."""
+_SLACK: Final = 5.0
+"""Seconds by which a process may seem to be younger than the term that it opened."""
+
+_ACCEPTED: Final = Outcome("accepted")
+
+
+class Author(Protocol):
+    """Commits changes to the catalog, or has them committed.
+
+    Attributes:
+        owned: the term that this process owns; None: the newest one is somebody else's.
+    """
+
+    @property
+    def owned(self) -> int | None: ...  # noqa: D102 - described above
+
+    def commit(self, term: int, what: str, change: Change) -> Outcome:
+        """Make one change in `term`, all or nothing. What a request cannot have is refused (`requests.post`)."""
+
+    def catalog(self) -> Catalog:
+        """The log as this author sees it now."""
+
+
+class Requester:
+    """Asks the writer of the newest term, and waits for its answer. It fences nobody.
+
+    Attributes:
+        view: the log as this was seen last. After `commit` it holds the answer. Each look continues from it.
+    """
+
+    owned: int | None = None
+
+    def __init__(self, journal: Journal, timeout: float | None, view: View) -> None:
+        """Ask the process that owns the newest term.
+
+        Args:
+            timeout: seconds to wait for each answer; None or infinity: as long as it takes.
+            view: the log as it was read just now. If nobody writes, this says so before any work is done.
+
+        Raises:
+            RequestTimeoutError: nobody writes.
+            UsageError: `timeout` is no time.
+        """
+        self._journal = journal
+        self._timeout = seconds("timeout", timeout)
+        self._told = False
+        self.view = view
+        check_somebody_writes(journal, view.catalog)
+
+    def commit(self, term: int, what: str, change: Change) -> Outcome:
+        """Post a request -> its outcome, ``waiting`` if no answer came in time.
+
+        Raises:
+            RequestTimeoutError: the writer is known to be gone. Nothing was posted.
+            StorageError: the medium failed.
+        """
+        catalog = self.catalog()
+        if catalog.term == term:  # else the outcome says that it is void
+            check_somebody_writes(self._journal, catalog)
+        about = f"{what} ({platform.node()}, pid {os.getpid()})"
+        request = requests.post(self._journal, term, about, change)
+        crash_point("request.posted")
+        if (tell := ASKED.get()) is not None and not self._told:
+            self._told = True
+            tell(*known_writer(catalog)[1:], self._timeout)
+        return requests.wait(self._journal, request, look=self.catalog, timeout=self._timeout)
+
+    def catalog(self) -> Catalog:
+        """READ: what came after the last look, or everything if the log is no longer the one that was seen."""
+        known = self.view if same_history(self._journal, self.view) else None
+        self.view = read(self._journal, known)
+        return self.view.catalog
+
+
+class Successor:
+    """Opens a term that continues from the latest checkpoint, which fences whoever wrote before."""
+
+    def __init__(self, journal: Journal, purpose: str, *, several: bool = False, view: View | None = None) -> None:
+        """Take the store over.
+
+        Args:
+            purpose: what for, in a word that the log keeps.
+            several: more changes may follow the first: none says that the term may end with it.
+            view: the log as it was read just now, with a look above its end; None: it is read.
+
+        Raises:
+            FencedError: others opened terms first, every time.
+            CorruptLogError: the log is damaged where ``latest`` would be decided.
+            ReadOnlyError, StorageError, UnsupportedBackendError: the medium cannot be written, or not safely.
+        """
+        journal.backend.probe()
+        info = {"version": __version__, "host": platform.node(), "pid": os.getpid(), "for": purpose}
+        self._term = open_term(journal, _latest, info, view=view)
+        self.owned: int | None = self._term.number
+        self._extra = {} if several else {CLOSED: True}
+
+    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
+        """Commit, and of a single change say that the term may end with it. Raises as `Term.commit`."""
+        self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
+        return _ACCEPTED
+
+    @property
+    def view(self) -> View:
+        """What this term has acknowledged."""
+        return self._term.view()
+
+    def catalog(self) -> Catalog:
+        """What this term has acknowledged."""
+        return self.view.catalog
+
+
+def _latest(catalog: Catalog) -> CheckpointId | None:
+    latest = catalog.latest()
+    return None if latest is None else latest.id
+
+
+# ------------------------------------------------------------------------------------------------ who writes
+
+
+def check_somebody_writes(journal: Journal, catalog: Catalog) -> None:
+    """Ask nobody who cannot answer.
+
+    Raises:
+        RequestTimeoutError: on this host the process that opened the newest term is gone, or the term is closed.
+    """
+    state, _, pid = known_writer(catalog)
+    if state not in ("gone", "closed"):
+        return
+    why = f"process {pid} on this host is gone" if state == "gone" else f"term {catalog.term} is closed"
+    error = RequestTimeoutError(f"{journal.url}: nobody is writing ({why}), so nobody can answer")
+    error.add_note("repeat with --take-over (in Python: take_over=True)")
+    raise error
+
+
+@dataclass(frozen=True, slots=True)
+class LastWriter:
+    """Who wrote last, as far as can be known without asking.
+
+    Attributes:
+        state: as `ckptstore.RunInfo.writer`.
+        host, pid: where that writer is, or was; None: it did not say.
+        time: seconds since the Unix epoch of the newest checkpoint of the newest term or, if that is later, of that
+            term's beginning, by the writer's clock; None: nobody has written.
+        purpose: what a take-over opened the newest term for, in a word (``tag``, ``prune``); None: it is a run's. Of a
+            take-over `state` is how the run before it ended: ``closed``, or else ``gone``; the rest is the take-over's.
+    """
+
+    state: WriterState = "none"
+    host: str | None = None
+    pid: int | None = None
+    time: float | None = None
+    purpose: str | None = None
+
+
+def last_writer(catalog: Catalog) -> LastWriter:
+    """What is known of who wrote last."""
+    opened = catalog.terms.get(catalog.term)
+    highest = catalog.checkpoints.highest(catalog.term)
+    times = [] if opened is None or not opened.known else [opened.time]
+    times += [] if highest is None else [catalog.checkpoints[highest].time]
+    state, host, pid = known_writer(catalog)
+    purpose = None if opened is None else _purpose(opened)
+    if purpose is not None:
+        state = _run_before(catalog)
+    return LastWriter(state, host, pid, max(times, default=None), purpose)
+
+
+def _purpose(opened: TermEntry) -> str | None:
+    """What a take-over opened a term for; None: a run did."""
+    purpose = opened.writer.get("for")
+    return purpose if isinstance(purpose, str) else None
+
+
+def _run_before(catalog: Catalog) -> WriterState:
+    """How the newest term that a run opened ended. Whoever took it over has fenced it, so that it writes no more."""
+    runs = (term for term, opened in catalog.terms.items() if _purpose(opened) is None)
+    last = max(runs, default=None)
+    if last is None:
+        return "closed"
+    return "closed" if catalog.terms[last].extra.get(CLOSED) is True else "gone"
+
+
+def known_writer(catalog: Catalog) -> tuple[WriterState, str | None, int | None]:
+    """``writer``, ``host`` and ``pid`` of a `RunInfo`: who wrote last, and what is known of that process."""
+    opened = catalog.terms.get(catalog.term)
+    told: Mapping[str, Any] = {} if opened is None else opened.writer
+    host, pid = told.get("host"), told.get("pid")
+    host, pid = host if isinstance(host, str) else None, pid if type(pid) is int else None
+    return _state(opened, host, pid), host, pid
+
+
+def _state(opened: TermEntry | None, host: str | None, pid: int | None) -> WriterState:
+    if opened is None:
+        return "none"
+    if opened.extra.get(CLOSED) is True:
+        return "closed"
+    return _alive(host, pid, opened.time)
+
+
+def _alive(host: str | None, pid: int | None, opened: float) -> WriterState:
+    """What this host's list of processes says of the one that opened a term, at the time `opened`."""
+    if host is None or pid is None or pid < 1 or host != platform.node():
+        return "unknown"
+    if not Path("/proc/1/stat").exists():  # no such list, or only one's own processes are shown
+        return "unknown"
+    try:
+        # The process's name, in parentheses, may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except FileNotFoundError:
+        return "gone"
+    except (OSError, ValueError, IndexError):
+        return "unknown"
+    if fields[0] in "ZX":
+        return "gone"
+    # Another process may have the number by now. Its age alone cannot prove that, where clocks were set.
+    return "alive" if time.time() - (uptime - began) <= opened + _SLACK else "unknown"

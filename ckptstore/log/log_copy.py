@@ -1,0 +1,262 @@
+"""A log that is made again somewhere else: the same terms and checkpoints, in slots of its own (SPEC 10, COPIES).
+
+While it is being made the place has an object ``COPYING`` and no FORMAT, so it is no store: nobody reads it, or writes
+to it, or takes it for one that lost its FORMAT file. FORMAT comes last. Whoever makes it again after a crash goes on
+behind the slots that are there: what these name is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, KeyExistsError, KeyNotFoundError, ReadOnlyError, StorageError, UsageError
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.checksums import xxh3_128
+from ckptstore.formats.record_text import encode_commit, encode_format, encode_open, seal, unseal
+from ckptstore.formats.records import (
+    COPYING_KEY,
+    FORMAT_KEY,
+    CommitRecord,
+    FormatFile,
+    OpenRecord,
+    Record,
+    manifest_key,
+    object_of,
+    slot_key,
+)
+from ckptstore.host.crash_points import crash_point
+from ckptstore.log.journal import Journal
+from ckptstore.log.log_reader import View, never_deleted, read
+from ckptstore.log.partial_objects import opened_over, text_bytes
+
+__all__ = ["DamagedReplicaError", "Origin", "Replica", "TakenError", "is_begun"]
+
+
+class TakenError(UsageError):
+    """Another process has added to this place: what it did is to be read before anything else is."""
+
+
+class DamagedReplicaError(UsageError):
+    """The log that is there has a slot that is damaged or missing: nothing is added to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a copy comes from, as ``COPYING`` says it.
+
+    Attributes:
+        format: of the store that is made, which is that of the run.
+        how: ``copy`` or ``repair``.
+        what: what was asked for, so that another request does not go on with this one's half.
+    """
+
+    format: FormatFile
+    how: str
+    what: str
+
+    def text(self) -> bytes:
+        """What ``COPYING`` holds."""
+        return seal({"ckptstore": "copying", "run": self.format.run, "how": self.how, "what": self.what})
+
+
+class Replica:
+    """The log that is made, as far as it is. Of a folder by one process at a time (`backends.exclusion`).
+
+    Attributes:
+        backend: where.
+        begun: False if the place was a whole store of this run already, to which is added.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        origin: Origin,
+        since: View | None = None,
+        on_record: Callable[[Replica], object] = lambda _replica: None,
+    ) -> None:
+        """Find out what is there, and claim the place if that is nothing.
+
+        Args:
+            since: an earlier view of a place that was a whole store, and still is: only what came after it is read.
+            on_record: called after each record that was added.
+
+        Raises:
+            UsageError: something else is there: another run's store, an unfinished copy of something else, files; or
+                the place is within another store.
+            DamagedReplicaError: a slot of what is there is damaged or missing.
+            CorruptLogError: what is there is damaged.
+            ReadOnlyError, StorageError, UnsupportedBackendError: it cannot be written, or not safely.
+        """
+        self.backend = backend
+        self._origin = origin
+        if backend.read_only:
+            raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
+        self._journal = Journal(backend, origin.format)
+        self.begun = self._claimed() if since is None else False
+        # Untold: damage is refused here, and what is being made has segments before their terms.
+        view = read(self._journal, since, look_above=True if since is None else None, tell=False)
+        if view.damage:
+            raise DamagedReplicaError(
+                f"{backend.url}: slot {view.damage[0]} of the copy that is there is damaged or missing; delete the "
+                "copy, and copy anew"
+            )
+        if view.end:
+            backend.settle("log/")  # a killed process may have left a slot that can be seen, and is not durable
+        self._builder = CatalogBuilder(view.catalog)
+        self._next = view.end
+        self._fold_seq = view.fold_seq
+        self._on_record = on_record
+
+    def view(self) -> View:
+        """What the log says so far, as a view that stays as it is."""
+        return View(self._builder.snapshot(), self._next, self._fold_seq)
+
+    @property
+    def catalog(self) -> Catalog:
+        """What the log says so far. Changes with every record."""
+        return self._builder.catalog
+
+    def _claimed(self) -> bool:
+        """Whether a copy has to be made, or gone on with, here; else there is a whole store of the run."""
+        backend, run = self.backend, self._origin.format.run
+        marker, wanted = _marker(backend), self._origin.text()
+        if marker not in (None, wanted):
+            raise UsageError(
+                f"{backend.url}: an unfinished copy of something else is there (or of other checkpoints); finish it "
+                "with the command that began it, or delete it"
+            )
+        try:
+            there = Journal(backend).format
+        except CkptError as error:
+            if marker is None and (strangers := [key for key in backend.list("") if not key.startswith("probe/")]):
+                if _marker(backend) is not None:  # of a process that has begun since
+                    return self._claimed()
+                raise UsageError(
+                    f"{backend.url}: not empty (it holds {strangers[0]!r}), and no unfinished copy; give an empty place"
+                ) from error
+        else:
+            if there.run != run:
+                raise UsageError(f"{backend.url}: there is the store of another run, {there.run}, not {run}")
+            if self._origin.how != "copy" and marker is None:
+                raise UsageError(f"{backend.url}: there is a store already; give an empty place")
+            return False
+        if marker is None:
+            Journal(backend).check_outside()
+            backend.probe()
+            try:
+                backend.create(COPYING_KEY, wanted)
+            except KeyExistsError:  # another process was faster, perhaps with something else
+                return self._claimed()
+            crash_point("copy.claimed")
+            with contextlib.suppress(KeyNotFoundError):
+                backend.size(FORMAT_KEY)
+                # Prevents: a store that others have made meanwhile, from beginning to end, taken for one to be made.
+                backend.delete(COPYING_KEY)
+                return self._claimed()
+        return True
+
+    def open(self, record: OpenRecord) -> None:
+        """Append an OPEN. Raises as `commit`."""
+        record = replace(record, previous=self.catalog.last)
+        self._append(record, encode_open(record, seq=self._next, run=self._origin.format.run))
+
+    def commit(self, record: CommitRecord) -> None:
+        """Append a COMMIT of the newest term, of segments that are durable. On return it is, too.
+
+        Raises:
+            TakenError: somebody else writes to this place.
+            FormatError: it is too long.
+            StorageError: the medium failed.
+        """
+        nonce = self.catalog.terms[record.term].nonce
+        record = replace(self.catalog.with_highest(record), nonce=nonce, previous=self.catalog.last)
+        run = self._origin.format.run
+        data, manifest = encode_commit(record, seq=self._next, run=run, manifest=secrets.token_hex(16))
+        if manifest is not None:
+            key = slot_key(self._next)
+            record = replace(record, manifest=_manifest_of(data, key))
+            self.backend.create(manifest_key(record.term, record.manifest or ""), manifest)
+        self._append(record, data)
+
+    def _append(self, record: Record, data: bytes) -> None:
+        key = slot_key(self._next)
+        crash_point("replica.before-slot")
+        try:
+            self.backend.create(key, data)
+        except StorageError as error:
+            # It may be there for all that, also where it is said to exist; whoever goes on later reads what is.
+            if not self._landed(key, data):
+                if not isinstance(error, KeyExistsError):
+                    raise
+                raise TakenError(
+                    f"{self.backend.url}: another process writes to this place ({key} is there)"
+                ) from error
+        if not never_deleted(self._journal, self._next):
+            # Prevents: believing in a record that landed where a folded slot had been deleted meanwhile.
+            raise TakenError(f"{self.backend.url}: another process writes to this place ({key} was deleted)")
+        if opened_over(self.backend, self._next):
+            # Prevents: acknowledging a record that the next term lacks, because its slot was torn for too long.
+            raise TakenError(
+                f"{self.backend.url}: another process writes to this place (it went past {key} while that was written)"
+            )
+        crash_point("replica.slot-created")
+        self._builder.apply(record, self._next, xxh3_128(data))
+        self._next += 1
+        self._on_record(self)
+
+    def _landed(self, key: str, data: bytes) -> bool:
+        try:
+            mine = text_bytes(self.backend, key) == data
+        except CkptError:
+            return False
+        if mine:
+            self.backend.settle("log/")
+        return mine
+
+    def finish(self) -> None:
+        """Make a store of it: FORMAT, and ``COPYING`` goes. Raises `StorageError`.
+
+        What a killed process left below ``seg/`` of a folder goes, too. In a bucket it may be alive, and name it next.
+        """
+        if self.begun:
+            if self.backend.anchored:
+                self._sweep()
+            self.backend.settle("log/")
+            crash_point("copy.before-format")
+            with contextlib.suppress(KeyExistsError):
+                self.backend.create(FORMAT_KEY, encode_format(self._origin.format))
+        crash_point("copy.finished")
+        self.backend.delete(COPYING_KEY)
+
+    def _sweep(self) -> None:
+        there = self.catalog
+        for key in self.backend.list("seg/"):
+            place = object_of(key)
+            # Prevents: deleting what a writer has saved here, where another process that made the same copy came to its
+            # end before this one. A writer's term is above all that are copied.
+            if place is None or place[0] > there.term:
+                continue
+            if place[1] not in there.segments and place[1] not in there.manifests:
+                self.backend.delete(key)
+
+
+def is_begun(backend: Backend, origin: Origin) -> bool:
+    """Whether a copy from there was begun in this place, and is not finished. Raises `StorageError`."""
+    return _marker(backend) == origin.text()
+
+
+def _marker(backend: Backend) -> bytes | None:
+    try:
+        return text_bytes(backend, COPYING_KEY)
+    except KeyNotFoundError:
+        return None
+
+
+def _manifest_of(data: bytes, key: str) -> str:
+    """The id of the manifest to which a slot points."""
+    identity: str = unseal(data, what=key)["manifest"]["id"]
+    return identity

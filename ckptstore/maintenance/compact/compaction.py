@@ -1,0 +1,241 @@
+"""``compact``: plan, and make the moves one after the other, beside a live writer or instead of one.
+
+Each move is one record (`move_execution`), so a killed compaction is planned again and does what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from ckptstore.backends.system_errors import is_bad_medium
+from ckptstore.errors import (
+    CkptError,
+    CorruptionError,
+    CorruptLogError,
+    FencedError,
+    ReadOnlyError,
+    StorageError,
+    UsageError,
+)
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.retention_rules import known, reasons_of
+from ckptstore.formats.rule_windows import ends
+from ckptstore.host.bandwidth import held_to
+from ckptstore.host.option_checks import seconds, whole
+from ckptstore.host.progress import Advance, Progress
+from ckptstore.log.change_committer import Author, Requester, Successor
+from ckptstore.log.journal import Journal
+from ckptstore.log.log_reader import View, read
+from ckptstore.maintenance.compact.compaction_plan import plan_moves
+from ckptstore.maintenance.compact.compaction_report import CompactMove, CompactReport, Result
+from ckptstore.maintenance.compact.move_execution import Made, Maker
+from ckptstore.maintenance.compact.moves import Limits, Move, Planned
+from ckptstore.maintenance.compact.size_estimates import known_sizes
+from ckptstore.maintenance.compact.size_samples import Measured, measure
+from ckptstore.maintenance.merge.merge_range import outside
+from ckptstore.maintenance.merge.rewrite_context import Workshop
+from ckptstore.restore.restore_plan import plan_all, restore_seconds
+
+__all__ = ["compact", "make_moves", "planned_moves"]
+
+_TRIES: Final = 3
+
+
+def compact(
+    journal: Journal,
+    limits: Limits,
+    *,
+    only: str | None = None,
+    bandwidth: int | None = None,
+    dry_run: bool = False,
+    take_over: bool = False,
+    timeout: float | None = 60.0,
+    progress: Progress | None = None,
+) -> CompactReport:
+    """Store kept checkpoints anew, so that bases that nobody keeps can go.
+
+    Args:
+        only: ``A..B``, two REFs of one term: nothing else is stored anew; None: whatever is worth it.
+        bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
+        dry_run: change nothing; sizes are guessed from samples.
+        take_over: open a term and commit there, which fences a live writer. Without it the live writer is asked.
+        timeout: seconds to wait for the live writer's answer to each move; None: as long as it takes.
+        progress: told (bytes done, bytes in all).
+
+    Raises:
+        UsageError: an option is none.
+        CheckpointNotFoundError: an end of `only` is not there.
+        CorruptLogError: the log is damaged, so that nobody can say what others build on. Nothing was changed.
+        ReadOnlyError, StorageError: the medium cannot be written, or failed. Moves before stay made.
+        FencedError: another writer took the store over; without `take_over`: that happened again and again.
+        CommitUnknownError: only with `take_over`: whether the last move was committed is not known.
+    """
+    timeout = seconds("timeout", timeout)
+    if bandwidth is not None:
+        whole("bandwidth", bandwidth, 1)
+    if journal.backend.read_only and not dry_run:
+        raise ReadOnlyError(f"{journal.url}: read-only, nothing can be compacted")
+    view, measured, planned = planned_moves(journal, limits, only=only, owned=take_over)
+    if dry_run or not planned.moves:
+        done = tuple(_told(move, "planned", "", None) for move in planned.moves)
+        return _report(view.catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
+    author = Successor(journal, "compact", several=True) if take_over else Requester(journal, timeout, view)
+    made = make_moves(journal, author, planned, lambda advance: held_to(bandwidth, advance), progress)
+    after = author.catalog()
+    nbytes = sum(segment.size for segment in after.segments.values())
+    return _report(after, planned, made, nbytes, _slowest(after, measured), dry_run)
+
+
+def planned_moves(
+    journal: Journal, limits: Limits, *, only: str | None = None, owned: bool = False
+) -> tuple[View, Measured, Planned]:
+    """The log, what samples of it say, and what is to be done.
+
+    Args:
+        only: as for `compact`.
+        owned: nobody else writes to the store.
+
+    Raises:
+        UsageError, CheckpointNotFoundError, CorruptLogError, StorageError: as `compact`.
+    """
+    view = read(journal, look_above=True)
+    catalog = view.catalog
+    if catalog.damage or catalog.lost > catalog.term:
+        raise CorruptLogError(
+            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            "`ckpt verify` says more"
+        )
+    left = frozenset[Node]() if only is None else outside(catalog, only)
+    measured = measure(journal, catalog)
+    planned = plan_moves(
+        catalog,
+        limits,
+        known_sizes(catalog, measured.samples),
+        rates=measured.rates,
+        stays=_stays(catalog),
+        owned=owned,
+        refused=left,
+    )
+    not_meant = frozenset(map(ref_of, left))
+    planned = replace(planned, unmet=tuple(one for one in planned.unmet if one.ref not in not_meant))
+    return view, measured, planned
+
+
+def make_moves(
+    journal: Journal,
+    author: Author,
+    planned: Planned,
+    held_back: Callable[[Advance], Advance],
+    progress: Progress | None = None,
+) -> tuple[CompactMove, ...]:
+    """Make the moves of a plan, one after the other -> what became of each.
+
+    Args:
+        author: commits them, or asks who does.
+        held_back: wraps what is told of every piece that is done (a chunk at most), to slow the work down.
+        progress: told (bytes done, bytes in all).
+
+    Raises:
+        ReadOnlyError, StorageError, FencedError, CommitUnknownError: as `compact`; and whatever `held_back` raises.
+    """
+    with Workshop(journal, progress, dry_run=False, held_back=held_back) as shop:
+        return _make_all(Maker(journal, author, shop), author, planned)
+
+
+def _make_all(maker: Maker, author: Author, planned: Planned) -> tuple[CompactMove, ...]:
+    found: list[CompactMove] = []
+    for place, move in enumerate(planned.moves):
+        found.append(_make(maker, author, move))
+        if found[-1].result == "waiting":  # nobody is there who would answer the next
+            found += [_told(later, "left", "", None) for later in planned.moves[place + 1 :]]
+            break
+    return tuple(found)
+
+
+def _make(maker: Maker, author: Author, move: Move) -> CompactMove:
+    """One move, as often as newer terms begin meanwhile: what was written for one is of no use in the next."""
+    for left in reversed(range(_TRIES)):
+        try:
+            made = maker.make(move)
+        except FencedError:
+            if author.owned is not None or not left:
+                raise
+            continue
+        except UsageError as error:
+            return _told(move, "refused", str(error), None)
+        except (CorruptionError, StorageError) as error:
+            if isinstance(error, StorageError) and not is_bad_medium(error):
+                raise
+            return replace(_told(move, "refused", str(error), None), damaged=True)
+        outcome = made.outcome
+        if outcome.answer == "accepted":
+            return _told(move, "done", "", made)
+        if outcome.answer == "waiting":
+            return _told(move, "waiting", "the live writer did not answer in time", made)
+        if outcome.answer == "refused" or not left:
+            return replace(_told(move, "refused", outcome.reason, None), asked=True)
+    raise AssertionError("every try ends in an answer")
+
+
+def _told(move: Move, result: Result, reason: str, made: Made | None) -> CompactMove:
+    stored = {rewrite.node: rewrite.base for rewrite in move.rewrites}
+    after = move.bytes_after
+    if made is not None:
+        stored |= made.stored
+        after = move.bytes_before + sum(one.size for one in made.written) - sum(one.size for one in made.dropped)
+    return CompactMove(
+        move.kind,
+        move.why,
+        {ref_of(node): "" if base is None else ref_of(base) for node, base in stored.items()},
+        result,
+        reason,
+        move.bytes_before,
+        after,
+        move.seconds_before,
+        move.seconds_after,
+        () if made is None else tuple(one.key for one in made.written),
+        () if made is None else tuple(one.key for one in made.dropped),
+        0 if made is None else sum(one.size for one in made.dropped),
+    )
+
+
+def _report(
+    after: Catalog, planned: Planned, moves: tuple[CompactMove, ...], nbytes: int, slowest: float, dry_run: bool
+) -> CompactReport:
+    if dry_run:
+        collectable = sum(_freed(after, move) for move in planned.moves)
+    else:
+        collectable = sum(done.dropped_nbytes for done in moves if done.result == "done")
+    return CompactReport(
+        moves,
+        planned.bytes_before,
+        nbytes,
+        planned.seconds_before,
+        slowest,
+        tuple(ref_of(node) for node in after.checkpoints),
+        planned.unmet,
+        collectable,
+        dry_run,
+    )
+
+
+def _freed(catalog: Catalog, move: Move) -> int:
+    return sum(catalog.segments[one].size for one in move.drops if one in catalog.segments)
+
+
+def _slowest(catalog: Catalog, measured: Measured) -> float:
+    cost = restore_seconds(catalog, measured.rates)
+    chains = [one for one in plan_all(catalog).values() if not isinstance(one, CkptError)]
+    return max((sum(map(cost, chain.encodings)) for chain in chains), default=0.0)
+
+
+def _stays(catalog: Catalog) -> Callable[[Node], bool]:
+    """Tells of a kept checkpoint whether the store's rules will keep it for long."""
+    if not catalog.keep or not known(catalog.keep):
+        return lambda _node: True
+    reasons, _ = reasons_of(catalog, catalog.keep)
+    lasting = {node for reason, nodes in reasons.items() if ends(reason) == "never" for node in nodes}
+    return lasting.__contains__

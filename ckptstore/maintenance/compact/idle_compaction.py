@@ -1,0 +1,212 @@
+"""Compaction in a writer's idle time: a thread of the writer's process that makes the moves of ``compact``.
+
+It stands still while a save is on its way: after each piece of work, a chunk of 16 MiB at most, it looks whether one
+is. What it made is committed by the writer itself, as an ordinary record between two saves. Killed at any instant it
+leaves what a killed ``compact`` leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ckptstore.errors import UsageError, WriterClosedError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.host import background_threads
+from ckptstore.host.bandwidth import Bandwidth
+from ckptstore.host.caller_warnings import warn
+from ckptstore.host.option_checks import seconds, whole
+from ckptstore.host.progress import Advance
+from ckptstore.log.change import Change
+from ckptstore.log.journal import Journal
+from ckptstore.log.log_reader import read
+from ckptstore.log.requests import Outcome
+from ckptstore.maintenance.compact.compaction import make_moves, planned_moves
+from ckptstore.maintenance.compact.compaction_report import CompactMove
+from ckptstore.maintenance.compact.moves import Limits
+from ckptstore.write.local import LocalWriter
+
+__all__ = ["CompactOptions", "CompactPass", "begin"]
+
+_LOOK: Final = 0.02
+"""Seconds between two looks whether the writer is idle again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompactPass:
+    """What one pass of compaction did, in a writer's idle time.
+
+    Attributes:
+        moves: what became of each; see `Store.compact`.
+        seconds: from its plan to its end.
+        stood_still: those of `seconds` in which it waited for saves.
+        error: what ended it before its end; None: nothing. It is tried again.
+    """
+
+    moves: tuple[CompactMove, ...]
+    seconds: float
+    stood_still: float
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompactOptions:
+    """How a writer compacts its store in its idle time (`Store.writer`'s `compact`).
+
+    Attributes:
+        bandwidth: bytes of state decoded, coded and read back in a second at most; None: as fast as it goes.
+        every: seconds from the end of one pass to the beginning of the next. A pass without a change since the last
+            one looks at the log and at nothing else.
+        max_depth, max_restore_seconds, target_bytes: as for `Store.compact`.
+        on_pass: told of each pass that had something to do, by the thread that did it; what it raises harms nothing.
+
+    Raises:
+        UsageError: one is no such number.
+    """
+
+    bandwidth: int | None = 64 << 20
+    every: float = 60.0
+    max_depth: int | None = None
+    max_restore_seconds: float | None = None
+    target_bytes: int | None = None
+    on_pass: Callable[[CompactPass], object] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None:
+            whole("bandwidth", self.bandwidth, 1)
+        if seconds("every", self.every, above=True) is None:
+            raise UsageError("every: a number of seconds is needed")
+        if self.on_pass is not None and not callable(self.on_pass):
+            raise UsageError(f"on_pass: {self.on_pass!r}; it takes a function of one CompactPass")
+        self.limits()
+
+    def limits(self) -> Limits:
+        """What is to be reached. Raises `UsageError`."""
+        return Limits(self.max_depth, self.max_restore_seconds, self.target_bytes)
+
+
+def begin(journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
+    """Have a writer compact its store in its idle time, until it is closed."""
+    idle = _Idle(journal, writer, options)
+    writer.accompany(idle)
+    idle.start()
+
+
+class _Idle:
+    """See `write.companion.Companion`."""
+
+    def __init__(self, journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
+        self._journal = journal
+        self._writer = writer
+        self._options = options
+        self._stop = threading.Event()
+        self._way = threading.Lock()
+        self._at_work = False
+        self._stood_still = 0.0
+        self._seen = -1
+        self._said: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        with contextlib.suppress(RuntimeError):  # no thread is to be had: saves are what counts
+            self._thread = background_threads.start(self._run, "compact")
+
+    def active(self) -> bool:
+        return self._at_work
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._options.every):
+            began, self._stood_still = time.monotonic(), 0.0
+            moves: tuple[CompactMove, ...] = ()
+            error: Exception | None = None
+            try:
+                moves = self._pass()
+            except WriterClosedError:
+                return
+            except Exception as found:  # noqa: BLE001  # whatever it is, it harms no save, and is tried again
+                error = found
+                self._complain(found)
+            finally:
+                self._at_work = False
+            if moves or error is not None:
+                self._tell(CompactPass(moves, time.monotonic() - began, self._stood_still, error))
+
+    def _pass(self) -> tuple[CompactMove, ...]:
+        self._make_way()
+        if (end := read(self._journal).catalog.next_seq) == self._seen:
+            return ()
+        self._at_work = True
+        _, _, planned = planned_moves(self._journal, self._options.limits())
+        moves: tuple[CompactMove, ...] = ()
+        if planned.moves:
+            author = _Within(self._journal, self._writer)
+            moves = make_moves(self._journal, author, planned, self._held_back)
+            # What it has committed itself is no reason to look again; what was saved meanwhile is.
+            end += sum(move.result == "done" for move in moves)
+        self._seen = end
+        return moves
+
+    def _held_back(self, advance: Advance) -> Advance:
+        """What is told of bytes waits for its turn, and for saves."""
+        rate = self._options.bandwidth
+        bandwidth = None if rate is None else Bandwidth(rate, sleep=self._sleep)
+
+        def told(nbytes: int) -> None:
+            if bandwidth is not None:
+                bandwidth.take(nbytes)
+            self._make_way()
+            advance(nbytes)
+
+        return told
+
+    def _sleep(self, duration: float) -> None:
+        self._stop.wait(duration)  # closing is not kept waiting
+
+    def _make_way(self) -> None:
+        """Return when no save is on its way. Raises `WriterClosedError` when the writer closes."""
+        with self._way:  # one thread waits, the others for it
+            began = time.monotonic()
+            while not self._stop.is_set() and self._writer.busy():
+                self._stop.wait(_LOOK)
+            self._stood_still += time.monotonic() - began
+        if self._stop.is_set():
+            raise WriterClosedError("the writer is being closed: what is compacted just now is given up")
+
+    def _complain(self, error: Exception) -> None:
+        """Say what went wrong, once."""
+        if (why := f"{type(error).__name__}: {error}") not in self._said:
+            self._said.add(why)
+            warn(f"{self._journal.url}: compaction beside the saves failed: {why}")
+
+    def _tell(self, done: CompactPass) -> None:
+        if self._options.on_pass is None:
+            return
+        try:
+            self._options.on_pass(done)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to harm a save
+            warn(f"on_pass raised {type(error).__name__}: {error}")
+
+
+class _Within:
+    """The author of the changes: the writer itself (`log.change_committer.Author`)."""
+
+    owned: int | None = None  # the writer may build on what the newest is coded against, so that is left alone
+
+    def __init__(self, journal: Journal, writer: LocalWriter) -> None:
+        self._journal = journal
+        self._writer = writer
+
+    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
+        return self._writer.commit_beside(term, change)
+
+    def catalog(self) -> Catalog:
+        return read(self._journal).catalog

@@ -1,0 +1,141 @@
+"""Which encodings of a damaged store are intact, which checkpoints they still lead to, and why the others are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import Encoding, Node, ref_of
+from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
+from ckptstore.restore.restore_plan import Plan
+from ckptstore.segments.segment_reader import SegmentReader
+
+__all__ = ["Verdict", "judge"]
+
+
+@dataclass
+class Verdict:
+    """What is kept.
+
+    Attributes:
+        edges: encodings in segments that are intact, whose base is kept.
+        rewritten: encodings that are intact in a segment that is not: they are written anew.
+        otherwise: promised checkpoints that none of these restores, and a load does -> by which way.
+        lost: promised checkpoints that nothing restores any more -> why.
+    """
+
+    edges: list[Encoding] = field(default_factory=list)
+    rewritten: list[Encoding] = field(default_factory=list)
+    lost: dict[Node, str] = field(default_factory=dict)
+    otherwise: dict[Node, Plan] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> set[Node]:
+        """The checkpoints that the kept encodings restore."""
+        return {edge.checkpoint for edge in (*self.edges, *self.rewritten)}
+
+
+def judge(backend: Backend, catalog: Catalog, found: Findings) -> Verdict:
+    """Decide, once every byte was read and every encoding decoded.
+
+    Args:
+        catalog: the candidates.
+        found: what `verify.examine` found wrong with them.
+    """
+    judging = _Judging(backend, catalog, found)
+    verdict = Verdict()
+    waiting: dict[Node | None, list[Encoding]] = {}
+    for edges in catalog.encodings.values():
+        for edge in edges:
+            if not judging.reason(edge):
+                waiting.setdefault(None if edge.base is None else edge.base.node, []).append(edge)
+    # From what needs no other upwards: what is not reached builds on something that is lost.
+    reached: list[Node | None] = [None]
+    seen: set[Node] = set()
+    while reached:
+        for edge in waiting.pop(reached.pop(), ()):
+            base = None if edge.base is None else catalog.find(edge.base.node)
+            if edge.base is not None and (base is None or base.state != edge.base.state):
+                continue
+            (verdict.rewritten if judging.torn(edge) else verdict.edges).append(edge)
+            if edge.checkpoint not in seen:
+                seen.add(edge.checkpoint)
+                reached.append(edge.checkpoint)
+    whole = {edge.checkpoint for edge in verdict.edges}
+    verdict.rewritten = [edge for edge in verdict.rewritten if edge.checkpoint not in whole]
+    for node in catalog.checkpoints:
+        if node not in seen:
+            verdict.lost[node] = judging.why(node, seen)
+    return verdict
+
+
+class _Judging:
+    def __init__(self, backend: Backend, catalog: Catalog, found: Findings) -> None:
+        self._backend = backend
+        self._catalog = catalog
+        self._found = found
+        self._torn = found.bad_chunks.keys() | {one for _, segments, _ in found.flaws for one in segments}
+        self._what: dict[str, str] = {}
+        for key, what in (*found.damage, *found.unread.items()):
+            self._what.setdefault(key, what)
+        self._reasons: dict[object, str] = {}
+
+    def torn(self, edge: Encoding) -> bool:
+        """Whether a segment of it is damaged, if not where this encoding is."""
+        return not self._torn.isdisjoint(edge.segments)
+
+    def reason(self, edge: Encoding) -> str:
+        """Why an encoding cannot be used, whatever it builds on; empty: it can."""
+        name = edge_of(edge)
+        if name not in self._reasons:
+            self._reasons[name] = self._reason(edge)
+        return self._reasons[name]
+
+    def _reason(self, edge: Encoding) -> str:
+        for segment in edge.segments:
+            entry = self._catalog.segments.get(segment)
+            if entry is None:
+                return f"the log does not have its segment {segment} any more"
+            if segment in self._found.bad_segments:
+                return f"{entry.key}: {self._what.get(entry.key, 'it cannot be read')}"
+        flaw = self._found.flaws.get(edge_of(edge))
+        if flaw is not None and (flaw.whole or flaw.state or flaw.names or flaw.decoded):
+            key = self._catalog.segments[edge.segments[0]].key
+            wrong = flaw.names | flaw.decoded
+            names = f"tensors {', '.join(sorted(map(repr, wrong))[:3])} are" if wrong else "it is"
+            return f"{self._what.get(key, f'{key}: {names} not what was saved')}"
+        return self._hit(edge)
+
+    def _hit(self, edge: Encoding) -> str:
+        """The first damaged chunk among its own."""
+        step = edge.checkpoint[1]
+        for segment in edge.segments:
+            bad = self._found.bad_chunks.get(segment)
+            if not bad:
+                continue
+            entry = self._catalog.segments[segment]
+            try:
+                with closing(SegmentReader(self._backend, entry)) as reader:
+                    tensors = list(reader.doc.tensors.get(step, {}).values())
+            except CkptError as error:
+                return str(error)
+            for tensor in tensors:
+                if any(chunk.length and chunk.offset in bad for chunk in tensor.chunks):
+                    return f"{entry.key}: tensor {tensor.name!r} is damaged"
+        return ""
+
+    def why(self, node: Node, kept: Container[Node]) -> str:
+        """Why a checkpoint is lost."""
+        edges = self._catalog.encodings.get(node, ())
+        reasons = [text for edge in edges if (text := self.reason(edge) or _below(edge, kept))]
+        return reasons[0] if reasons else "nothing stored restores it"
+
+
+def _below(edge: Encoding, kept: Container[Node]) -> str:
+    if edge.base is None or edge.base.node in kept:
+        return ""
+    return f"what it builds on is lost: {ref_of(edge.base.node)}"

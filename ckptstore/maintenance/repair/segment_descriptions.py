@@ -1,0 +1,86 @@
+"""What every segment below ``seg/`` says of itself, without a look at the log (SPEC 5.1, Making the log again)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+from ckptstore.backends.base import Backend, SegmentSource
+from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
+from ckptstore.formats import checksums
+from ckptstore.formats.records import CheckpointId, SegmentEntry, object_of
+from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.segment_steps import StepEncoding, read_ranks
+from ckptstore.maintenance.verify.verify_findings import Damage, is_bad_medium
+
+__all__ = ["Told", "survey"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A segment's own words, without its tensors and trees.
+
+    Attributes:
+        entry: what a COMMIT would say of it.
+        run: whose it is.
+        parents: term -> what it continues from.
+        steps: step -> how it is encoded here.
+        stored: step -> bytes that its encoding costs here.
+        rank: step -> the rank whose segment it is, and `ranks`: how many segments each rank has (SPEC 5.1).
+    """
+
+    entry: SegmentEntry
+    run: str
+    parents: Mapping[int, CheckpointId | None]
+    steps: Mapping[int, StepEncoding]
+    stored: Mapping[int, int]
+    rank: Mapping[int, int]
+    ranks: Mapping[int, tuple[int, ...]]
+
+
+def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, Told], list[Damage]]:
+    """Read the description of every segment -> by id; and what cannot be read.
+
+    Raises `StorageError`: the medium failed, and not because of this one object.
+    """
+    found: dict[str, Told] = {}
+    damage: list[Damage] = []
+    for key in keys:
+        place = object_of(key)
+        if place is None or not key.endswith(".safetensors"):
+            continue
+        try:
+            with closing(backend.open_source(key)) as source:
+                told = _told(source, key)
+            if (told.entry.term, told.entry.id) != place:
+                raise CorruptSegmentError(f"{key}: holds segment {told.entry.id} of term {told.entry.term}")
+        except StorageError as error:
+            if not is_bad_medium(error):
+                raise
+            damage.append(Damage(key, str(error)))
+        except CkptError as error:
+            damage.append(Damage(key, str(error).removeprefix(f"{key}: ")))
+        else:
+            found[told.entry.id] = told
+    return found, damage
+
+
+def _told(source: SegmentSource, key: str) -> Told:
+    def read(offset: int, length: int) -> bytes:
+        out = bytearray(length)
+        source.read_into(offset, memoryview(out))
+        return bytes(out)
+
+    size = source.size
+    header = read(0, header_length(read(0, min(8, size)), size, key))
+    doc = parse(header, size, key, read)
+    entry = SegmentEntry(doc.segment, doc.term, size, len(header), checksums.header_hash(header))
+    return Told(entry, doc.run, doc.parents, doc.encodings, _shares(doc, size), *read_ranks(doc.extra, doc.steps, key))
+
+
+def _shares(doc: SegmentDoc, size: int) -> dict[int, int]:
+    """What each step costs: its chunks, and an equal share of the rest; the last has what is left."""
+    stored = {step: sum(tensor.stored for tensor in doc.tensors.get(step, {}).values()) for step in doc.steps}
+    rest, left = divmod(max(0, size - sum(stored.values())), len(stored))
+    return {step: nbytes + rest + (left if step == doc.steps[-1] else 0) for step, nbytes in stored.items()}

@@ -1,0 +1,71 @@
+"""Tags: names for checkpoints, of any term, beside a live writer or without one."""
+
+from __future__ import annotations
+
+from ckptstore.errors import CheckpointNotFoundError
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.checkpoint_ref import Ref
+from ckptstore.formats.records import Node, ref_of
+from ckptstore.log import refs
+from ckptstore.log.change import Change
+from ckptstore.log.checkpoint_info import CheckpointInfo, describe, describe_checkpoint
+from ckptstore.log.journal import Journal
+from ckptstore.log.log_reader import read
+from ckptstore.maintenance.catalog_changes import change, look
+
+__all__ = ["tag", "tags", "untag"]
+
+
+def tag(
+    journal: Journal, name: str, ref: str | int, *, take_over: bool = False, timeout: float | None = 60.0
+) -> CheckpointInfo:
+    """Name the checkpoint that `ref` names now; a tag that exists moves -> the checkpoint.
+
+    Raises:
+        UsageError: no tag name.
+        CheckpointNotFoundError: nothing answers to `ref`.
+        as `changing.change`.
+    """
+    refs.check_new_tag(name)
+    # Once: what is latest when somebody answers is not what was meant.
+    view = look(journal, take_over=take_over)
+    node = refs.resolve(view.catalog, ref).node
+
+    def plan(catalog: Catalog) -> Change | None:
+        _entry(catalog, node)
+        return None if catalog.tags.get(name) == node else Change(tags={name: node})
+
+    what = f"tag {ref_of(node)} as {name!r}"
+    catalog = change(journal, view, what, plan, take_over=take_over, timeout=timeout).catalog
+    return describe_checkpoint(catalog, catalog.checkpoints[_entry(catalog, node)])
+
+
+def untag(journal: Journal, name: str, *, take_over: bool = False, timeout: float | None = 60.0) -> None:
+    """Remove a tag; the checkpoint stays.
+
+    Raises:
+        CheckpointNotFoundError: there is no such tag.
+        as `changing.change`.
+    """
+    wanted = Ref(tag=name)
+    view = look(journal, take_over=take_over)
+    refs.resolve(view.catalog, wanted)  # says which there are
+
+    def plan(catalog: Catalog) -> Change | None:
+        return Change(tags={name: None}) if name in catalog.tags else None
+
+    change(journal, view, f"remove tag {name!r}", plan, take_over=take_over, timeout=timeout)
+
+
+def tags(journal: Journal) -> dict[str, CheckpointInfo]:
+    """Every tag, by name, and what it names."""
+    catalog = read(journal).catalog
+    live = {node: entry for node in sorted(set(catalog.tags.values())) if (entry := catalog.checkpoints.get(node))}
+    infos = dict(zip(live, describe(catalog, live.values()), strict=True))
+    return {name: infos[node] for name, node in sorted(catalog.tags.items()) if node in infos}
+
+
+def _entry(catalog: Catalog, node: Node) -> Node:
+    if node not in catalog.checkpoints:
+        raise CheckpointNotFoundError(f"{ref_of(node)} was retired meanwhile")
+    return node

@@ -1,0 +1,336 @@
+"""Decoding every checkpoint of a store: nothing is believed that can be computed.
+
+The encodings that build on one full are a tree (`encoding_trees`). It is walked once for every *column*: the chunks at
+one place of tensors that need each other (those that optimizer steps move together, a master and its rounded copy).
+So each payload is decoded once, and no state is ever in memory: one column for each thread, and one more for every
+fork of the tree above the present place, of which there are few, because the larger side is walked last.
+
+What is wrong is said once. What builds on it is not decoded: `lost_checkpoints` counts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ckptstore.backends.base import Backend
+from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
+from ckptstore.formats import digest, kernel_choice
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.records import Encoding
+from ckptstore.host.buffers import Bytes, Staging
+from ckptstore.host.task_pool import Task, sweep
+from ckptstore.maintenance.verify.decode_groups import Column, Step, cell_of, columns_of
+from ckptstore.maintenance.verify.encoding_trees import Branch
+from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
+from ckptstore.restore.assembly import Held, held_by
+from ckptstore.restore.chain import master_of
+from ckptstore.restore.chain_link import Link, apply_link, check_decoded, wrong
+from ckptstore.restore.replay import Cell, take_step
+from ckptstore.segments.open_files import Handles
+from ckptstore.segments.segment_reader import SegmentReader
+
+__all__ = ["decoded_bytes", "prove"]
+
+_Memory: TypeAlias = dict[tuple[Cell, int], Bytes]
+"""(tensor, chunk) -> its bytes; what is lost is not there."""
+
+
+def decoded_bytes(roots: Iterable[Branch], catalog: Catalog) -> int:
+    """Logical bytes that `prove` will decode, as far as the log tells."""
+    entries = (catalog.find(branch.encoding.checkpoint) for root in roots for branch in root.walk())
+    return sum(entry.nbytes for entry in entries if entry is not None)
+
+
+def prove(backend: Backend, catalog: Catalog, roots: Iterable[Branch], found: Findings, threads: int) -> None:
+    """Decode and replay every encoding; compare every chunk's hash and every state digest with what was recorded.
+
+    Args:
+        roots: see `branches.trees`.
+        found: what is known to be wrong already, which is left out; takes what is found.
+        threads: how many; each has two payloads and its columns in memory.
+
+    Raises:
+        StorageError: the medium failed. A place of it that cannot be read any more is damage.
+    """
+    handles = Handles(backend)
+    staging = Staging.for_chunks(max(2, threads))
+    try:
+        for root in roots:
+            tree = _Tree(root, catalog, handles, backend, found)
+            sweep(list(tree.tasks(staging)), threads, "ckptstore-prove")
+    finally:
+        handles.close()
+
+
+class _Tree:
+    """What builds on one full, open and described."""
+
+    def __init__(self, root: Branch, catalog: Catalog, handles: Handles, backend: Backend, found: Findings) -> None:
+        self._root = root
+        self._catalog = catalog
+        self._handles = handles
+        self._backend = backend
+        self._found = found
+        self._readers: dict[str, SegmentReader] = {}
+        self._compiled = kernel_choice.kind() == "compiled"
+        self.held = {branch: self._described(branch.encoding) for branch in root.walk()}
+
+    def tasks(self, staging: Staging) -> Iterator[Task]:
+        """One for each column and place."""
+        for column in columns_of(self.held):
+            column.left = column.places
+            for place in range(column.left):
+                yield self._task(column, place, staging)
+
+    def _described(self, encoding: Encoding) -> Held:
+        """The tensors of an encoding; none if it cannot be used, which is known already."""
+        flaw = self._found.flaws.get(edge_of(encoding))
+        unusable = self._found.bad_segments.intersection(encoding.segments) or (flaw is not None and flaw.whole)
+        if unusable:
+            return {}
+        try:
+            held = held_by([self._reader(segment) for segment in encoding.segments], encoding)
+        except StorageError:
+            return {}
+        except CkptError as error:  # it has been changed since it was read first
+            self._found.blame(encoding, self._catalog.segments[encoding.segments[0]].key, error, whole=True)
+            return {}
+        sound = {name: link for name, link in held.items() if flaw is None or name not in flaw.names}
+        return {name: link for name, link in sound.items() if link.base_ratio != 2 or master_of(link.tensor) in sound}
+
+    def _reader(self, segment: str) -> SegmentReader:
+        if segment not in self._readers:
+            entry = self._catalog.segments[segment]
+            try:
+                reader = SegmentReader(self._backend, entry)
+            except StorageError as error:
+                self._found.add(entry.key, error, entry.id)
+                raise
+            reader.close()
+            reader.source = self._handles.source(reader.entry.key, reader.entry.size)
+            self._readers[segment] = reader
+        return self._readers[segment]
+
+    def _task(self, column: Column, place: int, staging: Staging) -> Task:
+        def work() -> Iterable[Task]:
+            with staging.block() as scratch:
+                self._place(column, place, scratch)
+            with column.lock:
+                column.left -= 1
+                last = not column.left
+            if last:
+                self._check_digests(column, staging)
+            return ()
+
+        return work
+
+    def _place(self, column: Column, place: int, scratch: Bytes) -> None:
+        """Decode a column at one place, and say what is wrong there, once numpy has found it, too."""
+        outcome = _Outcome()
+
+        def work() -> None:
+            outcome.begin()
+            self._decode(column, place, scratch, outcome)
+            for _, _, error, _ in outcome.wrong:
+                if error.computed:
+                    raise error
+
+        with contextlib.suppress(CorruptSegmentError):
+            kernel_choice.confirmed(work)
+        for found in outcome.wrong:
+            self.wrong(*found)
+        outcome.add_to(column)
+
+    def _decode(self, column: Column, place: int, scratch: Bytes, outcome: _Outcome) -> None:
+        """Walk the tree. The memory of a state goes on to what builds on it, to the last of them as it is."""
+        waiting: list[tuple[Branch, _Memory, bool]] = [(self._root, {}, True)]
+        while waiting:
+            branch, below, owned = waiting.pop()
+            step = column.steps.get(branch)
+            memory: _Memory = {}
+            if step is not None:
+                memory = _Decoding(self, column, place, branch, below, owned, scratch, outcome).run(step)
+            for number, child in enumerate(branch.children):
+                waiting.append((child, memory, number == 0))  # the first is taken last
+
+    def unread(self, link: Link, index: int, error: StorageError) -> None:
+        """A payload could not be read."""
+        entry = link.reader.entry
+        self._found.add(entry.key, error, entry.id, [link.tensor.chunks[index].offset])
+
+    def wrong(self, branch: Branch, link: Link, error: CorruptSegmentError, names: Iterable[str]) -> None:
+        """What a link gives is not what was saved: the tensors `names` are lost."""
+        self._found.blame(branch.encoding, link.reader.entry.key, error, decoded=names)
+
+    def damaged(self, link: Link, index: int) -> bool:
+        """Whether a payload is known to be damaged."""
+        chunk = link.tensor.chunks[index]
+        return bool(chunk.length) and chunk.offset in self._found.bad_chunks.get(link.reader.entry.id, ())
+
+    def advance(self, nbytes: int) -> None:
+        """So many logical bytes were decoded."""
+        self._found.tally.advance(nbytes)
+
+    def _check_digests(self, column: Column, staging: Staging) -> None:
+        found: list[tuple[Branch, Link, CorruptSegmentError]] = []
+
+        def work() -> None:
+            if kernel_choice.doubting():
+                self._sum_again(column, staging)
+            found[:] = self._other_digests(column)
+            if found:
+                raise found[0][2]
+
+        with contextlib.suppress(CorruptSegmentError):
+            kernel_choice.confirmed(work, since=self._compiled)
+        for branch, link, error in found:
+            # Only what was computed is compared when it is loaded.
+            self._found.blame(branch.encoding, link.reader.entry.key, error, state=link.base_ratio == 1)
+
+    def _sum_again(self, column: Column, staging: Staging) -> None:
+        column.sums.clear()
+        with staging.block() as scratch:
+            for place in range(column.places):
+                outcome = _Outcome(passes=2)
+                self._decode(column, place, scratch, outcome)
+                outcome.add_to(column)
+
+    def _other_digests(self, column: Column) -> Iterator[tuple[Branch, Link, CorruptSegmentError]]:
+        for branch in column.steps:
+            for cell in column.cells:
+                link = self.held[branch].get(cell.name)
+                if link is None or cell_of(link) != cell or link.tensor.digest is None:
+                    continue
+                tensor = link.tensor
+                total, count = column.sums.get((branch, cell.name), (0, 0))
+                if count < len(tensor.chunks):  # something of it is lost, which was said
+                    continue
+                if digest.combine(total, nbytes=tensor.nbytes) != tensor.digest:
+                    text = f"{link.where}: its state digest is not that of step {link.step}, as training had it"
+                    yield branch, link, wrong(text)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What decoding a column at one place gives.
+
+    Attributes:
+        passes: how often it was begun.
+        wrong: what is not what was saved: `_Tree.wrong` takes it.
+        parts: of state digests.
+    """
+
+    passes: int = 0
+    wrong: list[tuple[Branch, Link, CorruptSegmentError, list[str]]] = field(default_factory=list)
+    parts: list[tuple[Branch, str, int]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forget what an earlier pass gave."""
+        self.passes += 1
+        self.wrong.clear()
+        self.parts.clear()
+
+    def add_to(self, column: Column) -> None:
+        """Add the parts of digests to the column's."""
+        with column.lock:
+            for branch, name, part in self.parts:
+                total, count = column.sums.get((branch, name), (0, 0))
+                column.sums[branch, name] = (total + part, count + 1)
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """One encoding at one place of a column."""
+
+    tree: _Tree
+    column: Column
+    place: int
+    branch: Branch
+    below: _Memory
+    owned: bool
+    scratch: Bytes
+    outcome: _Outcome
+    memory: _Memory = field(default_factory=dict)
+
+    def run(self, step: Step) -> _Memory:
+        """What the column holds after it."""
+        for link in step.links:
+            for index in self.column.chunks(cell_of(link), self.place):
+                if link.group is not None:
+                    self._step(link, index)
+                else:
+                    self._apply(link, index)
+        for link in step.copies:
+            for index in self.column.chunks(cell_of(link), self.place):
+                self._copy(link, index)
+        return self.memory
+
+    def _base(self, cell: Cell, index: int) -> Bytes | None:
+        """What is below, in memory that may be overwritten."""
+        base = self.below.get((cell, index))
+        return base if base is None or self.owned else base.copy()
+
+    def _apply(self, link: Link, index: int) -> None:
+        cell = cell_of(link)
+        out = self._base(cell, index) if link.base_ratio else _memory(link, index)
+        if out is not None:
+            base = out if link.base_ratio else None
+            self._try(link, index, [link], [out], lambda: apply_link(link, index, base, out, self.scratch, verify=True))
+
+    def _copy(self, link: Link, index: int) -> None:
+        held = self.tree.held[self.branch]
+        master = cell_of(held[(master_of(link.tensor) or "")])
+        parts = [self.memory.get((master, number)) for number in self.column.chunks(master, self.place)]
+        whole = [part for part in parts if part is not None]
+        if len(whole) == len(parts):
+            base = whole[0] if len(whole) == 1 else np.concatenate(whole)
+            out = _memory(link, index)
+            self._try(link, index, [link], [out], lambda: apply_link(link, index, base, out, self.scratch, verify=True))
+
+    def _step(self, link: Link, index: int) -> None:
+        assert link.group is not None
+        held = self.tree.held[self.branch]
+        members = [held[name] for name in link.group.names if name in held]
+        bases = [self._base(cell_of(member), index) for member in members]
+        outs = [base for base in bases if base is not None]
+        if len(outs) == len(link.group.names):
+            cells = tuple(map(cell_of, members))
+            memory = dict(zip(cells, outs, strict=True))
+            self._try(link, index, members, outs, lambda: take_step(link, cells, index, memory, self.scratch))
+
+    def _try(
+        self, link: Link, index: int, results: Sequence[Link], outs: Sequence[Bytes], work: Callable[[], Any]
+    ) -> None:
+        """Decode a payload, and keep those of its results that are right."""
+        if self.tree.damaged(link, index):
+            return
+        try:
+            work()
+        except StorageError as error:
+            self.tree.unread(link, index, error)
+            return
+        except CorruptSegmentError as error:
+            self.outcome.wrong.append((self.branch, link, error, [one.tensor.name for one in results]))
+            return
+        for result, out in zip(results, outs, strict=True):
+            name = result.tensor.name
+            if self.outcome.passes == 1:
+                self.tree.advance(len(out))
+            try:
+                check_decoded(result, index, out, verify=True)
+            except CorruptSegmentError as error:
+                self.outcome.wrong.append((self.branch, result, error, [name]))
+                continue
+            self.memory[cell_of(result), index] = out
+            if result.tensor.digest is not None:
+                self.outcome.parts.append((self.branch, name, digest.partial(out, index * CHUNK // 4)))
+
+
+def _memory(link: Link, index: int) -> Bytes:
+    return np.empty(link.tensor.chunks[index].logical, np.uint8)

@@ -1,0 +1,53 @@
+"""Reading every byte of the segments of a catalog, comparing what they say with it, and decoding what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptstore.backends.base import Backend
+from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.records import Node
+from ckptstore.host.buffers import Staging
+from ckptstore.host.task_pool import sweep
+from ckptstore.maintenance.verify.deep_verify import decoded_bytes, prove
+from ckptstore.maintenance.verify.description_check import Descriptions, reading_order
+from ckptstore.maintenance.verify.encoding_trees import chosen_encodings, trees
+from ckptstore.maintenance.verify.stored_bytes import scrubbing
+from ckptstore.maintenance.verify.verify_findings import Findings
+from ckptstore.restore.restore_plan import Plan
+
+__all__ = ["examine"]
+
+
+def examine(
+    backend: Backend,
+    run: str,
+    catalog: Catalog,
+    plans: Mapping[Node, Plan],
+    found: Findings,
+    threads: int,
+    *,
+    deep: bool,
+) -> None:
+    """Check every segment of `catalog`.
+
+    Args:
+        run: the store's.
+        plans: how the checkpoints that can be restored are.
+        found: takes what is wrong; its tally is told of every byte.
+        deep: decode and replay every encoding, too.
+
+    Raises:
+        StorageError: the medium failed where that says nothing of the store.
+    """
+    chosen = chosen_encodings(plans)
+    roots = trees(catalog, chosen) if deep else []
+    stored = sum(segment.size for segment in catalog.segments.values())
+    found.tally.total = found.nbytes + stored + decoded_bytes(roots, catalog)
+    descriptions = Descriptions(catalog, found)
+    staging = Staging.for_chunks(max(2, threads))
+    order = [catalog.segments[segment] for segment in reading_order(catalog)]
+    tasks = [scrubbing(backend, run, entry, staging, descriptions, found) for entry in order]
+    sweep(tasks, threads, "ckptstore-verify")
+    descriptions.compare_bases(chosen)
+    prove(backend, catalog, roots, found, threads)

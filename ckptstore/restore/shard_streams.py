@@ -1,0 +1,100 @@
+"""A tensor in shards as a stream: its image from the first byte to the last, without the tensor in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptstore.formats import dtypes
+from ckptstore.formats.boxes import Box, boxes_of, elements_of, scattered
+from ckptstore.formats.layout import CHUNK, chunk_extents
+from ckptstore.formats.segment import TensorEntry
+from ckptstore.host.buffers import SLACK, Bytes, aligned
+from ckptstore.restore.box_reads import Part
+from ckptstore.restore.chain import Chain, decode_chunk
+
+__all__ = ["iterate_parts"]
+
+
+def iterate_parts(tensor: TensorEntry, parts: Sequence[Part], *, verify: bool = True) -> Iterator[tuple[int, Bytes]]:
+    """The chunks of a whole tensor in order, one at a time: (offset within the tensor, bytes valid until the next).
+
+    Elements of a shard have the order that they have in the tensor. So each shard is read once, from its beginning, and
+    a chunk of it is in memory as long as the present place of the tensor lies within it.
+
+    Args:
+        tensor: all of it, as `formats.shards.together` describes it.
+        parts: its shards, which make it up.
+
+    Raises:
+        CorruptSegmentError, StorageError: as `decode_chunk`.
+    """
+    itemsize = dtypes.get(tensor.dtype).itemsize
+    scratch = aligned(CHUNK + SLACK)
+    streams = [_Stream(chain, box, tensor.shape, itemsize) for chain, box in parts]
+    chunk_memory = aligned(min(CHUNK, tensor.nbytes))
+    for start, length in chunk_extents(tensor.nbytes):
+        out = chunk_memory[:length]
+        first, stop = start // itemsize, (start + length) // itemsize
+        for stream in streams:
+            stream.take(first, stop, out, scratch, verify)
+        streams = [stream for stream in streams if not stream.done]
+        yield start, out
+
+
+class _Stream:
+    """One shard, as far as it is read. Places are elements, counted in the whole tensor's image."""
+
+    def __init__(self, chain: Chain, box: Box, shape: tuple[int, ...], itemsize: int) -> None:
+        self._chain = chain
+        self._box = box
+        self._whole = Box.whole(shape)
+        self._itemsize = itemsize
+        self._next = 0  # chunk
+        self._loaded: Bytes = aligned(0)
+        self._start = 0  # elements of the shard before those that are loaded
+        self._last = -1  # place of the last element that is loaded
+        self._first = self._place(0)
+        self.done = False
+
+    def take(self, first: int, stop: int, out: Bytes, scratch: Bytes, verify: bool) -> None:
+        """Copy what it has of [first, stop) of the tensor to `out`, those elements."""
+        while self._first < stop:
+            if self._last >= first:
+                self._copy(first, stop, out)
+            if self._last + 1 >= stop:
+                return
+            if self._next == len(self._chain.tensor.chunks):
+                self.done = True
+                self._loaded = aligned(0)
+                return
+            self._load(scratch, verify)
+
+    def _load(self, scratch: Bytes, verify: bool) -> None:
+        chunk = self._chain.tensor.chunks[self._next]
+        self._start = self._next * CHUNK // self._itemsize
+        if len(self._loaded) < chunk.logical:
+            self._loaded = aligned(chunk.logical)
+        self._loaded = self._loaded[: chunk.logical]
+        decode_chunk(self._chain, self._next, self._loaded, scratch, verify=verify)
+        self._last = self._place(self._start + chunk.logical // self._itemsize - 1)
+        self._next += 1
+
+    def _copy(self, first: int, stop: int, out: Bytes) -> None:
+        elements, data = elements_of(out, self._itemsize), elements_of(self._loaded, self._itemsize)
+        at = 0
+        for target in boxes_of(self._whole, first, stop):
+            array = elements[at : at + target.size].reshape(target.shape)
+            for index, block in scattered(data, self._start, self._box, target):
+                array[index] = block
+            at += target.size
+
+    def _place(self, element: int) -> int:
+        """Where an element of the shard's image stands in the tensor's."""
+        found, scale = 0, 1
+        for offset, length, limit in zip(
+            reversed(self._box.offset), reversed(self._box.shape), reversed(self._whole.shape), strict=True
+        ):
+            element, within = divmod(element, length)
+            found += (offset + within) * scale
+            scale *= limit
+        return found

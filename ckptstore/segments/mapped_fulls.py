@@ -1,0 +1,215 @@
+"""Fulls whose tensors are copied straight into mapped segments of the medium (LightCheck-D), and written nowhere else.
+
+The segments are opened, and their data regions mapped, before anything is copied. Once all tensors are there they are
+hashed where they lie, made durable, and the header is written last, as in any segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from ckptstore.backends.base import Backend, SegmentSink
+from ckptstore.formats import checksums, digest, jsontext
+from ckptstore.formats.layout import (
+    Layout,
+    TensorSpec,
+    chunk_extents,
+    padded,
+    place,
+    split,
+)
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
+from ckptstore.formats.state import FlatState
+from ckptstore.host.buffers import Bytes
+from ckptstore.segments.aligned_regions import LaidOutState, Region
+from ckptstore.segments.packed_segments import drafts
+from ckptstore.segments.plain_segments import WrittenState
+from ckptstore.segments.write_session import SegmentSession
+
+__all__ = ["DirectState", "Mapped", "map_segments", "regions_of", "write_direct"]
+
+_PIECE: Final = 1 << 20
+_SLACK: Final = 64 << 10
+"""Bytes by which a header may turn out longer than it was when its segment was opened: the state's values change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A segment that is open, with its data region in memory.
+
+    Attributes:
+        id: its uuid.
+        layout: where its tensors lie, behind a header that has space to grow.
+        memory: the data region, page-aligned, padded to whole pages; gone once the sink is sealed or aborted.
+    """
+
+    id: str
+    layout: Layout
+    sink: SegmentSink
+    memory: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DirectState(LaidOutState):
+    """A state whose tensors lie in mapped segments.
+
+    Attributes:
+        mapped: one for each segment, in order.
+        begun: the ids of those that were, or are being, completed: whoever completes them answers for them.
+    """
+
+    mapped: tuple[Mapped, ...] = ()
+    begun: list[str] = field(default_factory=list)
+
+    def abort(self) -> list[str]:
+        """Give up the segments that are not sealed -> the ids of those that nobody has begun to complete.
+
+        Nobody may touch the tensors any more.
+        """
+        _abort(self.mapped)
+        return [segment.id for segment in self.mapped if segment.id not in self.begun]
+
+
+def map_segments(
+    backend: Backend, flat: FlatState, draft: SegmentDoc, limit: int | None = None
+) -> tuple[Mapped, ...] | None:
+    """Open the segments of a full of a state like `flat`, and map them; None: the medium has no memory for that.
+
+    Args:
+        draft: what they will say of themselves, about; see `packed.drafts`.
+        limit: bytes of tensors per segment; None: what the medium wants.
+
+    Raises:
+        StorageError: the medium failed, or is full; nothing is left of them, as far as possible.
+    """
+    specs = [TensorSpec(name, source.dtype, tuple(source.shape)) for name, source in flat.tensors.items()]
+    divided = split(specs, backend.segment_bytes if limit is None else limit)
+    found: list[Mapped] = []
+    try:
+        for doc, members in zip(drafts(draft, flat.tree, len(divided)), divided, strict=True):
+            planned = plan_plain(members, doc)
+            slack = padded(_SLACK + (planned.header_size - padded(1)) // 4)
+            layout = place(planned.specs, planned.header_size + slack)
+            length = padded(layout.size - layout.header_size)
+            sink = backend.open_sink(SegmentEntry(doc.segment, doc.term, 0, 0, "").key, layout.header_size + length)
+            found.append(Mapped(doc.segment, layout, sink, np.empty(0, np.uint8)))
+            memory = sink.map(layout.header_size, length) if length else None
+            if memory is None:
+                _abort(found)
+                return None
+            found[-1] = replace(found[-1], memory=np.frombuffer(memory, np.uint8))
+    except BaseException:
+        _abort(found)
+        raise
+    return tuple(found)
+
+
+def _abort(segments: Sequence[Mapped]) -> None:
+    for segment in segments:
+        segment.sink.abort()
+
+
+def regions_of(mapped: Sequence[Mapped], flat: FlatState) -> tuple[tuple[Region, ...], dict[str, Bytes]]:
+    """The regions of mapped segments, padded with zeros, and where each tensor of `flat` lies."""
+    places: dict[str, Bytes] = {}
+    regions = []
+    for segment in mapped:
+        layout = segment.layout
+        segment.memory[layout.size - layout.header_size :] = 0
+        for spec in layout.specs:
+            begin = layout.offsets[spec.name] - layout.header_size
+            places[spec.name] = segment.memory[begin : begin + spec.nbytes]
+        names = {spec.name for spec in layout.specs}
+        regions.append(
+            Region(
+                tuple(TensorSpec(n, s.dtype, tuple(s.shape)) for n, s in flat.tensors.items() if n in names),
+                segment.memory,
+            )
+        )
+    return tuple(regions), places
+
+
+def write_direct(session: SegmentSession, flat: DirectState, draft: SegmentDoc) -> WrittenState | None:
+    """Complete the segments that the tensors of `flat` lie in, and make them durable (COMMIT step 1).
+
+    Returns:
+        None if a header does not fit any more, because the state's values have grown beyond expectation. Then the
+        state has to be written as another one is.
+
+    Raises:
+        StorageError: the medium failed; what was written is removed as far as possible.
+    """
+    docs = _docs(flat, draft)
+    for segment, doc in zip(flat.mapped, docs, strict=True):
+        if plan_plain(segment.layout.specs, doc).header_size > segment.layout.header_size:
+            return None
+    written: list[SegmentEntry] = []
+    entries: dict[str, TensorEntry] = {}
+    for segment, doc in zip(flat.mapped, docs, strict=True):
+        tensors: dict[str, TensorEntry] = {}
+        flat.begun.append(segment.id)
+        data = partial(_complete, session, segment, doc, tensors)
+        written.append(session.write_segment(doc, segment.layout.size, data, segment.sink))
+        entries |= tensors
+    rows = [(name, entries[name].dtype, entries[name].shape, entries[name].hash) for name in _order(flat)]
+    state = checksums.state_hash(jsontext.dumps(flat.tree), rows)
+    return WrittenState(tuple(written), state, sum(one.nbytes for one in flat.tensors.values()), len(entries))
+
+
+def _docs(flat: DirectState, draft: SegmentDoc) -> list[SegmentDoc]:
+    """The documents of the segments, with the ids that they were opened under."""
+    docs = drafts(draft, flat.tree, len(flat.mapped))
+    (step,) = draft.steps
+    first = flat.mapped[0].id
+    found = []
+    for doc, segment in zip(docs, flat.mapped, strict=True):
+        known = doc.encodings[step]
+        part = known.part if known.part is None else replace(known.part, first=first)
+        found.append(replace(doc, segment=segment.id, encodings={step: replace(known, part=part)}))
+    return found
+
+
+def _order(flat: DirectState) -> list[str]:
+    """The tensors segment by segment, as `plain.write_full` hashes them."""
+    return [spec.name for segment in flat.mapped for spec in segment.layout.specs]
+
+
+def _complete(
+    session: SegmentSession, segment: Mapped, doc: SegmentDoc, tensors: dict[str, TensorEntry], sink: SegmentSink
+) -> tuple[bytes, int]:
+    """Hash the tensors, and have them on the medium before the header is."""
+    layout = segment.layout
+    jobs: list[Callable[[], tuple[str, int]]] = []
+    for spec in layout.specs:
+        at = layout.offsets[spec.name] - layout.header_size
+        jobs += [
+            partial(_sums, session, segment.memory[at + begin : at + begin + length], begin)
+            for begin, length in chunk_extents(spec.nbytes)
+        ]
+    sums = session.workers.in_order(jobs)
+    for spec in layout.specs:
+        found = [next(sums) for _ in chunk_extents(spec.nbytes)]
+        number = digest.combine(*(share for _, share in found), nbytes=spec.nbytes)
+        tensors[spec.name] = raw_entry(layout, spec, [text for text, _ in found], number)
+    sums.close()
+    sink.persist(layout.header_size, len(segment.memory))
+    return encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors})), layout.size
+
+
+def _sums(session: SegmentSession, chunk: Bytes, start: int) -> tuple[str, int]:
+    """Hash of the chunk that begins at byte `start` of its tensor, and its share of the tensor's digest."""
+    hasher = xxhash.xxh3_64()
+    share = 0
+    for at in range(0, len(chunk), _PIECE):
+        piece = chunk[at : at + _PIECE]
+        hasher.update(piece.data)
+        share += digest.partial(piece, (start + at) // 4)
+        session.advance(len(piece))
+    return hasher.hexdigest(), share

@@ -1,0 +1,121 @@
+"""Writing a state as plain segments: its bytes as they are, hashed and summed up by several threads.
+
+Tensors anywhere pass through staging blocks, and nothing else is allocated; a medium that takes a segment as a whole
+sends them from where they lie. A state that is laid out as its segments will be is written from its own memory, and so
+is one that arrives in units (`staged_units`). Which of these it is `segment_writers` says, and does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckptstore.backends.base import SegmentSink
+from ckptstore.formats import checksums, jsontext
+from ckptstore.formats.layout import TensorSpec, split
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain
+from ckptstore.formats.sources import place_of
+from ckptstore.formats.state import FlatState
+from ckptstore.host.pages import BLOCK
+from ckptstore.segments.block_stream import BlockWrites
+from ckptstore.segments.packed_segments import drafts
+from ckptstore.segments.segment_writers import Passing, passages
+from ckptstore.segments.staged_units import ArrivingState
+from ckptstore.segments.write_session import Sealing, SegmentSession
+
+__all__ = ["WrittenState", "write_full", "write_plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenState:
+    """Durable segments that no record names yet, and what they add up to."""
+
+    segments: tuple[SegmentEntry, ...]
+    state: str
+    nbytes: int
+    tensors: int
+
+    @property
+    def stored(self) -> int:
+        """Bytes on the medium."""
+        return sum(segment.size for segment in self.segments)
+
+
+def write_full(
+    session: SegmentSession,
+    flat: FlatState,
+    draft: SegmentDoc,
+    *,
+    limit: int | None = None,
+) -> WrittenState:
+    """Write `flat` as one or more uncompressed full segments and make them durable (COMMIT step 1).
+
+    Args:
+        session: every staging block has to hold a chunk.
+        flat: the state; its tensors must not change until this returns. A `LaidOutState` is not copied, nor is an
+            `ArrivingState`.
+        draft: what its segments say of themselves; see `packed.drafts`.
+        limit: bytes of tensors per segment; None: what the medium wants. Of an `ArrivingState`, its plan decides.
+
+    Raises:
+        StorageError: it cannot fit, which is found out before anything is written, or the medium failed; what was
+            written is removed as far as possible.
+    """
+    segments, tensors = write_plain(session, flat, partial(drafts, draft, flat.tree), limit=limit)
+    hashes = [(tensor.name, tensor.dtype, tensor.shape, tensor.hash) for tensor in tensors]
+    state = checksums.state_hash(jsontext.dumps(flat.tree), hashes)
+    return WrittenState(segments, state, sum(tensor.nbytes for tensor in tensors), len(tensors))
+
+
+def write_plain(
+    session: SegmentSession,
+    flat: FlatState,
+    documents: Callable[[int], Sequence[SegmentDoc]],
+    *,
+    limit: int | None = None,
+) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
+    """Write the tensors of `flat`, whole ones and shards, as plain segments and make them durable.
+
+    Args:
+        documents: makes the documents, without tensors, of so many segments.
+        session, flat, limit: as for `write_full`. The tree is not looked at.
+
+    Returns:
+        the segments, and the entries of all tensors.
+
+    Raises:
+        as `write_full`.
+    """
+    specs = [
+        TensorSpec(name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
+    ]
+    written: list[SegmentEntry] = []
+    entries: list[TensorEntry] = []
+    # Units that are copied already lie in the segments that they were planned for.
+    planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, ArrivingState) else None
+    divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
+    session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
+    with session.sealing(len(divided)) as seal:
+        for doc, members, passing in zip(documents(len(divided)), divided, passages(flat, divided), strict=True):
+            entry, tensors = _write_plain(session, doc, members, passing, seal)
+            written.append(entry)
+            entries += tensors.values()
+    return tuple(written), entries
+
+
+def _write_plain(
+    session: SegmentSession, doc: SegmentDoc, specs: Sequence[TensorSpec], passing: Passing, seal: Sealing
+) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
+    layout = plan_plain(specs, doc, digests=True)
+    tensors: dict[str, TensorEntry] = {}
+
+    def data(sink: SegmentSink) -> tuple[bytes, int]:
+        with BlockWrites(sink, session.blocks, session.staging.blocks) as writes:
+            tensors.update(passing(session, layout, writes).run())
+            writes.wait()
+            writes.check()
+        return encode_plain(layout, replace(doc, tensors={doc.steps[0]: tensors})), layout.size
+
+    return session.write_segment(doc, layout.size, data, seal=seal), tensors

@@ -1,0 +1,304 @@
+"""How the bytes of a plain segment get into its file: from staging blocks, from where they lie, from units that arrive.
+
+Where every byte goes is known beforehand, so that several threads work at once, each on a unit (`units`) with bytes of
+its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import groupby
+from typing import Final, TypeAlias
+
+import xxhash
+
+from ckptstore.formats import checksums, digest
+from ckptstore.formats.layout import Layout, TensorSpec
+from ckptstore.formats.segment import TensorEntry, raw_entry
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.frameworks import bridge
+from ckptstore.host.arenas import Lease
+from ckptstore.host.buffers import Bytes
+from ckptstore.segments.aligned_regions import LaidOutState
+from ckptstore.segments.block_stream import BlockWrites
+from ckptstore.segments.staged_units import Arrivals, ArrivingState
+from ckptstore.segments.units import Fill, Unit, Units, filler, units
+from ckptstore.segments.write_session import SegmentSession
+
+__all__ = ["Passage", "Passing", "passages"]
+
+_PIECE: Final = 1 << 20
+"""Bytes copied, hashed and summed up while they are still in the core's cache: memory is read once."""
+_SMALL: Final = 64 << 10
+"""Up to here a tensor's sums cost more to ask for than to compute: neighbours are summed up in one call."""
+
+_Sums: TypeAlias = tuple[str, int]
+"""Hash of a chunk, and its share of its tensor's state digest."""
+_Chunk: TypeAlias = tuple[TensorSpec, int, int]
+"""A tensor, the byte of it with which a chunk begins, and the chunk's length."""
+Passing: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "Passage"]
+"""How the bytes of one segment get into the file."""
+
+
+def passages(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[Passing]:
+    """How the bytes of each segment get into the file."""
+    cuts = [tuple(members) for members in divided]
+    if isinstance(flat, ArrivingState):
+        return [partial(_Arriving, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
+    if isinstance(flat, LaidOutState) and [region.specs for region in flat.regions] == cuts:
+        return [partial(_InPlace, digests=flat.digests, memory=region.memory) for region in flat.regions]
+    # Also of memory that was laid out for other segments.
+    digests = bridge.device_digests(flat.tensors)
+    return [partial(_Copying, digests=digests, sources=flat.tensors)] * len(cuts)
+
+
+class Passage(ABC):
+    """The data of one segment on its way into the file."""
+
+    def __init__(
+        self, session: SegmentSession, layout: Layout, writes: BlockWrites, digests: Mapping[str, int]
+    ) -> None:
+        """
+        Args:
+            digests: state digests that are known already, by name.
+        """
+        self.session = session
+        self.layout = layout
+        self.writes = writes
+        self.digests = digests
+
+    def run(self) -> dict[str, TensorEntry]:
+        """Send everything -> the entries of the tensors. No job runs any more when this returns or raises."""
+        specs = self.layout.specs
+        hashes: dict[str, list[str]] = {spec.name: [] for spec in specs}
+        shares: dict[str, list[int]] = {spec.name: [] for spec in specs}
+        own = list(units(self.layout))
+        for unit, sums in zip(own, self._all(own), strict=True):
+            for (spec, _, _), (text, share) in zip(unit.chunks, sums, strict=True):
+                hashes[spec.name].append(text)
+                shares[spec.name].append(share)
+        numbers = {spec.name: digest.combine(*shares[spec.name], nbytes=spec.nbytes) for spec in specs}
+        numbers.update((spec.name, self.digests[spec.name]) for spec in specs if spec.name in self.digests)
+        return {spec.name: raw_entry(self.layout, spec, hashes[spec.name], numbers[spec.name]) for spec in specs}
+
+    def _all(self, own: Sequence[Unit]) -> list[list[_Sums]]:
+        if len(own) == 1:  # a small state: to wake a thread takes longer
+            return [job() for job in self.jobs(own)]
+        with closing(self.session.workers.in_order(self.writes.paced(self.jobs(own)))) as done:
+            return list(done)
+
+    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
+        """What sends each unit. They are asked for one after the other, as threads have time for them."""
+        return (partial(self.send, unit) for unit in own)
+
+    @abstractmethod
+    def send(self, unit: Unit) -> list[_Sums]:
+        """Send the pages of a unit -> the sums of its chunks."""
+
+    def sums_of(
+        self, chunks: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None = None
+    ) -> list[_Sums]:
+        """The sums of chunks whose bytes `place` holds, one behind the other."""
+        found: list[_Sums] = []
+        at = 0
+        for small, group in groupby(chunks, self._is_small):
+            if small:
+                for run in _pieces(list(group)):
+                    nbytes = sum(length for _, _, length in run)
+                    found += self._small_sums(run, place[at : at + nbytes], fill)
+                    at += nbytes
+                continue
+            for spec, begin, length in group:
+                found.append(self._sums(spec, place[at : at + length], begin, fill and fill(spec)))
+                at += length
+        return found
+
+    def _is_small(self, chunk: _Chunk) -> bool:
+        spec, _, _ = chunk
+        return spec.nbytes <= _SMALL and not spec.nbytes % 4 and spec.name not in self.digests
+
+    def _small_sums(
+        self, run: Sequence[_Chunk], place: Bytes, fill: Callable[[TensorSpec], Fill] | None
+    ) -> list[_Sums]:
+        """The sums of whole tensors, filled one after another."""
+        hashes = []
+        at = 0
+        for spec, _, length in run:
+            piece = place[at : at + length]
+            if fill is not None:
+                fill(spec)(0, piece)
+            hashes.append(checksums.chunk_hash(piece.data))
+            at += length
+        self.session.advance(at)
+        return list(zip(hashes, digest.partials(place, [length for _, _, length in run]), strict=True))
+
+    def _sums(self, spec: TensorSpec, place: Bytes, start: int, fill: Fill | None) -> _Sums:
+        """The sums of the chunk at `place`, which begins at byte `start` of its tensor, filled piece by piece."""
+        known = spec.name in self.digests
+        hasher = xxhash.xxh3_64()
+        share = 0
+        for at in range(start, start + len(place), _PIECE):
+            piece = place[at - start : at - start + _PIECE]
+            if fill is not None:
+                fill(at, piece)
+            hasher.update(piece.data)
+            if not known:
+                share += digest.partial(piece, at // 4)
+            self.session.advance(len(piece))
+        return hasher.hexdigest(), share
+
+
+class _InPlace(Passage):
+    """From memory that is laid out as the file is: it is written while it is hashed."""
+
+    def __init__(
+        self,
+        session: SegmentSession,
+        layout: Layout,
+        writes: BlockWrites,
+        digests: Mapping[str, int],
+        memory: Bytes,
+    ) -> None:
+        super().__init__(session, layout, writes, digests)
+        self._memory = memory
+
+    def send(self, unit: Unit) -> list[_Sums]:
+        start, end = unit.pages
+        if start < end and self.writes.refers:
+            self.writes.refer(start, self._range(start, end))
+        elif start < end:
+            self.writes.send(start, self._range(start, end))
+        return self.sums_of(unit.chunks, self._range(unit.begin, unit.end))
+
+    def _range(self, begin: int, end: int) -> Bytes:
+        """Bytes of the file."""
+        return self._memory[begin - self.layout.header_size : end - self.layout.header_size]
+
+
+class _Arriving(Passage):
+    """From units that arrive in memory of their own: each is written while it is hashed, and freed after both."""
+
+    def __init__(
+        self,
+        session: SegmentSession,
+        layout: Layout,
+        writes: BlockWrites,
+        digests: Mapping[str, int],
+        arrivals: Arrivals,
+    ) -> None:
+        super().__init__(session, layout, writes, digests)
+        self._arrivals = arrivals
+        self._arrived: dict[int, Lease] = {}
+
+    def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
+        """Whoever asks waits for what has not arrived: no thread does that others need to make space for it."""
+        for unit in own:
+            self._arrived[unit.begin] = self._arrivals.take()
+            yield partial(self.send, unit)
+
+    def send(self, unit: Unit) -> list[_Sums]:
+        self.writes.check()  # before there is more to do in vain
+        lease = self._arrived.pop(unit.begin)
+        start, end = unit.pages
+        memory = lease.memory
+        both = _Both(lease.free)
+        try:
+            if start < end:
+                self.writes.send(start, memory[start - unit.first : end - unit.first], both.done)
+            else:
+                both.done()
+            sums = self.sums_of(unit.chunks, memory[unit.begin - unit.first : unit.end - unit.first])
+        finally:
+            both.done()
+        return sums
+
+
+class _Both:
+    """Calls something when two have said that they are done."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._first = threading.Lock()
+
+    def done(self) -> None:
+        """One of the two is."""
+        if not self._first.acquire(blocking=False):
+            self._call()
+
+
+class _Copying(Passage):
+    """From tensors anywhere, through staging blocks."""
+
+    def __init__(
+        self,
+        session: SegmentSession,
+        layout: Layout,
+        writes: BlockWrites,
+        digests: Mapping[str, int],
+        sources: Mapping[str, TensorSource],
+    ) -> None:
+        super().__init__(session, layout, writes, digests)
+        self._sources = sources
+        self._bytes = Units(layout, sources)
+
+    def send(self, unit: Unit) -> list[_Sums]:
+        self.writes.check()  # before there is more to do in vain
+        if self.writes.refers:
+            return self._refer(unit)
+        start, end = unit.pages
+        first = unit.first
+        block = self.session.staging.take()
+        give = partial(self.session.staging.give, block)
+        try:
+            sums = self.sums_of(unit.chunks, block[unit.begin - first : unit.end - first], self._filler)
+            self._bytes.copy(unit.end, block[unit.end - first : end - first])
+        except BaseException:
+            give()
+            raise
+        if start < end:
+            self.writes.send(start, block[start - first : end - first], give)
+        else:
+            give()
+        return sums
+
+    def _refer(self, unit: Unit) -> list[_Sums]:
+        """To a medium that sends memory from where it lies: only what is small, or lies in another form, is copied."""
+        found: list[_Sums] = []
+        at = unit.begin
+        for lies, group in groupby(unit.chunks, self._lies):
+            chunks = list(group)
+            for run in [[one] for one in chunks] if lies else [chunks]:
+                place = self._view(run[0]) if lies else self.writes.block(sum(length for _, _, length in run))
+                assert place is not None  # whoever refers has memory
+                found += self.sums_of(run, place, None if lies else self._filler)
+                self.writes.refer(at, place)
+                at += len(place)
+        return found
+
+    def _lies(self, chunk: _Chunk) -> bool:
+        return chunk[2] >= _PIECE and self._view(chunk) is not None
+
+    def _view(self, chunk: _Chunk) -> Bytes | None:
+        spec, start, length = chunk
+        view = self._sources[spec.name].view()
+        return None if view is None else view[start : start + length]
+
+    def _filler(self, spec: TensorSpec) -> Fill:
+        return filler(self._sources[spec.name])
+
+
+def _pieces(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Neighbours in groups of at most `_PIECE` bytes."""
+    group: list[_Chunk] = []
+    size = 0
+    for chunk in chunks:
+        if size + chunk[2] > _PIECE:
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += chunk[2]
+    yield group

@@ -1,0 +1,127 @@
+"""What everyone who writes segments carries along, and the order in which a segment comes to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from ckptstore.backends.base import Backend, SegmentSink
+from ckptstore.formats import checksums
+from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.segment import SegmentDoc
+from ckptstore.host.buffers import Staging, aligned
+from ckptstore.host.cancellable_calls import scope_here, within
+from ckptstore.host.crash_points import crash_point
+from ckptstore.host.progress import Advance
+from ckptstore.host.threads import Workers
+
+__all__ = ["Sealing", "SegmentSession"]
+
+Sealing: TypeAlias = Callable[[Callable[[], None]], None]
+"""Does what makes a segment durable, now or soon."""
+
+
+def _now(seal: Callable[[], None]) -> None:
+    seal()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSession:
+    """Segments written for one purpose: where to, through which memory, by which threads, and who is told.
+
+    Attributes:
+        backend: the medium.
+        staging: memory between what is written and the medium.
+        blocks: threads that write blocks.
+        workers: threads that copy, hash and code.
+        begun: called with the id of every segment before it exists, so that a failed one can be named in a drop.
+        advance: called with the logical bytes of every piece that is done, from any thread.
+    """
+
+    backend: Backend
+    staging: Staging
+    blocks: ThreadPoolExecutor
+    workers: Workers
+    begun: Callable[[str], None]
+    advance: Advance
+
+    def write_segment(
+        self,
+        draft: SegmentDoc,
+        size: int,
+        data: Callable[[SegmentSink], tuple[bytes, int]],
+        sink: SegmentSink | None = None,
+        seal: Sealing = _now,
+    ) -> SegmentEntry:
+        """Write one segment and make it durable (COMMIT step 1): its data, then its header, then the seal.
+
+        Args:
+            draft: says which segment it is.
+            size: about how many bytes it will have.
+            data: writes everything but the header -> the header, and the length of the file. When it returns or
+                raises, no thread writes any more.
+            sink: the segment, if it is open already (`mapped_fulls`).
+            seal: see `sealing`; without it the segment is durable when this returns.
+
+        Raises:
+            StorageError: the medium failed; what was written is removed as far as possible.
+        """
+        self.begun(draft.segment)
+        if sink is None:
+            crash_point("save.begin")
+            sink = self.backend.open_sink(SegmentEntry(draft.segment, draft.term, 0, 0, "").key, size)
+        try:
+            header, size = data(sink)
+            crash_point("save.before-header")
+            # The header goes out last: a file without one is recognisably unfinished.
+            memory = aligned(len(header))
+            memory[:] = np.frombuffer(header, np.uint8)
+            sink.write(0, memory.data)
+            seal(partial(_sealed, sink, size))
+        except BaseException:
+            sink.abort()
+            raise
+        return SegmentEntry(draft.segment, draft.term, size, len(header), checksums.header_hash(header))
+
+    @contextmanager
+    def sealing(self, segments: int) -> Iterator[Sealing]:
+        """How several segments are made durable, which all of them are when the ``with`` ends.
+
+        Where sealing is what takes time (`Backend.sends_late`), one is sealed by a writing thread while the next is
+        filled. Raises what that raised; when anything is raised, none is being sealed any more.
+        """
+        if segments < 2 or not self.backend.sends_late:
+            yield _now
+            return
+        last: list[Future[None]] = []
+
+        def wait() -> None:
+            while last:
+                last.pop().result()
+
+        def apart(seal: Callable[[], None]) -> None:
+            wait()
+            last.append(self.blocks.submit(within(scope_here(), seal)))
+
+        try:
+            yield apart
+            wait()
+        finally:
+            for one in last:
+                one.exception()
+
+
+def _sealed(sink: SegmentSink, size: int) -> None:
+    try:
+        crash_point("save.before-seal")
+        sink.seal(size)
+        crash_point("save.sealed")
+    except BaseException:
+        sink.abort()
+        raise

@@ -1,0 +1,98 @@
+"""What a store tells about the job that writes it: sizes, times of commits, cost of restoring."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from ckptstore.errors import CheckpointNotFoundError
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.reports.restore_explanation import explain
+from ckptstore.restore.open_checkpoint import opened
+from ckptstore.store import Store
+
+__all__ = ["Measurement", "measure", "seconds_per_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """See `Job` for the terms. None: the store does not tell.
+
+    Attributes:
+        ref: the checkpoint whose restore was measured.
+        fulls, diffs: how many there are.
+        full_bytes: median of the fulls' stored bytes.
+        diff_bytes: median of what a checkpoint that is no full takes.
+        write_floor: bytes per second; the medium wrote at least as fast (bytes of a checkpoint over the time since the
+            one before it, which includes training). No estimate of the bandwidth unless training was bound by it.
+        iteration: seconds per step: the median over neighbouring checkpoints of a term; includes what saving stalled.
+        load_full: seconds to read and decode the full.
+        merge_batch: seconds to open one segment of diffs, or None without diffs.
+        replay_diff: seconds to read and decode one diff, or None without diffs.
+    """
+
+    ref: str
+    fulls: int
+    diffs: int
+    full_bytes: float
+    diff_bytes: float | None
+    write_floor: float | None
+    iteration: float | None
+    load_full: float
+    merge_batch: float | None
+    replay_diff: float | None
+
+
+def measure(store: Store) -> Measurement:
+    """Measure the newest checkpoint that is no full (the newest of all if there is none), and the history.
+
+    Raises:
+        CheckpointNotFoundError: the store holds no full.
+        CorruptionError, StorageError: what has to be read cannot be. Reads headers and at most 32 MiB.
+    """
+    infos = store.checkpoints()
+    fulls = [info for info in infos if info.kind == "full"]
+    diffs = [info for info in infos if info.kind not in ("full", "lost")]
+    if not fulls:
+        raise CheckpointNotFoundError(f"{store.url}: holds no full checkpoint to measure")
+    ref = (diffs or fulls)[-1].ref
+    steps = explain(store.journal, ref).steps
+    replays = [step.seconds for step in steps if step.base is not None]
+    opening = min(_opening_seconds(store, ref) for _ in range(3))  # the least disturbed
+    neighbours = list(_neighbours(infos))
+    return Measurement(
+        ref=ref,
+        fulls=len(fulls),
+        diffs=len(diffs),
+        full_bytes=median(info.stored for info in fulls),
+        diff_bytes=_median([info.stored for info in diffs]),
+        write_floor=max((b.stored / (b.time - a.time) for a, b in neighbours), default=None),
+        iteration=seconds_per_step(infos),
+        load_full=sum(step.seconds for step in steps if step.base is None),
+        merge_batch=opening if replays else None,
+        replay_diff=_median(replays),
+    )
+
+
+def seconds_per_step(infos: Sequence[CheckpointInfo]) -> float | None:
+    """The median over neighbouring checkpoints of a term, saving included; None where there are no two."""
+    return _median([(b.time - a.time) / (b.step - a.step) for a, b in _neighbours(infos)])
+
+
+def _opening_seconds(store: Store, ref: str) -> float:
+    """Seconds per segment to find, pin, open and describe what restoring `ref` reads."""
+    began = time.perf_counter()
+    with opened(store.journal, ref) as found:
+        return (time.perf_counter() - began) / len(found.readers)
+
+
+def _neighbours(infos: Sequence[CheckpointInfo]) -> Iterable[tuple[CheckpointInfo, CheckpointInfo]]:
+    """Pairs of checkpoints one after the other in a term. Clocks may have been set back: such pairs tell nothing."""
+    return (pair for pair in pairwise(infos) if pair[0].term == pair[1].term and pair[0].time < pair[1].time)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None

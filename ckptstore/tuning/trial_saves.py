@@ -1,0 +1,254 @@
+"""T_w of this machine, by saving: for N saves in flight, p threads and b bytes of staging (PCcheck §3.4).
+
+Each setting gets a store of its own, which is filled by back-to-back saves, so that N of them are always under way: the
+worst case, which T_w stands for. The first N saves touch their memory for the first time and do not count, nor do the
+last N - 1, beside which fewer are under way.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.errors import StorageError, UsageError
+from ckptstore.exchange.weight_files import open_file
+from ckptstore.host.progress import Progress, Tally
+from ckptstore.store import Store
+from ckptstore.store import open as open_store
+from ckptstore.tuning.save_interval import TOLERANCE, Setting, Timing, least_seconds
+from ckptstore.tuning.trial_folder import Scratch
+
+__all__ = ["Plan", "Profile", "lengths_like", "lengths_of", "profile", "trial_state"]
+
+State = Mapping[str, npt.NDArray[np.uint8]]
+
+_TENSOR: Final = 16 << 20
+_SEED: Final = 1
+_GIVE_UP: Final = 2
+"""So many N in a row that bring nothing end the search for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is tried.
+
+    Attributes:
+        in_flight: N, at most.
+        threads: p, ascending.
+        staging: b, ascending; the first is used while N and p are sought.
+        saves: measured saves of each setting.
+        slowdown: q, by which settings are compared (`intervals.least_seconds`).
+        memory: what the writer of a setting gets as ``memory``; None: nothing.
+    """
+
+    in_flight: int
+    threads: Sequence[int]
+    staging: Sequence[int]
+    saves: int
+    slowdown: float = 1.05
+    memory: Callable[[Setting], int | None] = lambda _: None
+
+    def saves_of(self, in_flight: int) -> int:
+        """Saves that a setting makes, those that do not count included."""
+        return self.saves + 2 * in_flight - 1
+
+    def most_saves(self) -> int:
+        """Saves of all settings, if none is left out."""
+        counts = [1] * len(self.threads) + list(range(2, self.in_flight + 1))
+        return sum(map(self.saves_of, counts + [self.in_flight] * (1 + len(self.staging))))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured, for the state that was saved.
+
+    Attributes:
+        timings: in the order of measuring.
+        load: seconds that loading one checkpoint took.
+        seconds: that all of it took.
+    """
+
+    timings: tuple[Timing, ...]
+    load: float
+    seconds: float
+
+    def scaled(self, factor: float) -> Profile:
+        """The same for a state so many times as large: all of these times are bytes over a bandwidth, nearly."""
+        timings = tuple(Timing(one.setting, one.write * factor, one.loss * factor) for one in self.timings)
+        return Profile(timings, self.load * factor, self.seconds)
+
+
+def lengths_of(nbytes: int) -> list[int]:
+    """Bytes of the tensors of a state of `nbytes` of which nothing else is known."""
+    whole, rest = divmod(nbytes, _TENSOR)
+    return [_TENSOR] * whole + ([rest] if rest else [])
+
+
+def lengths_like(like: str, store: Store | None) -> list[int]:
+    """Bytes of the tensors of a checkpoint of the store, or of a checkpoint file.
+
+    Raises:
+        UsageError: there is no store that `like` could be a REF of.
+        CheckpointNotFoundError, CorruptionError, FormatError, UnsupportedStateError, StorageError: it cannot be read.
+    """
+    path = Path(like).expanduser()
+    if path.is_file():
+        with open_file(path) as opened:
+            return [source.nbytes for source in opened.flat.tensors.values()]
+    if store is None:
+        raise UsageError(f"{like}: no file of this name, and no store yet that it could be a REF of")
+    return [entry.nbytes for entry in store.tensors(like).values()]
+
+
+def trial_state(lengths: Sequence[int], most: int) -> dict[str, npt.NDArray[np.uint8]]:
+    """Random bytes in tensors of these lengths; of more than `most` bytes an even choice of about that many."""
+    total = sum(lengths)
+    kept: list[int] = []
+    passed = taken = 0
+    for length in lengths:
+        passed += length
+        # As many of the first bytes as of all of them.
+        if taken * total < most * passed or total <= most:
+            kept.append(length if total <= most else min(length, max(1, most - taken)))
+            taken += kept[-1]
+    noise = np.frombuffer(np.random.default_rng(_SEED).bytes(taken), np.uint8)
+    state, start = {}, 0
+    for number, length in enumerate(kept):
+        state[f"tensor.{number:06}"] = noise[start : start + length]
+        start += length
+    return state
+
+
+def profile(scratch: Scratch, state: State, plan: Plan, progress: Progress | None = None) -> Profile:
+    """Measure p at N = 1, then N with the best p, then p's neighbours at the best N, then b.
+
+    N is raised as long as saves can come more often with it: two in a row that bring nothing end it, as "we need to
+    check only a few values" (§3.4). Fewer threads, and less staging, are preferred as in `intervals.best_setting`.
+
+    Args:
+        scratch: where; holds the checkpoints of one setting at a time.
+        state: what is saved.
+        plan: what is tried.
+        progress: told (bytes saved, bytes to save).
+
+    Raises:
+        StorageError: too little space, or the medium failed.
+    """
+    began = time.perf_counter()
+    nbytes = sum(array.nbytes for array in state.values())
+    needed, free = plan.saves_of(plan.in_flight) * nbytes, scratch.free()
+    if needed > free:
+        raise StorageError(errno.ENOSPC, f"trial saves take {needed} bytes, {free} are free", str(scratch.folder))
+    search = _Search(scratch, state, plan, Tally(progress, plan.most_saves() * nbytes))
+    first = plan.staging[0]
+    for threads in plan.threads:
+        search.time(Setting(1, threads, first))
+    _more_in_flight(search, search.best().setting.threads)
+    best = search.best().setting
+    at = plan.threads.index(best.threads)
+    for threads in (*plan.threads[max(0, at - 1) : at], *plan.threads[at + 1 : at + 2]):
+        search.time(Setting(best.in_flight, threads, first))
+    best = search.best().setting
+    for staging in plan.staging[1:]:
+        search.time(Setting(best.in_flight, best.threads, staging))
+    search.tally.total = search.tally.done
+    search.tally.advance(0)
+    return Profile(tuple(search.timings), search.load, time.perf_counter() - began)
+
+
+class _Search:
+    """What has been measured so far."""
+
+    def __init__(self, scratch: Scratch, state: State, plan: Plan, tally: Tally) -> None:
+        self.timings: list[Timing] = []
+        self.load = 0.0
+        self.tally = tally
+        self._scratch = scratch
+        self._state = state
+        self._plan = plan
+        self.most = plan.in_flight
+
+    def time(self, setting: Setting) -> Timing:
+        """Measure a setting, once."""
+        for known in self.timings:
+            if known.setting == setting:
+                return known
+        name = f"{len(self.timings)}"
+        try:
+            with open_store(self._scratch.url(name), create=True) as store:
+                timing = _timing(store, self._state, setting, self._plan, self.tally.advance)
+                if not self.timings:
+                    self.load = _load_seconds(store)
+        finally:
+            self._scratch.remove(name)
+        self.timings.append(timing)
+        return timing
+
+    def seconds(self, timing: Timing) -> float:
+        """From one save to the next at least, under the slowdown."""
+        return least_seconds(timing, self._plan.slowdown)
+
+    def best(self) -> Timing:
+        """With which saves can come most often; of what is about as good the fewest in flight, threads and bytes."""
+        least = min(map(self.seconds, self.timings)) * (1 + TOLERANCE)
+        return min(
+            (one for one in self.timings if self.seconds(one) <= least),
+            key=lambda one: (one.setting.in_flight, one.setting.threads, one.setting.staging_bytes),
+        )
+
+
+def _more_in_flight(search: _Search, threads: int) -> None:
+    staging = search.timings[0].setting.staging_bytes
+    least, in_vain = min(map(search.seconds, search.timings)), 0
+    for in_flight in range(2, search.most + 1):
+        found = search.seconds(search.time(Setting(in_flight, threads, staging)))
+        in_vain = 0 if found < least * (1 - TOLERANCE) else in_vain + 1
+        least = min(least, found)
+        if in_vain == _GIVE_UP:
+            return
+
+
+def _timing(store: Store, state: State, setting: Setting, plan: Plan, advance: Callable[[int], None]) -> Timing:
+    """Fill a store with saves, `setting.in_flight` of them always under way."""
+    nbytes = sum(array.nbytes for array in state.values())
+    places = threading.Semaphore(setting.in_flight)
+    writes: dict[int, float] = {}
+    calls: list[float] = []
+
+    def landed(step: int, began: float, _durable: bool) -> None:
+        writes[step] = time.perf_counter() - began
+        places.release()
+
+    options: dict[str, Any] = {"max_in_flight": setting.in_flight, "threads": setting.threads}
+    options |= {"staging_bytes": setting.staging_bytes, "memory": plan.memory(setting)}
+    with store.writer(None, poll_seconds=None, **options) as writer:
+        for step in range(1, plan.saves_of(setting.in_flight) + 1):
+            places.acquire()  # so that a call is timed without the wait for a place
+            began = time.perf_counter()
+            pending = writer.save_async(state, step)  # raises what an earlier one failed of
+            calls.append(time.perf_counter() - began)
+            pending.when_done(partial(landed, step, began))
+            advance(nbytes)
+        for _ in range(setting.in_flight):
+            places.acquire()  # a save is durable before it has told so
+        writer.wait()
+    counted = range(setting.in_flight + 1, setting.in_flight + plan.saves + 1)
+    # A small state may be durable before its call returns.
+    write = median(max(writes[step], calls[step - 1]) for step in counted)
+    return Timing(setting, write, median(calls[step - 1] for step in counted))
+
+
+def _load_seconds(store: Store) -> float:
+    began = time.perf_counter()
+    store.load("latest", framework="numpy")
+    return time.perf_counter() - began

@@ -1,0 +1,421 @@
+"""Which implementation of the hot kernels runs: the numpy reference, or the same loops compiled by numba.
+
+numpy defines what a kernel does. Where the optional package numba is installed (``pip install ckptstore[fast]``),
+compiled forms of the hot ones run instead; they return the same bits, and tests compare the two. The environment
+variable ``CKPTSTORE_KERNELS`` decides otherwise: ``numpy`` leaves numba alone, ``compiled`` insists on it.
+
+A module of kernels says that one of its functions is hot, and names the module with the compiled forms, which is
+imported at the first call and not before::
+
+    @hot("ckptstore.formats.codecs.compiled_planes")
+    def difference(new, base, out):
+        ...  # in numpy
+
+There a function of the same name takes the same arguments. What it calls are *loops*, which declare their arguments,
+so that every one is compiled exactly once, at its first call (numba keeps the machine code in ``__pycache__`` for
+later processes, or in the user's cache folder, or not at all where neither can be written; `kernel_cache` checks it
+before it runs; numba notices changes of the file that holds the loop, not of constants that this file imports)::
+
+    @loop("u4", "u4", "u4!")
+    def _difference(new, base, out):
+        for i in range(len(out)):
+            ...
+
+Loops release the interpreter lock, never reorder floating point, and check no bounds: whoever reads positions from
+a payload compares them first. Integers are promoted to 64 bits between loads and stores; mixing ``np.uint64`` with
+a plain integer makes a float, as in numpy, so cast constants. An array that is written may not be one that is read
+if the loop is to use vector instructions: give what works in place a loop of its own.
+
+A compiled kernel that misbehaves must not look like damage of the medium, and must not write a checkpoint that nobody
+can read. Three things see to it:
+
+- The first call of a kernel with arguments of new types runs both forms and compares them, and so do the calls 2, 4, 8
+  and so on. The caller gets numpy's result.
+- `confirmed` decodes once more in numpy before damage is believed that was found in bytes whose checksum is right.
+- A kernel that raises what its reference does not is an error of the kernel.
+
+In each case all compiled kernels are switched off in this process, a `KernelWarning` names the kernel, and numpy does
+the rest. ``NUMBA_DISABLE_JIT`` means no numba: as plain Python the loops compute something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import update_wrapper, wraps
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import numpy as np
+
+from ckptstore.errors import CkptError, CorruptSegmentError, KernelError, MissingDependencyError, UsageError
+from ckptstore.formats.broken_imports import by_signal
+from ckptstore.formats.kernel_cache import machine_code
+
+KINDS = ("numpy", "compiled")
+VARIABLE = "CKPTSTORE_KERNELS"
+WORDS = (1, 2, 4, 8)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_lock = threading.RLock()
+_compiled: bool | None = None
+_loaded = 0
+_doubts = 0
+_SMALL = 8
+"""Integers below it choose what a kernel does, as ``how`` of ``combine``; larger ones are sizes and limits."""
+
+
+class KernelWarning(UserWarning):
+    """A compiled kernel gave other bytes than numpy, or failed, or numba cannot be imported. numpy does the rest."""
+
+
+def loaded() -> int:
+    """How many loops this process has compiled or fetched from the cache: where that grew, a time is no measurement."""
+    return _loaded
+
+
+def kind() -> str:
+    """``numpy`` or ``compiled``: what hot kernels run as in this process.
+
+    Raises:
+        UsageError: ``CKPTSTORE_KERNELS`` is neither.
+        MissingDependencyError: it is ``compiled``, and numba is not installed or does not fit this numpy.
+    """
+    return KINDS[_use_compiled()]
+
+
+def use(wanted: str | None) -> None:
+    """Run hot kernels as ``wanted`` from now on, in all threads; None: as the environment says. Raises as ``kind``."""
+    global _compiled
+    with _lock:
+        _compiled = None if wanted is None else _decided(wanted)
+
+
+def steady(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Declare a function that changes none of its arguments but ``out``: it begins anew when a kernel fails in it."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except KernelError:  # switched off by now
+            return function(*args, **kwargs)
+
+    return run
+
+
+def distrust(kernel: str, why: str) -> None:
+    """Switch the compiled kernels off in this process, and warn, once."""
+    global _compiled
+    with _lock:
+        if _compiled is False:
+            return
+        _compiled = False
+    _warn(
+        f"{kernel}: {why}; this process continues with numpy's kernels, which are slower and write the same bytes. "
+        f"Set {VARIABLE}=numpy until numba is mended, and check what was saved before: ckpt verify --deep"
+    )
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, KernelWarning, stacklevel=3)
+    except KernelWarning:
+        # Warnings are errors here. Raising would fail the save or load that numpy can do.
+        print(f"KernelWarning: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def doubted() -> Iterator[None]:
+    """While this lasts all threads get numpy's results, and each compiled kernel is compared with them."""
+    global _doubts
+    with _lock:
+        _doubts += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _doubts -= 1
+
+
+def doubting() -> bool:
+    """Whether some thread is within `doubted`."""
+    return _doubts > 0
+
+
+def confirmed(work: Callable[[], _R], *, since: bool = False) -> _R:
+    """What `work` returns. Damage that it computes is believed only if numpy finds it, too.
+
+    Args:
+        work: may be run twice; the second time it begins anew, whatever the first has left in its memory.
+        since: it uses what was computed before, when compiled kernels were in use.
+
+    Raises:
+        CorruptSegmentError: numpy finds damage, too; or the stored bytes do not match their checksum, which is no
+            matter of kernels (`CorruptSegmentError.computed` is False).
+    """
+    if not (since or _use_compiled()):
+        return work()
+    try:
+        return work()
+    except (CorruptSegmentError, KernelError) as error:
+        # Prevents: an intact checkpoint that is called damaged, or dropped, because a compiled kernel is wrong.
+        if not getattr(error, "computed", True):
+            raise
+    with doubted():
+        result = work()
+    distrust("a compiled kernel", "gave wrong bytes where numpy gives those that were saved")
+    return result
+
+
+def hot(
+    module: str, *, reads: Sequence[str] = (), destroys: Sequence[str] = (), compare: bool = True
+) -> Callable[[Callable[_P, _R]], Hot[_P, _R]]:
+    """Declare a reference kernel that ``module`` has a compiled form of, under the same name.
+
+    Args:
+        reads: arguments that may be large and are only read: they are not copied for a comparison.
+        destroys: arguments that hold nothing of use afterwards: they are not compared.
+        compare: whether its calls are compared. False: its module tries it in another way.
+    """
+    return lambda reference: Hot(reference, module, reads, destroys, compare)
+
+
+class Hot(Generic[_P, _R]):
+    """A kernel with two forms. Called, it runs the one in use; ``reference`` is the one in numpy."""
+
+    def __init__(
+        self,
+        reference: Callable[_P, _R],
+        module: str,
+        reads: Sequence[str] = (),
+        destroys: Sequence[str] = (),
+        compare: bool = True,
+    ) -> None:
+        self.reference = reference
+        self._module = module
+        self._fast: Callable[_P, _R] | None = None
+        names = reference.__code__.co_varnames
+        self._reads = frozenset(map(names.index, reads))
+        self._destroys = frozenset(map(names.index, destroys))
+        self._compare = compare
+        self._calls: dict[tuple[Any, ...], int] = {}
+        update_wrapper(self, reference)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Run the form in use.
+
+        Raises:
+            KernelError: the compiled form failed, and the arguments may be half changed. It is switched off.
+            and what the reference raises.
+        """
+        if kwargs or not (_use_compiled() if _compiled is None else _compiled):
+            return self.reference(*args, **kwargs)
+        arguments: tuple[Any, ...] = args
+        if self._compare:
+            kind = tuple(map(_kind_of, arguments))
+            number = self._calls.get(kind, 0) + 1
+            # Prevents: a miscompiled encoder whose payloads nobody can decode.
+            if _doubts or not number & (number - 1):
+                result = self._compared(arguments)
+                self._calls[kind] = number  # not before: another thread would run what is still being compared
+                return result
+            self._calls[kind] = number
+        elif _doubts:
+            return self.reference(*args, **kwargs)
+        try:
+            return (self._fast or self.compiled)(*args, **kwargs)
+        except (CkptError, ValueError, MemoryError):  # of the arguments, as the reference
+            raise
+        except Exception as error:
+            why = f"failed with {type(error).__name__}: {error}"
+            distrust(self._name, why)
+            raise KernelError(f"{self._name} {why}; numpy's kernels are used from now on: try again") from error
+
+    @property
+    def _name(self) -> str:
+        return f"compiled kernel {self.reference.__name__!r} ({self._module})"
+
+    def _compared(self, args: Sequence[Any]) -> _R:
+        """Numpy's result. The compiled form works on copies."""
+        memory: dict[Any, Any] = {}
+        copies = [arg if at in self._reads else _copied(arg, memory) for at, arg in enumerate(args)]
+        flaw = ""
+        found: Any = None
+        try:
+            compiled: Callable[..., _R] = self.compiled
+            found = compiled(*copies)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what a broken kernel raises
+            flaw = f"failed with {type(error).__name__}: {error}"
+        reference: Callable[..., _R] = self.reference
+        result = reference(*args)  # raises where the arguments are wrong
+        if not flaw:
+            same = _same(found, result) and (
+                result is False  # the arguments were refused, and what was written before is worthless
+                or all(
+                    _same(mine, its)
+                    for at, (mine, its) in enumerate(zip(args, copies, strict=True))
+                    if at not in self._destroys
+                )
+            )
+            flaw = "" if same else "gives other bytes than numpy"
+        if flaw:
+            distrust(self._name, flaw)
+        return result
+
+    @property
+    def compiled(self) -> Callable[_P, _R]:
+        """The compiled form, whatever is in use. Raises ``ImportError`` without numba."""
+        if self._fast is None:
+            self._fast = getattr(importlib.import_module(self._module), self.reference.__name__)
+        return self._fast
+
+
+def loop(*arguments: str) -> Callable[[Callable[_P, _R]], Loop[_P, _R]]:
+    """Declare a loop to be compiled for arguments of exactly these kinds.
+
+    ``u1 u2 u4 u8 i1 i2 i4 i8 f4 f8`` are contiguous one-dimensional arrays that are only read, with ``!`` such that
+    are written; ``int``, ``float`` and ``bool`` are scalars of 64, 64 and 8 bits. Arrays may lie at any address.
+    """
+    return lambda function: Loop(function, arguments)
+
+
+def loops(*arguments: str) -> Callable[[Callable[..., Any]], dict[int, Loop[..., Any]]]:
+    """Declare a loop for every word size, by that size: ``u`` (or ``u!``) among ``arguments`` stands for the words."""
+
+    def declare(function: Callable[..., Any]) -> dict[int, Loop[..., Any]]:
+        kinds = {word: [a.replace("u", f"u{word}") if a in ("u", "u!") else a for a in arguments] for word in WORDS}
+        return {word: loop(*kinds[word])(function) for word in WORDS}
+
+    return declare
+
+
+class Loop(Generic[_P, _R]):
+    """A function that numba compiles when it is first called."""
+
+    def __init__(self, function: Callable[_P, _R], arguments: tuple[str, ...]) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._machine: Callable[_P, _R] | None = None
+        update_wrapper(self, function)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Run the machine code. Raises ``TypeError`` for arguments of other kinds than declared."""
+        return (self._machine or self._compile())(*args, **kwargs)
+
+    def _compile(self) -> Callable[_P, _R]:
+        global _loaded
+        with _lock:
+            if self._machine is None:
+                self._machine = _jit(self._function, self._arguments)
+                _loaded += 1
+            return self._machine
+
+
+def inner(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let loops of the same module call a function of their own. Imports numba at once, as such modules may."""
+    import numba
+
+    found: Callable[_P, _R] = numba.njit(nogil=True, error_model="numpy")(function)
+    return found
+
+
+def _jit(function: Callable[_P, _R], arguments: tuple[str, ...]) -> Callable[_P, _R]:
+    signature = tuple(map(_numba_type, arguments))
+    options: dict[str, Any] = {"nopython": True, "nogil": True, "fastmath": False, "error_model": "numpy"}
+    return machine_code(function, signature, options)
+
+
+def _kind_of(argument: Any) -> Any:
+    """What decides, of an argument, which loop a kernel runs."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype.char
+    if isinstance(argument, int):
+        return argument if -1 < argument < _SMALL else _SMALL
+    if isinstance(argument, list):
+        return tuple(map(_kind_of, argument))
+    return type(argument), getattr(argument, "variant", None)
+
+
+def _copied(argument: Any, memory: dict[Any, Any]) -> Any:
+    """A copy of an argument; arrays that were one, or the same memory, are so again."""
+    if isinstance(argument, list):
+        return [_copied(part, memory) for part in argument]
+    if not isinstance(argument, np.ndarray):
+        return argument
+    for key in (id(argument), (argument.__array_interface__["data"][0], argument.nbytes)):
+        if key in memory:
+            found = memory[key]
+            return found if found.dtype == argument.dtype else found.view(argument.dtype)
+    copy = argument.copy()
+    memory[id(argument)] = copy
+    if argument.nbytes:
+        memory[argument.__array_interface__["data"][0], argument.nbytes] = copy
+    return copy
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two results, or two arguments after a call, are bit for bit equal."""
+    if isinstance(one, np.ndarray):
+        return (
+            isinstance(other, np.ndarray)
+            and one.shape == other.shape
+            and one.dtype == other.dtype
+            and np.array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
+        )
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _numba_type(argument: str) -> Any:
+    from numba import types
+
+    scalars = {"int": types.int64, "float": types.float64, "bool": types.boolean}
+    if argument in scalars:
+        return scalars[argument]
+    kinds = {"u": "uint", "i": "int", "f": "float"}
+    element = getattr(types, f"{kinds[argument[0]]}{8 * int(argument[1])}")
+    return types.Array(element, 1, "C", readonly=not argument.endswith("!"), aligned=False)
+
+
+def _use_compiled() -> bool:
+    global _compiled
+    with _lock:
+        if _compiled is None:
+            _compiled = _decided(os.environ.get(VARIABLE, ""))
+        return _compiled
+
+
+def _decided(wanted: str) -> bool:
+    """Whether to run compiled forms; an empty wish is for them where they can run."""
+    if wanted not in ("", *KINDS):
+        raise UsageError(f"{VARIABLE} is {wanted!r}; it may be {' or '.join(KINDS)}")
+    if wanted == "numpy":
+        return False
+    try:
+        config = importlib.import_module("numba").config
+    except BaseException as error:  # absent, made for another numpy, a variable NUMBA_… that it refuses, or broken
+        # Prevents: a process that ends without a word, because a broken numba calls sys.exit when it is imported.
+        if not isinstance(error, Exception) and by_signal(error):
+            raise
+        if wanted:
+            raise MissingDependencyError(f"numba is needed: pip install ckptstore[fast] ({error})") from None
+        if not isinstance(error, Exception):
+            _warn(
+                f"numba cannot be imported: it raises {type(error).__name__}({error}). This process uses numpy's "
+                f"kernels, which are slower and write the same bytes; install numba again, or set {VARIABLE}=numpy"
+            )
+        return False
+    # Prevents: loops that run as plain Python, where integers grow and wrap otherwise.
+    if config.DISABLE_JIT:
+        if wanted:
+            raise UsageError(f"{VARIABLE} is {wanted}, and NUMBA_DISABLE_JIT turns numba's compiler off: unset one")
+        return False
+    return True

@@ -1,0 +1,68 @@
+"""Several steps on end: a chain of payloads decoded in one pass over the state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ckptstore.errors import CorruptSegmentError
+from ckptstore.formats.codecs.block_loops import as_bytes
+from ckptstore.formats.codecs.codec import Buffer
+from ckptstore.formats.codecs.plane_coder import Cursor
+from ckptstore.formats.optim import predicted, replayed
+from ckptstore.formats.optim.arithmetic import Floats, exactly
+from ckptstore.formats.optim.gradients import Form
+from ckptstore.formats.optim.step_settings import Rule
+from ckptstore.formats.optim.step_tiles import Array, slots_of
+
+Encoding: TypeAlias = Literal["predicted", "replayed", "sparse"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """One step of one chunk: how its payload was made, by which rule, and the payload."""
+
+    encoding: Encoding
+    rule: Rule
+    payload: Buffer
+
+
+def decode(links: Sequence[Link], state: Sequence[Array]) -> None:
+    """Take the steps of all links, in place: block by block, every link while the block is in cache.
+
+    Raises:
+        CorruptSegmentError, FormatError: as the encodings' ``decode``. ``state`` is then partly changed.
+        ValueError: links whose rules have different slots, or a state that is not theirs.
+    """
+    if not links:
+        return
+    if any(link.rule.slots != links[0].rule.slots for link in links):
+        raise ValueError("the links of a chain are steps of one parameter, with the same slots")
+    readers = [_Reader(link) for link in links]
+    with exactly():
+        for block in predicted.blocks_of(slots_of(links[0].rule, state)):
+            for reader in readers:
+                reader.read(block)
+    for reader in readers:
+        predicted.finished(reader.cursor)
+
+
+class _Reader:
+    """Where the decoding of one link has come to."""
+
+    def __init__(self, link: Link) -> None:
+        self.rule = link.rule
+        self.cursor = Cursor(as_bytes(link.payload))
+        self.form: Form | None = None
+        self.exceptions = False
+        if link.encoding != "predicted":
+            self.form, self.exceptions = replayed.read_form(self.cursor)
+            if self.form.sparse != (link.encoding == "sparse"):
+                raise CorruptSegmentError(f"the payload of a step said to be {link.encoding} is not")
+
+    def read(self, block: Sequence[Floats]) -> None:
+        if self.form is None:
+            predicted.read_block(self.rule, self.cursor, block)
+        else:
+            replayed.read_block(self.rule, self.form, self.exceptions, self.cursor, block)

@@ -1,0 +1,131 @@
+"""Choosing how to store a step: which kernel's arithmetic training used, and which encoding is smallest.
+
+As with codecs, nothing is assumed: samples are encoded in every way, and the bytes counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptstore.formats.codecs import FAST, sample_ranges
+from ckptstore.formats.codecs.codec_choice import SAMPLE_BYTES, SAMPLES
+from ckptstore.formats.optim import predicted, replayed
+from ckptstore.formats.optim.gradients import Gradient, SparseGradient
+from ckptstore.formats.optim.step_chain import Encoding
+from ckptstore.formats.optim.step_settings import Optimizer, Rule, Skip, Step
+from ckptstore.formats.optim.step_tiles import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A way to store one step of one parameter, and what it did to the samples.
+
+    Attributes:
+        encoding, rule: for ``chains.Link``. With rule ``Skip``, ``predicted`` is a plain integer delta.
+        variant: the optimizer's variant that the rule was made with; "" for ``Skip``.
+        bits: stored bits per number of the parameter (of 32 for each slot).
+        throughput: bytes of state encoded per second of one core: one measurement on this thread.
+    """
+
+    encoding: Encoding
+    rule: Rule
+    variant: str
+    bits: float
+    throughput: float
+
+
+def choose_variant(
+    optimizer: Optimizer,
+    step: Step,
+    old: Sequence[Array],
+    new: Sequence[Array],
+    gradient: Gradient | None = None,
+) -> str:
+    """The variant whose predictions miss least, on samples of one step; the first of equals.
+
+    It depends on the machine that trains and on the optimizer's implementation, not on the step: ask once for a
+    tensor, and again when training moved elsewhere.
+    """
+    ranges = _ranges(old)[:2]
+    encoding: Encoding = "predicted" if gradient is None else "replayed"
+    sizes = {
+        variant: _size(encoding, optimizer.rule(step, variant), old, new, gradient, ranges)
+        for variant in optimizer.variants
+    }
+    return min(sizes, key=lambda variant: sizes[variant])
+
+
+def evaluate(
+    optimizer: Optimizer,
+    step: Step,
+    old: Sequence[Array],
+    new: Sequence[Array],
+    gradient: Gradient | None = None,
+    variant: str | None = None,
+) -> list[Choice]:
+    """Every way to store the step that ``choose`` looks at, smallest first.
+
+    Without ``variant`` it is found first. The arguments are as for ``predicted.encode`` and ``replayed.encode``, but
+    of any length: two to six ranges of 32 Ki numbers are looked at.
+    """
+    found = choose_variant(optimizer, step, old, new, gradient) if variant is None else variant
+    rule = optimizer.rule(step, found)
+    ways: list[tuple[Encoding, Rule]] = [("predicted", Skip(rule.slots))]
+    if not isinstance(rule, Skip):
+        ways.append(("predicted", rule))
+        if gradient is not None:
+            ways.append(("sparse" if isinstance(gradient, SparseGradient) else "replayed", rule))
+    ranges = _ranges(old)
+    count = max(1, sum(stop - start for start, stop in ranges))
+    choices = []
+    for encoding, tried in ways:
+        began = time.thread_time()
+        size = _size(encoding, tried, old, new, gradient, ranges)
+        seconds = max(time.thread_time() - began, 1e-9)
+        bits, state = 8 * size / count, 4 * count * len(rule.slots)
+        choices.append(Choice(encoding, tried, "" if isinstance(tried, Skip) else found, bits, state / seconds))
+    return sorted(choices, key=lambda choice: choice.bits)
+
+
+def choose(
+    optimizer: Optimizer,
+    step: Step,
+    old: Sequence[Array],
+    new: Sequence[Array],
+    gradient: Gradient | None = None,
+    variant: str | None = None,
+) -> Choice:
+    """The smallest way to store the step, by samples (``evaluate``)."""
+    return evaluate(optimizer, step, old, new, gradient, variant)[0]
+
+
+def _ranges(old: Sequence[Array]) -> list[tuple[int, int]]:
+    """At most 6 ranges of 32 Ki numbers, and of a large tensor an eighth: it is encoded in several ways."""
+    nbytes = 4 * old[0].size
+    count = min(SAMPLES, max(2, nbytes // (8 * SAMPLE_BYTES)))
+    return [(start // 4, stop // 4) for start, stop in sample_ranges(nbytes, count)]
+
+
+def _size(
+    encoding: Encoding,
+    rule: Rule,
+    old: Sequence[Array],
+    new: Sequence[Array],
+    gradient: Gradient | None,
+    ranges: Sequence[tuple[int, int]],
+) -> int:
+    """Bytes of the ranges' payloads."""
+    size = 0
+    for start, stop in ranges:
+        before = [np.ascontiguousarray(part).reshape(-1)[start:stop] for part in old]
+        after = [np.ascontiguousarray(part).reshape(-1)[start:stop] for part in new]
+        if encoding == "predicted" or gradient is None:
+            size += len(predicted.encode(rule, before, after, level=FAST))
+            continue
+        part = gradient.part(start, stop) if isinstance(gradient, SparseGradient) else gradient.reshape(-1)[start:stop]
+        size += len(replayed.encode(rule, before, after, part, level=FAST))
+    return size

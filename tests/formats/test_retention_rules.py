@@ -1,0 +1,340 @@
+"""The rules of retention: what they say, and that keeping up save by save ends where looking at everything does."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from ckptstore.errors import FormatError, UsageError
+from ckptstore.formats import retention_rules
+from ckptstore.formats.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.commit_checks import check_commit
+from ckptstore.formats.folds import decode_fold, encode_fold
+from ckptstore.formats.record_text import decode_record, decode_request, encode_commit, encode_request
+from ckptstore.formats.records import (
+    CheckpointEntry,
+    CommitRecord,
+    Encoding,
+    Node,
+    OpenRecord,
+    Request,
+    SegmentEntry,
+)
+from ckptstore.formats.retention_rules import Keeping, checked, known, reasons_of
+from ckptstore.formats.rule_rankings import metric
+from ckptstore.formats.rule_windows import RULES, ends
+
+RUN = "5" * 32
+NONCE = "6" * 32
+
+
+def entry(term: int, step: int, time: float = 0.0, **metadata: Any) -> CheckpointEntry:
+    extra = {"metadata": metadata} if metadata else {}
+    return CheckpointEntry(term, step, f"{term * 1000 + step:032x}", time, 1, 10, extra)
+
+
+def promise(*entries: CheckpointEntry, **more: Any) -> CommitRecord:
+    """A COMMIT that promises fulls."""
+    segments = tuple(SegmentEntry(f"{one.term:016x}{one.step:016x}", one.term, 9, 8, "7" * 32) for one in entries)
+    encodings = tuple(
+        Encoding(one.node, "full", None, (segment.id,), False, 9)
+        for one, segment in zip(entries, segments, strict=True)
+    )
+    return CommitRecord(entries[0].term, NONCE, segments, entries, encodings, **more)
+
+
+def catalog_of(*entries: CheckpointEntry, parents: dict[int, CheckpointEntry] | None = None) -> Catalog:
+    """Terms in order, each with its checkpoints; `parents`: what a term continues from."""
+    builder = CatalogBuilder()
+    for term in sorted({one.term for one in entries}):
+        parent = (parents or {}).get(term)
+        builder.apply(OpenRecord(term, parent and parent.id, NONCE, 0.0), builder.catalog.next_seq)
+        builder.apply(promise(*(one for one in entries if one.term == term)), builder.catalog.next_seq)
+    return builder.catalog
+
+
+def kept(catalog: Catalog, *rules: str) -> dict[str, list[int]]:
+    """Rule -> steps; ``gone``: what nothing keeps."""
+    reasons, gone = reasons_of(catalog, checked(rules))
+    return {reason: [step for _, step in nodes] for reason, nodes in reasons.items()} | {
+        "gone": [step for _, step in gone]
+    }
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        "rule",
+        ["last:1", "every:1000", "best:loss:5", "best:a:b:5", "best:accuracy:2:max", "best:loss:1:min", "tagged",
+         "branches", "newer-than:7d", "newer-than:90m", "newer-than:1.5h", "newer-than:0s", "newer-than:2w"],
+    )  # fmt: skip
+    def test_what_is_one(self, rule: str) -> None:
+        assert checked([f" {rule} ", rule]) == (rule,)
+        assert known([rule])
+
+    @pytest.mark.parametrize(
+        "rule",
+        ["", "last", "last:", "last:0", "last:-1", "last:1.5", "last:1 0", "last:٣", "every:0", "best:loss",
+         "best::5", "best:loss:0", "best:loss:5:up", "worst:loss:5", "newer-than:7", "newer-than:d", "newer-than:-1d",
+         "newest:3", "last:99999999999999999999", "Last:3", "tagged:x", "best:" + "x" * 300 + ":1", 7, None],
+        ids=lambda rule: str(rule)[:20] or "empty",
+    )  # fmt: skip
+    def test_what_is_none(self, rule: Any) -> None:
+        with pytest.raises(UsageError, match="is no rule of retention; there are last:N, every:N"):
+            checked(["last:1", rule])
+        if isinstance(rule, str):
+            assert not known(["last:1", rule])
+
+    def test_a_text_is_not_several_rules_and_there_are_not_endlessly_many(self) -> None:
+        with pytest.raises(UsageError, match="several texts"):
+            checked("last:1")
+        assert len(checked(f"last:{n + 1}" for n in range(retention_rules.MAX_RULES))) == retention_rules.MAX_RULES
+        with pytest.raises(UsageError, match="65 rules"):
+            checked(f"last:{n + 1}" for n in range(retention_rules.MAX_RULES + 1))
+
+    def test_a_metric_is_a_number_of_the_metadata_or_of_its_metrics(self) -> None:
+        assert metric(entry(1, 1, loss=2), "loss") == 2.0
+        assert metric(entry(1, 1, metrics={"loss": 3.5}), "loss") == 3.5
+        assert metric(entry(1, 1, loss=1.0, metrics={"loss": 3.5}), "loss") == 1.0
+        assert metric(entry(1, 1, loss={"$float": "inf"}), "loss") == math.inf
+        assert metric(entry(1, 1, loss=-(10**400)), "loss") == -math.inf
+        for said in ({"loss": True}, {"loss": "1"}, {"loss": None}, {"loss": {"$float": "nan"}}, {"metrics": 1}, {}):
+            assert metric(entry(1, 1, **said), "loss") is None
+
+
+class TestWhatTheyKeep:
+    def test_each_rule_and_their_union(self) -> None:
+        losses = {1: 9.0, 2: 1.0, 3: 8.0, 4: 1.0, 5: math.nan, 6: 5.0, 7: 7.0}
+        catalog = catalog_of(*(entry(1, step, 100.0 * step, loss=loss) for step, loss in losses.items()))
+        found = kept(catalog, "last:2", "every:3", "best:loss:2", "best:loss:1:max", "newer-than:250s")
+        assert found == {
+            "newest": [7],
+            "tagged": [],
+            "last:2": [6, 7],
+            "every:3": [3, 6],
+            "best:loss:2": [2, 4],
+            "best:loss:1:max": [1],
+            "newer-than:250s": [5, 6, 7],
+            "gone": [],
+        }
+        assert kept(catalog, "best:loss:1")["best:loss:1"] == [4]  # of equals the newer
+        # A metric that nobody has given: nothing is let go for want of it.
+        assert kept(catalog, "best:other:3")["gone"] == []
+        assert kept(catalog, "tagged")["gone"] == [1, 2, 3, 4, 5, 6]
+
+    def test_tags_keep_whatever_the_rules_say(self) -> None:
+        catalog = catalog_of(*(entry(1, step) for step in range(1, 6)))
+        catalog = catalog.apply(CommitRecord(1, NONCE, tags={"a": (1, 2), "b": (1, 2)}), catalog.next_seq)
+        assert kept(catalog, "last:1") == {"newest": [5], "tagged": [2], "last:1": [5], "gone": [1, 3, 4]}
+        # Said as a rule it is the same: tags keep what they name.
+        assert kept(catalog, "tagged") == {"newest": [5], "tagged": [2], "gone": [1, 3, 4]}
+
+    def test_ages_count_back_from_the_newest_and_no_clock_is_asked(self) -> None:
+        catalog = catalog_of(*(entry(1, step, 10.0 * step) for step in range(1, 6)))  # in 1970
+        assert kept(catalog, "newer-than:20s")["newer-than:20s"] == [3, 4, 5]
+
+    def test_ranks_are_those_of_the_line_and_branches_are_judged_one_by_one(self) -> None:
+        """1 to 6 in term 1; term 2 went back to 3 and made 4 and 5; term 3 goes on from there."""
+        first = [entry(1, step, loss=-step) for step in range(1, 7)]
+        second = [entry(2, step, loss=step) for step in (4, 5)]
+        catalog = catalog_of(*first, *second, entry(3, 6, loss=0), parents={2: first[2], 3: second[1]})
+        reasons, gone = reasons_of(catalog, ("last:4", "best:loss:1"))
+        assert reasons["last:4"] == [(1, 3), (2, 4), (2, 5), (3, 6)]
+        assert reasons["best:loss:1"] == [(1, 3)]
+        assert gone == [(1, 1), (1, 2), (1, 4), (1, 5), (1, 6)]
+        reasons, gone = reasons_of(catalog, ("last:1", "branches", "every:2"))
+        assert reasons["branches"] == [(1, 4), (1, 5), (1, 6)]
+        assert reasons["every:2"] == [(1, 2), (1, 4), (1, 6), (2, 4), (3, 6)]
+        assert gone == [(1, 1), (1, 3), (2, 5)]
+
+    def test_an_empty_term_stands_on_its_parent(self) -> None:
+        first = [entry(1, step) for step in range(1, 5)]
+        catalog = catalog_of(*first)
+        catalog = catalog.apply(OpenRecord(2, first[1].id, NONCE, 0.0), catalog.next_seq)
+        assert kept(catalog, "last:1") == {"newest": [2], "tagged": [], "last:1": [2], "gone": [1, 3, 4]}
+
+
+# ------------------------------------------------------------------------------------------------ save by save
+
+
+def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
+    entries = [entry(1, 1, 1.0), entry(1, 2, 2.0), entry(1, 3, 3.0, loss=5.0), entry(1, 4, 4.0, loss=6.0)]
+    keeping = Keeping(["best:loss:1"], catalog_of(entries[0]))
+    gone = [keeping.superfluous(catalog_of(entries[0]))]
+    for count in (2, 3, 4):
+        keeping.add(entries[count - 1])
+        gone.append(keeping.superfluous(catalog_of(*entries[:count])))
+    assert gone == [[], [], [(1, 1), (1, 2)], [(1, 1), (1, 2)]]  # named again until they are retired
+    assert keeping.reasons(entries[2]) == ["best:loss:1"]
+
+
+def test_branches_stay_while_the_line_goes_on() -> None:
+    first = [entry(1, step) for step in range(1, 7)]
+    catalog = catalog_of(*first, entry(2, 4), parents={2: first[2]})
+    keeping = Keeping(["last:1", "branches"], catalog)
+    keeping.add(entry(2, 5))
+    assert keeping.superfluous(catalog) == [(1, 1), (1, 2), (1, 3), (2, 4)]
+    assert [keeping.reasons(one) for one in first[2:]] == [[], *[["branches"]] * 3]
+
+
+def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is given rules late takes what is superfluous by and by: the whole is no square of it."""
+    catalog = catalog_of(*(entry(1, step) for step in range(1, 3001)))
+    looked_at: list[Node] = []
+    reasons = Keeping.reasons
+
+    def counted(self: Keeping, one: CheckpointEntry) -> list[str]:
+        looked_at.append(one.node)
+        return reasons(self, one)
+
+    monkeypatch.setattr(Keeping, "reasons", counted)
+    follower = Keeping(("last:10", "every:100"), catalog)
+    gone: list[Node] = []
+    while found := follower.superfluous(catalog, most=100):
+        gone += found
+        catalog = catalog.apply(CommitRecord(1, NONCE, retires=tuple(found)), catalog.next_seq)
+    assert gone == [(1, step) for step in range(1, 2991) if step % 100]
+    assert len(looked_at) <= len(gone) + 100
+
+
+def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
+    """A run that retires has a catalog that stays small for as long as it goes on, and so has its index to."""
+    builder = CatalogBuilder(catalog_of(entry(1, 1)))
+    catalog = builder.catalog
+    for step in range(2, 40):
+        one, base = entry(1, step), catalog.checkpoints[1, step - 1]
+        segment = SegmentEntry(f"{step:032x}", 1, 9, 8, "7" * 32)
+        both = (
+            Encoding(one.node, "delta", base.id, (segment.id,), False, 9),
+            Encoding(one.node, "full", None, (f"{step + 1000:032x}",), False, 9),
+        )
+        other = SegmentEntry(f"{step + 1000:032x}", 1, 9, 8, "7" * 32)
+        builder.apply(CommitRecord(1, NONCE, (segment, other), (one,), both), catalog.next_seq)
+        index = catalog.edges()
+        assert index.users(segment.id) == {one.node}
+        assert index.dependents(base.node) == {one.node}
+        builder.apply(CommitRecord(1, NONCE, drops=(segment.id,)), catalog.next_seq)
+        assert index.users(segment.id) == set()
+        assert index.dependents(base.node) == set()
+        assert index.users(other.id) == {one.node}  # its other encoding is there
+
+
+def by_hand(
+    entries: Iterable[CheckpointEntry], tagged: set[Node], last: int, every: int, best: int, age: float
+) -> set[Node]:
+    """What the rules below keep of one term, said again in the plainest way."""
+    alive = sorted(entries, key=lambda one: one.step)
+    newest = alive[-1]
+    rated = sorted(alive, key=lambda one: (one.extra["metadata"]["loss"], -one.step))
+    found = {one.node for one in (*alive[-last:], *rated[:best], newest)} | tagged
+    return found | {one.node for one in alive if one.step % every == 0 or one.time >= newest.time - age}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_left_is_what_was_promised(seed: int) -> None:
+    """Saves in and out of order, tags that come, move and go; retired as they become superfluous."""
+    chance = random.Random(seed)
+    last, every, best, age = chance.randint(1, 5), chance.randint(2, 9), chance.randint(1, 4), chance.choice([0, 3, 20])
+    rules = (f"last:{last}", f"every:{every}", f"best:loss:{best}", f"newer-than:{age}s")
+    if seed % 3 == 0:
+        last, age, rules = 1, -100, rules[1:3]  # the newest is kept only for being that
+    catalog = Catalog().apply(OpenRecord(1, None, NONCE, 0.0), 0)
+    follower = Keeping(rules, catalog)
+    ever: dict[Node, CheckpointEntry] = {}
+    steps = list(range(1, 61))
+    for place in range(0, 58, 3):
+        if chance.random() < 0.3:
+            steps[place], steps[place + 1] = steps[place + 1], steps[place]
+    tags: dict[str, Node] = {}
+    for number, step in enumerate(steps):
+        one = entry(1, step, time=chance.choice([number, number, number - 2]), loss=chance.randint(0, 30))
+        change: dict[str, Node | None] = {}
+        if chance.random() < 0.15:
+            change["a"] = chance.choice(list(catalog.checkpoints) or [None])
+        if chance.random() < 0.1:
+            change["b"] = one.node
+        tags = {name: node for name, node in {**tags, **change}.items() if node is not None}
+        follower.add(one)
+        gone = [node for node in follower.superfluous(catalog, change) if node in catalog.checkpoints]
+        record = promise(one, tags=change, retires=tuple(gone))
+        check_commit(catalog, record)
+        catalog = catalog.apply(record, catalog.next_seq)
+        ever[one.node] = one
+        late = follower.superfluous(catalog)  # what was committed out of order may be superfluous at once
+        catalog = catalog.apply(CommitRecord(1, NONCE, retires=tuple(late)), catalog.next_seq)
+        assert reasons_of(catalog, rules)[1] == []
+    assert set(tags.values()) <= set(catalog.checkpoints)
+    alive = by_hand(ever.values(), set(tags.values()), last, every, best, age)
+    # A tag that was taken away leaves a checkpoint that a rule may have kept, had it been asked earlier: never more.
+    assert {one for one in alive if one in catalog.checkpoints} == set(catalog.checkpoints)
+    if age <= 0:  # times that go back, and then on, may let something go that the last look would keep
+        assert set(catalog.checkpoints) == alive
+
+
+# ------------------------------------------------------------------------------------------------ as bytes
+
+
+def test_rules_in_a_commit_a_request_and_a_fold() -> None:
+    catalog = catalog_of(entry(1, 1))
+    for rules in (("last:3", "best:loss:2"), ()):  # none is something else than nothing said
+        record = CommitRecord(1, NONCE, keep=rules)
+        data, manifest = encode_commit(record, seq=2, run=RUN, manifest="8" * 32)
+        assert manifest is None
+        read = decode_record(data, seq=2, run=RUN, what="slot")
+        assert read == record
+        catalog = catalog.apply(read, 2)
+        assert (catalog.keep, catalog.keep_seq) == (rules, 2)
+        silent, _ = encode_commit(CommitRecord(1, NONCE, drops=("9" * 32,)), seq=3, run=RUN, manifest="8" * 32)
+        later = catalog.apply(decode_record(silent, seq=3, run=RUN, what="slot"), 3)
+        assert later.keep == rules
+        folded, digest = encode_fold(later, run=RUN)
+        again = decode_fold(folded, seq=3, run=RUN, digest16=digest[:16], what="fold")
+        assert (again.keep, again.keep_seq, again.unknown) == (rules, 2, ())
+        request = Request("9" * 32, 1, "keep", keep=rules)
+        assert decode_request(encode_request(request, run=RUN), run=RUN, what="request").keep == rules
+
+
+def test_an_older_version_keeps_them_and_a_newer_one_finds_them() -> None:
+    """It does not know the member: it has it among those that it preserves, in its folds, too."""
+    catalog = catalog_of(entry(1, 1))
+    catalog.unknown = ((2, {"keep": ["last:9"], "other": 1}), (5, {"keep": ["last:3"]}), (4, {"keep": ["last:8"]}))
+    folded, digest = encode_fold(catalog, run=RUN)
+    found = decode_fold(folded, seq=1, run=RUN, digest16=digest[:16], what="fold")
+    assert (found.keep, found.keep_seq) == (("last:3",), 5)
+    assert found.unknown == ((2, {"other": 1}),)
+    catalog.unknown = ((2, {"keep": 3}),)
+    folded, digest = encode_fold(catalog, run=RUN)
+    with pytest.raises(FormatError, match="'keep' is not a list"):
+        decode_fold(folded, seq=1, run=RUN, digest16=digest[:16], what="fold")
+
+
+def test_a_request_with_rules_says_that_it_needs_who_knows_them() -> None:
+    assert b'"incompat":["keep"]' in encode_request(Request("9" * 32, 1, "keep", keep=("last:1",)), run=RUN)
+    assert b"incompat" not in encode_request(Request("9" * 32, 1, "tag", tags={"a": (1, 1)}), run=RUN)
+
+
+def test_no_commit_has_rules_that_are_none() -> None:
+    catalog = catalog_of(entry(1, 1))
+    check_commit(catalog, CommitRecord(1, NONCE, keep=("last:3",)))
+    with pytest.raises(UsageError, match="no rule of retention"):
+        check_commit(catalog, CommitRecord(1, NONCE, keep=("last:3", "cosine:7")))
+
+
+def test_each_reason_to_keep_says_what_ends_it() -> None:
+    """Compaction moves nothing that is about to go, and a writer counts what is kept for long."""
+    expected = {
+        **dict.fromkeys(["newest", "last:3", "newer-than:2d"], "newer"),
+        "best:loss:1": "better",
+        **dict.fromkeys(["every:10", "tagged", "branches", "of-a-later-version:1"], "never"),
+    }
+    assert {reason: ends(reason) for reason in expected} == expected
+    assert {reason.partition(":")[0] for reason in expected} >= set(RULES)
+
+
+def test_the_message_about_a_rule_that_is_none_has_every_kind() -> None:
+    with pytest.raises(UsageError) as told:
+        checked(["nearly:3"])
+    assert all(kind.form in str(told.value) for kind in RULES.values())
