@@ -20,7 +20,7 @@ from ckptstore.errors import AgentBusyError, CheckpointNotFoundError, UsageError
 from tests.agent.lives import agents, alive, begun, kill, run, started, truth, until
 from tests.forms import short_or
 from tests.store.states import same, training_state
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 
 def opened(url: Path, **options: Any) -> AgentWriter:
@@ -126,7 +126,7 @@ def test_what_waits_for_its_batch_is_written_and_the_chain_goes_on(tmp_path: Pat
 writer = ckptstore.agent.writer(
     url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), max_in_flight=2, linger_seconds=120
 )
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 trainer = Trainer()
 for step in range(1, 6):
     trainer.train()

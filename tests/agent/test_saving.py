@@ -28,7 +28,7 @@ from ckptstore.errors import (
 )
 from tests.agent.lives import agents, alive, begun, kill, run, truth, until
 from tests.store.states import every_dtype, same, training_state
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 
 def opened(url: Path, **options: Any) -> AgentWriter:
@@ -215,7 +215,7 @@ def test_layers_are_copied_into_the_agents_memory(tmp_path: Path) -> None:
 def test_an_ordinary_exit_without_close_writes_what_waits(tmp_path: Path) -> None:
     script = """
 writer = ckptstore.agent.writer(url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), linger_seconds=120)
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 trainer = Trainer()
 for step in range(1, 6):
     trainer.train()

@@ -9,7 +9,7 @@ from ckptstore.backends import open_backend
 from ckptstore.cli import output
 from ckptstore.write.steps.batcher import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 
 def test_text(ckpt: Run, pristine: Path) -> None:

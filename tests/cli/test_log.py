@@ -16,7 +16,7 @@ import ckptstore
 from ckptstore.log import checkpoint_info
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 
 def columns(text: str) -> list[str]:

@@ -36,7 +36,7 @@ def fill(path, steps, **options):
 path = sys.argv[1]
 """
 DIFFS = """
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 trainer = Trainer()
 writer = ckptstore.open(path, create=True).writer(diffs=DiffOptions(batch=100, seconds=None))
 for step in range(1, 6):

@@ -31,7 +31,7 @@ from ckptstore.maintenance.copies.store_copy import copy
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.repair.store_repair import repair
 from ckptstore.reports.notebooks import store_html
-from tests.forms import LONG
+from tests.forms import LONG, short_or
 from tests.log.revealing import Reveal, revealing
 from tools.objects.server import Server
 
@@ -650,7 +650,7 @@ def test_readers_beside_a_writer_never_see_damage(
         readers = [threading.Thread(target=look, args=(number,)) for number in range(2)]
         for reader in readers:
             reader.start()
-        for step in range(200):
+        for step in range(short_or(100, 200)):
             writer.save({"w": step}, step=step)
         done.set()
         for reader in readers:

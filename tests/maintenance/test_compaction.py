@@ -20,7 +20,7 @@ from ckptstore.maintenance.compact.size_samples import SampledSizes, measure
 from tests.maintenance.stores import flip
 from tests.restore.twofold import stored_again
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 from tools.objects.server import Server
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))

@@ -39,7 +39,8 @@ def run(store: Store, steps: Iterable[int], *, shards: bool, keep: Any = None, *
         model = trainer()
         for _ in range(1, todo[0]):
             model.train()
-        with ckptstore.open(store.url).writer(group=group, ranks=RANKS, max_in_flight=2, **options) as writer:
+        place = ckptstore.open(store.url)
+        with place.writer(group=group, ranks=RANKS, max_in_flight=2, poll_seconds=0.1, **options) as writer:
             for step in todo:
                 model.train()
                 flat, updates = sharded(group, model) if shards else (flatten(model.state()), model.updates())

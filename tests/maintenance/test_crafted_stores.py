@@ -30,7 +30,7 @@ from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
 from tests.maintenance.crafted import Crafted, mutate
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 from tools.golden.shard_stores import Piece, ShardStore, by_rank, cut, rows
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100), compress_fulls=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -56,12 +57,18 @@ def states() -> list[dict[str, Any]]:
     return trajectory(8)
 
 
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory, states: list[dict[str, Any]]) -> Path:
+    """Steps 1 to 8: a full and a chain of deltas. To be copied."""
+    root = tmp_path_factory.mktemp("merging") / "store"
+    fill(ckptstore.open(root), states)
+    return root
+
+
 @pytest.fixture
-def store(tmp_path: Path, states: list[dict[str, Any]]) -> Store:
-    """Steps 1 to 8: a full and a chain of deltas."""
-    store = ckptstore.open(tmp_path / "store")
-    fill(store, states)
-    return store
+def store(tmp_path: Path, filled: Path) -> Store:
+    """A copy of `filled`."""
+    return ckptstore.open(shutil.copytree(filled, tmp_path / "store"))
 
 
 def refs(store: Store) -> list[str]:

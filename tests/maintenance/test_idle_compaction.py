@@ -22,7 +22,7 @@ from ckptstore.maintenance.compact import move_execution
 from tests.forms import long_only
 from tests.maintenance.test_compaction import CHAIN, check, save, state
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 LONG = 120.0
 RULES = ("last:2", "every:10")

@@ -18,7 +18,7 @@ from ckptstore.reports.inspection import inspect
 from ckptstore.store import Store
 from tests.forms import in_turn
 from tests.store.states import same
-from tests.write.test_diffs import fill
+from tests.write.trainer import LARGE, fill
 
 KINDS: dict[str, dict[str, Any]] = {"dense": {}, "none": {"gradients": False}, "sparse": {"keep": 0.02}}
 
@@ -72,7 +72,7 @@ def test_batches_across_the_ends_of_the_range_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "last"), in_turn(list(KINDS), [5, 13, 14], each=2))
 def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> None:
     how = KINDS[kind]
-    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 16, **how)
+    store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 16, sizes=LARGE, **how)
     planned = merge(store.journal, f"1..{last}", dry_run=True)
     done = merge(store.journal, f"1..{last}", take_over=True)
     assert (done.answer, done.method) == ("accepted", planned.method)
@@ -116,7 +116,7 @@ def test_deltas_and_gradients_in_one_segment(tmp_path: Path) -> None:
 
 
 def test_beside_a_trainer(tmp_path: Path) -> None:
-    from tests.write.test_diffs import Trainer
+    from tests.write.trainer import Trainer
 
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store")

@@ -20,7 +20,7 @@ from ckptstore.log import fold_writer, requests
 from ckptstore.log.term import open_term
 from tests.forms import short_or
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 from tools.bench.catalog import make
 from tools.conformance.comparing import differences
 from tools.conformance.ours import answer
@@ -440,7 +440,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
     ended = threading.Event()
     failures: list[BaseException] = []
     restored: list[int] = []
-    most, steps = 0, short_or(150, 300)
+    most, steps = 0, short_or(90, 300)
 
     def restore(which: int) -> None:
         own = ckptstore.open(tmp_path / "store")

@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Retired
 from ckptstore.log import change_committer, requests
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=100))
 

@@ -206,7 +206,7 @@ def test_loops_as_plain_python_are_no_kernels(pristine: Stores, tmp_path: Path) 
 
 _DIFFS = """
 import sys, ckptstore
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 trainer = Trainer(0, {"wide": (600, 700)})
 with ckptstore.open(sys.argv[1]).writer(diffs=ckptstore.DiffOptions()) as writer:
     for step in range(1, 4):

@@ -11,7 +11,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions
-from tests.write.test_diffs import fill
+from tests.write.trainer import fill
 
 SIZE = (5 << 20) + 12  # no whole chunks
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+import ckptstore
+
 
 def training_state(seed: int = 0, width: int = 64) -> dict[str, Any]:
     """Model, AdamW, scheduler, random states, loader position: everything a resume needs."""
@@ -88,3 +90,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 def files(root: Path) -> list[Path]:
     """Every object of a store, sorted: names with a dot are none."""
     return sorted(path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+
+
+def fill(url: str | Path, *steps: int, parent: Any = "latest") -> ckptstore.Store:
+    """Small checkpoints of these steps, by one writer."""
+    store = ckptstore.open(url)
+    with store.writer(parent=parent) as writer:
+        for step in steps:
+            writer.save({"value": torch.full((5,), float(step)), "step": step}, step=step)
+    return store

@@ -211,7 +211,7 @@ def cases(draw: st.DrawFn, workers: int = 0) -> Case:
     )
 
 
-@settings(max_examples=short_or(25, 100), deadline=None)
+@settings(max_examples=short_or(15, 100), deadline=None)
 @given(case=cases())
 def test_the_losses_of_a_resumed_run(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     assume(case.steps_on())

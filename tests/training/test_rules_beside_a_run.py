@@ -117,7 +117,7 @@ def test_one_slow_look_does_not_keep_rules_from_having_an_effect(
 @pytest.mark.filterwarnings("ignore::ckptstore.training.SlowSavesWarning")  # of so small a model saving is all the work
 def test_rules_of_the_recommended_kind_cost_fulls_and_one_chain(tmp_path: Path) -> None:
     """Step diffs, the newest and every fiftieth kept: each of these is a full, and nothing else stays stored for it."""
-    steps, every, last = short_or(400, 1000), 50, 10
+    steps, every, last = short_or(200, 1000), 50, 10
     store = ckptstore.open(tmp_path / "run")
     stored: dict[int, int] = {}
 

@@ -22,7 +22,7 @@ from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.steps import batch_segments, batcher
 from ckptstore.write.steps.encoding import EncodedStep
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 STEPS = 6  # a full, and five diffs in one segment
 Forge = Callable[..., "Forged"]

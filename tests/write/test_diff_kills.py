@@ -15,14 +15,14 @@ import ckptstore
 from ckptstore import DiffOptions
 from tests import warmth
 from tests.store.states import same
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 BATCH, LAST = 10, 25
 CHILD = """
 import os, signal, sys, time
 import ckptstore
 from ckptstore.host import crash_points
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 url, batch, last, end, (place, _, count) = *sys.argv[1:5], sys.argv[5].partition(":")
 batch, last = int(batch), int(last)

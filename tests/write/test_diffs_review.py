@@ -22,7 +22,7 @@ from ckptstore.store import verify
 from ckptstore.write.snapshot import SnapshotPool
 from tests.store.states import same
 from tests.write.held import elsewhere, hold
-from tests.write.test_diffs import ADAM, Trainer
+from tests.write.trainer import ADAM, Trainer
 
 
 @pytest.mark.parametrize("accumulate", ["concatenate", "sum"])
@@ -182,7 +182,7 @@ def test_a_sum_without_one_of_its_steps_goes_no_further(tmp_path: Path) -> None:
 CHAINED = """
 import os, signal, sys, time
 import ckptstore
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 trainer, store = Trainer(), ckptstore.open(sys.argv[1], create=True)
 calls = []

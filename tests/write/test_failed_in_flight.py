@@ -21,7 +21,15 @@ from ckptstore import DiffOptions, RankOptions, StorageError, agent
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from tests.warm_agents import start_warm
 from tests.write.rank_threads import as_ranks
+
+
+@pytest.fixture(autouse=True)
+def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How an agent begins is nothing that these tests are about."""
+    start_warm(monkeypatch)
+
 
 HOW: dict[str, dict[str, Any]] = {
     "fulls": {},

@@ -16,8 +16,16 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.retaining import short_of_space
+from tests.warm_agents import start_warm
 from tests.write.rank_threads import as_ranks
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def warm_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How an agent begins is nothing that these tests are about."""
+    start_warm(monkeypatch)
+
 
 RULES = ["last:4", "every:10"]
 STEPS = 45
@@ -159,7 +167,7 @@ def test_by_an_agent(tmp_path: Path) -> None:
 
 def test_rules_that_come_while_it_writes(tmp_path: Path) -> None:
     model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
-    with store.writer(**WRITERS["diffs"]) as writer:
+    with store.writer(poll_seconds=0.1, **WRITERS["diffs"]) as writer:
         for step in range(1, STEPS + 1):
             model.train()
             if step == 8:

@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import slot_of
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 SAID = {
     "loss": 2.5,

@@ -34,9 +34,9 @@ from ckptstore.write.steps import encoding as step_encoding
 from ckptstore.write.steps import fed as fed_steps
 from tests.store.states import same
 from tests.write import inside
-from tests.write.test_concurrent import Medium
+from tests.write.medium import Medium
 from tests.write.test_deltas import trajectory
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 MIB = 1 << 20
 

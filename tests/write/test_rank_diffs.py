@@ -25,7 +25,7 @@ from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from ckptstore.write.ranks.shares import holding_of, steady, updates_of
 from tests.store.states import same
 from tests.write.rank_threads import as_ranks
-from tests.write.test_diffs import ADAM, Trainer
+from tests.write.trainer import ADAM, Trainer
 
 OPTIONS = RankOptions(timeout=120)
 SIZES = {"wide": (300, 70), "tall": (900, 20), "bias": (700,), "norm": (3,), "one": (1,)}

@@ -14,9 +14,9 @@ from ckptstore import DiffOptions, FencedError, StorageError
 from ckptstore.log.log_reader import Patience
 from ckptstore.write.ranks.exchange import attempt_id
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from tests.write.rank_states import PATIENT, state
 from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import OPTIONS, trainer
-from tests.write.test_ranks import PATIENT, state
 
 
 def begin_a_term(path: Path) -> None:

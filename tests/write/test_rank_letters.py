@@ -25,9 +25,9 @@ from ckptstore.formats.state import FlatState
 from ckptstore.write.ranks import diffs
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox, fetch, post
 from ckptstore.write.ranks.parts import Part
+from tests.write.rank_states import PATIENT, assert_same, state
 from tests.write.rank_threads import Clock, as_ranks
 from tests.write.test_rank_diffs import OPTIONS, trainer
-from tests.write.test_ranks import PATIENT, assert_same, state
 
 BATCH = DiffOptions(batch=2, seconds=None)
 

@@ -29,10 +29,10 @@ from ckptstore.write.steps import encoding as step_encoding
 from tests.forms import in_turn, long_only
 from tests.store.states import same
 from tests.write import inside
+from tests.write.medium import Medium
 from tests.write.rank_threads import as_ranks
-from tests.write.test_concurrent import Medium
-from tests.write.test_diffs import ADAM
 from tests.write.test_rank_diffs import sharded, trainer, truths
+from tests.write.trainer import ADAM
 
 MIB = 1 << 20
 OPTIONS = RankOptions(timeout=120, per_rank="own")

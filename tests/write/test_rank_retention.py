@@ -10,9 +10,9 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, RestoreBound
 from ckptstore.write.ranks.mailbox import Group
+from tests.write.rank_states import assert_same, state
 from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import replicas, truths
-from tests.write.test_ranks import assert_same, state
 
 PATIENT = RankOptions(timeout=120, per_rank="rng.*")
 CHAIN = DeltaOptions(interval=1, bound=RestoreBound(times=None, depth=6))

@@ -16,7 +16,7 @@ from ckptstore.store import Store
 from tests.store.states import same
 from tests.write import inside
 from tests.write.held import elsewhere
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from ckptstore.training import Checkpointer, LayerwiseSnapshots
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.local import LocalWriter
 from ckptstore.write.ranks.writer import RankWriter
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("error")
 

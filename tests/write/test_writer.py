@@ -22,7 +22,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.store import Store
 from tests.write import inside
 from tests.write.held import hold
-from tests.write.test_diffs import Trainer
+from tests.write.trainer import Trainer
 
 LARGE = {"a": np.zeros(2 << 20), "b": np.zeros(2 << 20)}
 """Too large to be copied in one piece, without the pool."""
