@@ -14,7 +14,7 @@ from ckptstore.agent.forms import info_form, options_form, read_info
 from ckptstore.agent.inherited import Inherited, inherit
 from ckptstore.agent.package import other_package
 from ckptstore.agent.place import Place
-from ckptstore.agent.ranks import Job, place_name
+from ckptstore.agent.rank_job import RankJob, place_name
 from ckptstore.agent.starting import Lost, Started, Told, found, started
 from ckptstore.agent.tenure import AgentRestartWarning
 from ckptstore.agent.together import Kept, Together
@@ -235,7 +235,7 @@ class _Opener:
         after: int | None,
         told: Told,
         lost: Lost,
-        job: Job | None = None,
+        job: RankJob | None = None,
     ) -> Started:
         body: dict[str, Any] = {
             "url": self._url,

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["RESTARTED", "Parting"]
+__all__ = ["Parting", "parting_of"]
 
-RESTARTED: Final = 60.0
+_RESTARTED: Final = 60.0
 """Seconds for the others' trainers to be gone, where a successor of this one's says that the job was started again."""
 _HELD: Final = 2.0
 """Seconds that a trainer which closes its writer is held by the others': most jobs end on all ranks at once."""
@@ -85,3 +85,15 @@ class Parting:
                 self._shorter.remove(one)
                 self._until = min(self._until, now + seconds)
         return self._until
+
+
+def parting_of(timeout: float, linger: float = 0.0, told: Callable[[], bool] = lambda: False) -> Parting:
+    """How long the agent of one of many ranks waits for the others when it is given no more.
+
+    Args:
+        timeout: seconds that ranks wait for each other (`RankOptions`).
+        linger: seconds that it waits for a successor.
+        told: whether it was told to end.
+    """
+    restarted = min(timeout / 2, _RESTARTED)  # whose other ranks wait for that successor
+    return Parting(max(linger, restarted), restarted, told)

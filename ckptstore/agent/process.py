@@ -20,10 +20,12 @@ from typing import Any, Final, TypeAlias
 
 from ckptstore.agent.forms import error_form, number, read, read_info, read_options, texts, warning_form
 from ckptstore.agent.frames import Channel, End, peer_of
-from ckptstore.agent.keeper import Keeper
-from ckptstore.agent.parting import Parting
+from ckptstore.agent.keeper import Keeper, LocalKeeper
+from ckptstore.agent.parting import parting_of
 from ckptstore.agent.place import Place
-from ckptstore.agent.ranks import Job, RankSaves, parting_of
+from ckptstore.agent.rank_job import RankJob
+from ckptstore.agent.rank_keeper import RankKeeper
+from ckptstore.agent.ranks import RankSaves
 from ckptstore.agent.session import PROTOCOL, Over, Session
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
 from ckptstore.host import background_threads
@@ -34,7 +36,7 @@ __all__ = ["main"]
 
 _CLAIM_SECONDS: Final = 1.0
 
-_Why: TypeAlias = Callable[[], "str | None"]
+_Why: TypeAlias = Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class _Start:
     options: dict[str, Any]
     environment: dict[str, Any]
     linger: float
-    job: Job | None
+    job: RankJob | None
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> _Start:
@@ -63,7 +65,7 @@ class _Start:
             (parent,) = texts([parent])
         run, after = body.get("run"), body.get("after")
         options, environment = dict(body["options"]), dict(body["environment"])
-        job = None if body.get("ranks") is None else Job.read(body["ranks"])
+        job = None if body.get("ranks") is None else RankJob.read(body["ranks"])
         return cls(url, name, run, parent, after, options, environment, number(body["linger_seconds"]), job)
 
 
@@ -180,9 +182,9 @@ _BUSY: Final = (
 
 def _opened(
     start: _Start, storage: dict[str, Any], channel: Channel, ending: _Ending
-) -> tuple[Keeper, RankSaves | None, list[list[str]]]:
-    """The store, open for writing -> also as a rank's, if it is one of many; and what there is to be warned of."""
-    ranked: RankSaves | None = None
+) -> tuple[Keeper, list[list[str]]]:
+    """The store, open for writing -> what the agent keeps, and what there is to be warned of."""
+    keeper: Keeper
     options = read("options", start.options, read_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -194,10 +196,10 @@ def _opened(
             )
         if start.job is None:
             made = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
-            keeper = Keeper(store, made, options.max_in_flight)
+            keeper = LocalKeeper(store, made, options.max_in_flight)
         else:
-            parting = parting_of(start.job, start.linger, ending.told)
-            ranked = RankSaves.opened(
+            parting = parting_of(start.job.options.timeout, start.linger, ending.told)
+            saves = RankSaves.opened(
                 store,
                 start.parent,
                 options,
@@ -207,9 +209,9 @@ def _opened(
                 lambda: channel.alive() and not ending.told(),
                 parting,
             )
-            keeper = Keeper(store, ranked, options.max_in_flight, ranked)
+            keeper = RankKeeper(store, saves, options.max_in_flight)
     told = [warning_form(one.category, str(one.message)) for one in caught]
-    return keeper, ranked, told
+    return keeper, told
 
 
 def _serve(
@@ -217,7 +219,6 @@ def _serve(
     place: Place,
     channel: Channel,
     keeper: Keeper,
-    ranked: RankSaves | None,
     told: list[list[str]],
     why: _Why,
 ) -> Over:
@@ -232,7 +233,7 @@ def _serve(
     session = Session(keeper, channel, about)
     assert channel.wake is not None  # `main` gives it
     listener = _Listener(place, channel.wake, channel)
-    parting = Parting(0.0, 0.0) if ranked is None else ranked.parting
+    parting = keeper.parting
     parting.wanted = listener.waits
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
@@ -254,7 +255,7 @@ def _serve(
         if over is not Over.CLOSED:
             keeper.persist_quietly()
             with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
-                keeper.close(parts=True)
+                keeper.close()
             if reasons := [one for one in (why(), keeper.lost) if one is not None]:
                 session.break_off(AgentLostError("; ".join(reasons)))
         session.finish()
@@ -275,7 +276,7 @@ def run(channel: Channel, ending: _Ending) -> int:
         start = read("start", found.body, _Start.of)
         place = Place(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
-        keeper, ranked, told = _opened(start, storage, channel, ending)
+        keeper, told = _opened(start, storage, channel, ending)
     except (CkptError, MemoryError, RuntimeError) as error:
         channel.post({"re": 0, "error": error_form(error)})
         channel.finish()
@@ -283,9 +284,8 @@ def run(channel: Channel, ending: _Ending) -> int:
             place.vacate()
         return 1
     try:
-        over = _serve(start, place, channel, keeper, ranked, told, lambda: ending.why)
-        if ranked is not None:
-            ranked.leave(farewell=over is Over.CLOSED)
+        over = _serve(start, place, channel, keeper, told, lambda: ending.why)
+        keeper.leave(farewell=over is Over.CLOSED)
     finally:
         place.vacate()
     return 0

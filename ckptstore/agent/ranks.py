@@ -7,22 +7,19 @@ agent of a rank dies, all of them end, and tell their trainers: a term of many r
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from ckptstore.agent.forms import texts, whole_number
 from ckptstore.agent.kept import ALONE, DURABLE, Standing
 from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
-from ckptstore.agent.parting import RESTARTED, Parting
+from ckptstore.agent.parting import Parting, parting_of
 from ckptstore.agent.place import Place
+from ckptstore.agent.rank_job import MAILBOX_ENDING, RankJob, place_name
 from ckptstore.errors import (
-    AgentError,
     AgentLostError,
     CkptError,
     CommitUnknownError,
@@ -37,18 +34,14 @@ from ckptstore.write.ledger import PendingSave
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.mailbox import Group, fetch, post
 from ckptstore.write.ranks.opening import open_rank_writer
-from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack, unpack
 from ckptstore.write.ranks.saving import Adopted
 from ckptstore.write.ranks.writer import RankWriter
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["ENDING", "Job", "RankSaves", "parting_of", "place_name"]
+__all__ = ["RankSaves"]
 
-ENDING: Final = "box"
-"""Of the mailbox's socket, in the place of rank 0's agent."""
-_TOKEN: Final = 32
 _FAREWELL: Final = 10.0
 """Seconds that rank 0's agent, closing, waits for the others to close."""
 _LAST_WORD: Final = 5.0
@@ -56,78 +49,13 @@ _LAST_WORD: Final = 5.0
 _PAUSE: Final = 0.01
 
 
-def place_name(name: str, rank: int) -> str:
-    """Where the agent of a rank is found: as that of a trainer of this name."""
-    return f"{name}\0rank {rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What an agent has to know of the others.
-
-    Attributes:
-        rank, size: which one it is, and of how many.
-        options: how the ranks save together.
-        token: what all of them know, and nobody else.
-        url, name: of the store and of the trainers, without their ranks: where the agents are found.
-        listener: rank 0: the descriptor of the mailbox's listening socket.
-    """
-
-    rank: int
-    size: int
-    options: RankOptions
-    token: bytes
-    url: str
-    name: str
-    listener: int | None = None
-
-    @staticmethod
-    def new_token() -> bytes:
-        """One that nobody knows."""
-        return secrets.token_bytes(_TOKEN)
-
-    def form(self) -> dict[str, Any]:
-        """As JSON."""
-        options = asdict(self.options) | {"per_rank": list(self.options.globs)}
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "options": options,
-            "token": self.token.hex(),
-            "url": self.url,
-            "name": self.name,
-            "listener": self.listener,
-        }
-
-    @classmethod
-    def read(cls, form: Any) -> Self:
-        """The inverse of `form`. Raises `AgentError` and what reading does."""
-        rank, size = whole_number(form["rank"]), whole_number(form["size"])
-        token, url, name = texts([form["token"], form["url"], form["name"]])
-        listener = form["listener"]
-        if rank >= size or (listener is None) != (rank > 0) or len(token) != 2 * _TOKEN:
-            raise AgentError(f"rank {rank} of {size}")
-        given = form["options"]
-        options = RankOptions(given["timeout"], given["diverged"], tuple(texts(given["per_rank"])))
-        return cls(rank, size, options, bytes.fromhex(token), url, name, None if rank else whole_number(listener))
-
-
-def parting_of(job: Job, linger: float = 0.0, told: Callable[[], bool] = lambda: False) -> Parting:
-    """How long the agent of a job waits for the others when it is given no more.
-
-    Args:
-        linger: seconds that it waits for a successor.
-        told: whether it was told to end.
-    """
-    restarted = min(job.options.timeout / 2, RESTARTED)  # whose other ranks wait for that successor
-    return Parting(max(linger, restarted), restarted, told)
-
-
 class RankSaves:
-    """A rank's writer, for who keeps states and waits for nothing (`keeper.Ranked`).
+    """A rank's writer, for who keeps states and waits for nothing (`rank_keeper`).
 
     Attributes:
+        writer: it. `drain` before a call that is about the states that were given.
         parting: how long it waits for the other agents when it is given no more.
+        last: the highest step that was given.
     """
 
     def __init__(
@@ -137,11 +65,11 @@ class RankSaves:
         Args:
             group: of the agents.
         """
-        self._writer = writer
+        self.writer = writer
         self._mailbox = mailbox
         self._group = group
         self.parting = parting
-        self._last = -1
+        self.last = -1
         # Who agrees with other ranks waits for them; the agent's trainer must not.
         self._thread = started_pool(1, "ckptstore-agent-rank")
 
@@ -151,7 +79,7 @@ class RankSaves:
         store: Store,
         parent: Any,
         options: WriterOptions,
-        job: Job,
+        job: RankJob,
         environment: Mapping[str, Any],
         lost: Callable[[str], None],
         alive: Callable[[], bool],
@@ -163,7 +91,7 @@ class RankSaves:
             parent: as for `Store.writer`; rank 0's counts.
             lost: is told why the agents are not complete any more, by a thread.
             alive: whether somebody is there who wants the term: else none is begun.
-            parting: see `__init__`; None: `parting_of` the job.
+            parting: see `__init__`; None: `parting_of` without a successor.
 
         Raises:
             as `open_rank_writer`; `AgentLostError`, `MailboxError`: another agent is gone.
@@ -181,7 +109,7 @@ class RankSaves:
             group = Group(0, job.size, served.box, ended)
         else:
             place = Place(job.url, place_name(job.name, 0))
-            connection = place.connect(ENDING)
+            connection = place.connect(MAILBOX_ENDING)
             place.close()
             if connection is None:
                 raise AgentLostError("the agent of rank 0 is gone: its mailbox is not there")
@@ -190,18 +118,8 @@ class RankSaves:
         writer = open_rank_writer(store.journal, parent, group, options, job.options, environment=environment)
         del checks[0]  # from here on what a trainer has given is written, also when it is gone
         if parting is None:
-            parting = parting_of(job)
+            parting = parting_of(job.options.timeout)
         return cls(writer, mailbox, group, parting=parting)
-
-    @property
-    def term(self) -> int:
-        """The term's number."""
-        return self._writer.term
-
-    @property
-    def parent(self) -> CheckpointInfo | None:
-        """What it continues from."""
-        return self._writer.parent
 
     def adopt(
         self,
@@ -230,7 +148,7 @@ class RankSaves:
 
         def hand_over() -> None:
             try:
-                pending = self._writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
+                pending = self.writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
             except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
                 done.set_exception(_told(error))
                 given.give_back()
@@ -254,7 +172,7 @@ class RankSaves:
             for pending in begun:
                 pending.hurry()
 
-        self._last = max(self._last, step)
+        self.last = max(self.last, step)
         self._thread.submit(hand_over)
         return PendingSave(step, done, lambda: None, hurry)
 
@@ -263,14 +181,14 @@ class RankSaves:
 
         def say() -> None:
             with contextlib.suppress(CkptError, RuntimeError):  # a writer that is over says so to whoever asks next
-                self._writer.forgo(step, UnmadeStateError(str(why)))
+                self.writer.forgo(step, UnmadeStateError(str(why)))
 
-        self._last = max(self._last, step)
+        self.last = max(self.last, step)
         self._thread.submit(say)
 
     def conclude(self) -> None:
         """The trainer is gone: say so to the other ranks, which need not wait for more of this one."""
-        self._writer.conclude(self._last)
+        self.writer.conclude(self.last)
 
     def agreed(
         self, held: Mapping[int, Standing], *, waits: bool, held_up: Callable[[], None]
@@ -307,19 +225,19 @@ class RankSaves:
         step = max(of_use or common)
         if standing[step] != {ALONE}:
             return step, False
-        self._last = max(self._last, step)
+        self.last = max(self.last, step)
         self.conclude()
         try:
             self._letters(self._say("ready", pack(step)), _LAST_WORD)
         except CkptError:
             # Prevents: another rank, which has heard of all, waits for this one's part.
-            self._writer.conclude(step - 1)
+            self.writer.conclude(step - 1)
             raise
         return step, True
 
     def _say(self, what: str, letter: bytes) -> list[str]:
         """Post this rank's letter -> where those of all ranks will be."""
-        keys = [f"ckptstore/{what}/{self.term}/{rank}" for rank in range(self._group.size)]
+        keys = [f"ckptstore/{what}/{self.writer.term}/{rank}" for rank in range(self._group.size)]
         post(self._group.mailbox, keys[self._group.rank], letter)
         return keys
 
@@ -333,37 +251,15 @@ class RankSaves:
             )
         return [fetch(box, key) or b"" for key in keys]
 
-    def wait(self) -> None:
-        """See `Writer.wait`."""
+    def drain(self) -> None:
+        """Return when the writer has everything that was given so far."""
         self._thread.submit(lambda: None).result()
-        self._writer.wait()
-
-    def poll(self) -> None:
-        """See `Writer.poll`."""
-        self._writer.poll()
-
-    def tag(self, name: str, ref: str) -> CheckpointInfo:
-        """See `RankWriter.tag`."""
-        self._thread.submit(lambda: None).result()
-        return self._writer.tag(name, ref)
-
-    def untag(self, name: str) -> None:
-        """See `RankWriter.untag`."""
-        self._thread.submit(lambda: None).result()
-        self._writer.untag(name)
-
-    def rollback(self, ref: str) -> CheckpointInfo:
-        """See `RankWriter.rollback`."""
-        self._thread.submit(lambda: None).result()
-        parent = self._writer.rollback(ref)
-        self._last = parent.step
-        return parent
 
     def close(self) -> None:
         """See `RankWriter.close`."""
         self.conclude()
         self._thread.shutdown()
-        self._writer.close()
+        self.writer.close()
 
     def leave(self, *, farewell: bool) -> None:
         """Leave the other agents, after `close`.

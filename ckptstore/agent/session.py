@@ -169,7 +169,7 @@ class Session:
             "protocol": PROTOCOL,
             **self._about,
             "run": keeper.run,
-            "term": keeper.writer.term,
+            "term": keeper.term,
             "latest": info_form(keeper.latest),
             "newest": kept,
             "stale": keeper.stale(),
@@ -362,25 +362,25 @@ class Session:
         self._later.submit(run)
 
     def _wait(self, number: int, _: dict[str, Any]) -> None:
-        self._in_turn(number, self._keeper.writer.wait)
+        self._in_turn(number, self._keeper.wait)
 
     def _poll(self, number: int, _: dict[str, Any]) -> None:
-        self._in_turn(number, self._keeper.writer.poll)
+        self._in_turn(number, self._keeper.poll)
 
     def _tag(self, number: int, body: dict[str, Any]) -> None:
         name, ref = texts([body["name"], body["ref"]])
-        self._in_turn(number, lambda: {"info": info_form(self._keeper.writer.tag(name, ref))})
+        self._in_turn(number, lambda: {"info": info_form(self._keeper.tag(name, ref))})
 
     def _untag(self, number: int, body: dict[str, Any]) -> None:
         (name,) = texts([body["name"]])
-        self._in_turn(number, lambda: self._keeper.writer.untag(name))
+        self._in_turn(number, lambda: self._keeper.untag(name))
 
     def _rollback(self, number: int, body: dict[str, Any]) -> None:
         (ref,) = texts([body["ref"]])
 
         def work() -> dict[str, Any]:
             parent = self._keeper.rollback(ref)
-            return {"term": self._keeper.writer.term, "latest": info_form(parent)}
+            return {"term": self._keeper.term, "latest": info_form(parent)}
 
         self._in_turn(number, work)
 
@@ -395,7 +395,7 @@ class Session:
         def work() -> None:
             try:
                 self._keeper.persist_quietly()  # a step that was not due, or that the medium was too slow for
-                self._keeper.close(parts=True, held_up=stay)
+                self._keeper.close(held_up=stay)
             except BaseException as error:  # noqa: BLE001  # whoever asked is told, if he is here still
                 if not answered:
                     self._fail(number, error)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ckptstore.agent.place import Place, runtime_folder
-from ckptstore.agent.ranks import ENDING, Job
+from ckptstore.agent.rank_job import MAILBOX_ENDING, RankJob
 from ckptstore.errors import AgentBusyError, CkptError, FailedRankError, MissingRankError, RankMismatchError
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.finding import gathered, joined, say_here
@@ -80,7 +80,7 @@ class Together:
         listening: contextlib.ExitStack,
         flaw: BaseException | None,
         kept: Kept | None,
-    ) -> tuple[Job, bool]:
+    ) -> tuple[RankJob, bool]:
         """What this rank's agent has to know, once every rank is there -> and whether all have kept the same step.
 
         Args:
@@ -99,20 +99,20 @@ class Together:
         said = _Said(_here(), group.size, None if flaw is None else f"{type(flaw).__name__}: {flaw}", kept)
         if group.rank:
             token, same = self._joined(base, said, flaw)
-            return Job(group.rank, group.size, self.options, token, url, name), same
+            return RankJob(group.rank, group.size, self.options, token, url, name), same
         session = secrets.token_hex(16)
         try:
             others = self._gathered(base, session)
             if flaw is not None:
                 raise flaw
             _check(said, others)
-            listener = listening.enter_context(place.listen(ENDING))
+            listener = listening.enter_context(place.listen(MAILBOX_ENDING))
         except BaseException as error:
             self._answer(base, session, [None, False, f"rank 0: {type(error).__name__}: {error}"])
             raise
-        token, same = Job.new_token(), kept is not None and all(one.kept == kept for one in others.values())
+        token, same = RankJob.new_token(), kept is not None and all(one.kept == kept for one in others.values())
         self._answer(base, session, [token.hex(), same, None])
-        return Job(0, group.size, self.options, token, url, name, listener.fileno()), same
+        return RankJob(0, group.size, self.options, token, url, name, listener.fileno()), same
 
     def _joined(self, base: str, said: _Said, flaw: BaseException | None) -> tuple[bytes, bool]:
         """Another rank's side -> the token, and whether all have kept the same step."""

@@ -24,7 +24,8 @@ import ckptstore.agent
 from ckptstore.agent import AgentWriter
 from ckptstore.agent.parting import Parting
 from ckptstore.agent.place import Place
-from ckptstore.agent.ranks import ENDING, Job, RankSaves, place_name
+from ckptstore.agent.rank_job import MAILBOX_ENDING, RankJob, place_name
+from ckptstore.agent.ranks import RankSaves
 from ckptstore.errors import (
     AgentBusyError,
     AgentLostError,
@@ -361,8 +362,8 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
     """
     url = str(tmp_path / "store")
     ckptstore.open(url, create=True)
-    place, token = Place(url, place_name("", 0)), Job.new_token()
-    listener = place.listen(ENDING).detach()
+    place, token = Place(url, place_name("", 0)), RankJob.new_token()
+    listener = place.listen(MAILBOX_ENDING).detach()
     saved = threading.Barrier(2, timeout=60)
 
     def silent(key: str, _data: bytes) -> None:
@@ -370,7 +371,7 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
 
     def work(group: Group) -> list[type[BaseException] | None]:
         rank = group.rank
-        job = Job(rank, 2, OPTIONS, token, url, "", None if rank else listener)
+        job = RankJob(rank, 2, OPTIONS, token, url, "", None if rank else listener)
         store = ckptstore.open(url)
         options = WriterOptions(poll_seconds=None)
         saves = RankSaves.opened(store, "latest", options, job, {}, lambda _: None, lambda: True)

@@ -1,0 +1,134 @@
+"""What the agent of one rank of many keeps: parts of checkpoints. In the end the agents agree on what is written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckptstore.agent.digests import hash_of
+from ckptstore.agent.keeper import Keeper
+from ckptstore.agent.kept import ALONE, Kept
+from ckptstore.agent.ranks import RankSaves
+from ckptstore.errors import CkptError
+from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.store import Store
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["RankKeeper"]
+
+
+class RankKeeper(Keeper):
+    """What the agent of one rank of many keeps."""
+
+    def __init__(self, store: Store, saves: RankSaves, max_in_flight: int) -> None:
+        super().__init__(store, saves.writer, max_in_flight, saves.parting)
+        self._saves = saves
+        self._parted = False
+
+    def _adopt(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        metadata: Mapping[str, Any] | None,
+        tags: Sequence[str],
+        updates: Sequence[Update],
+        gradients: Snapshot | None = None,
+    ) -> PendingSave:
+        """See `RankSaves.adopt`."""
+        return self._saves.adopt(snapshot, step, metadata=metadata, tags=tags, updates=updates, gradients=gradients)
+
+    def _drain(self) -> None:
+        """The thread of `RankSaves` gives the writer what it was given."""
+        self._saves.drain()
+
+    def rollback(self, ref: str) -> CheckpointInfo:
+        """See `Keeper.rollback`."""
+        parent = super().rollback(ref)
+        self._saves.last = parent.step
+        return parent
+
+    def forgo(self, step: int, why: BaseException) -> None:
+        """See `Keeper.forgo`."""
+        self._saves.forgo(step, why)
+
+    def replicates(self) -> None:
+        """See `Keeper.replicates`. Two states are kept: another rank may be a step behind when it ends."""
+        self._keeps_two = True
+
+    def persist_quietly(self) -> None:
+        """Does nothing: all ranks write the same steps, which `settle` and `close` agree on."""
+
+    def hash_of(self, kept: Kept) -> str:
+        """The hash of the newest state in memory: the store has that of all ranks' states together."""
+        return hash_of(kept.flat, self.workers)
+
+    def settle(self) -> None:
+        """See `Keeper.settle`."""
+        self.pool.recall()
+        self._part(lambda: None)
+
+    def _part(self, held_up: Callable[[], None]) -> None:
+        """This rank is given no more: of the states that are kept, keep the newest that all ranks' agents have.
+
+        If that is in memory alone all of them write it.
+
+        Args:
+            held_up: see `RankSaves.agreed`.
+        """
+        self._saves.conclude()
+        with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
+            self.wait()
+        if self._parted:
+            return
+        self._parted = True
+        held = {one.step: one for one in (self._before, self.newest) if one is not None}
+        for one in held.values():
+            if one.pending is not None:
+                one.pending.exception()  # whatever became of it, it has ended
+        newest = self.newest
+        waits = self._keeps_two and newest is not None and newest.durable is None  # else all others had given it
+        standing = {step: one.standing for step, one in held.items()}
+        try:
+            agreed = self._saves.agreed(standing, waits=waits, held_up=held_up)
+            why = "no step is there that all ranks have"
+        except CkptError as error:
+            agreed, why = None, str(error)
+        if agreed is not None:
+            self._go_back_to(held[agreed[0]])
+            if agreed[1]:
+                self._write_alone()
+        elif waits and newest is not None and newest.standing == ALONE:
+            self.lost = f"step {newest.step} was in memory alone, and is not written: {why}"
+
+    def _go_back_to(self, kept: Kept) -> None:
+        """Keep one of two states: no other rank has the newer one, nor can it have any more."""
+        newest = self.newest
+        if newest is not None and newest is not kept:
+            with self._lock:
+                self.newest, self._before = kept, None
+            newest.free()
+
+    def _write_alone(self) -> None:
+        """Write the newest state, as all ranks do now."""
+        with contextlib.suppress(CkptError):
+            self.persist(lambda _: None)
+            self.wait()
+        newest = self.newest
+        if newest is not None and newest.durable is None:
+            why = None if newest.pending is None else newest.pending.exception()
+            self.lost = f"step {newest.step} was in memory alone, and could not be written: {why}"
+
+    def close(self, held_up: Callable[[], None] = lambda: None) -> None:
+        """See `Keeper.close`. First the newest state is written that is in memory alone on all ranks."""
+        try:
+            self._part(held_up)
+            self._saves.close()
+        finally:
+            self._release()
+
+    def leave(self, *, farewell: bool) -> None:
+        """See `Keeper.leave`."""
+        self._saves.leave(farewell=farewell)
