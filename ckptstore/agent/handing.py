@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ckptstore.agent.agent_save import AgentSave
 from ckptstore.agent.changes import Packed, updates_form
 from ckptstore.agent.forms import Layout, labels_form
 from ckptstore.agent.lending import Lent
@@ -21,11 +22,10 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import shared_out
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import default_threads, run_all, started_pool
-from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.filling import Filling
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.metrics import Measured, Meter
+from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.snapshot import copy_jobs
 from ckptstore.write.steps.updates import Explaining, Update, Updates
@@ -79,13 +79,12 @@ class HandingOver:
             self._laid_out = {}, Layout(())  # who has planned no more lets go of its tensors
         step = step_number(step)
         began = time.monotonic() if filling is None or filling.began is None else filling.began
-        agent, flat = self._admit(state, step)
-        measured = self._meter.begin(flat, step, began)
-        done: Future[CheckpointInfo] = Future()
+        agent, save, flat = self._admit(state, step, labels)
+        save.begin(self._meter.begin(flat, step, began))
         try:
             layout = Layout.of(flat.tensors) if filling is None else filling.layout
-            lent = self._lend(agent, layout, step)
-            measured.waited = lent.waited
+            lent = self._lend(agent, layout, save)
+            save.measured.waited = lent.waited
             try:
                 # Prevents: a kill that costs more than `max_in_flight` saves; see `write.places`.
                 self._tenure.failures.raise_unseen()
@@ -95,7 +94,7 @@ class HandingOver:
                     self._copy(flat, lent)
                 changes, beside = self._changes(lent, updates, flat)
                 try:
-                    self._send(lent, flat.tree, (step, labels, done), changes)
+                    self._send(lent, flat.tree, save, changes)
                 except BaseException:
                     if beside is not None:
                         beside.give_back()
@@ -103,13 +102,12 @@ class HandingOver:
             except BaseException:
                 lent.give_back()
                 raise
-            return self._pending_save(step, done, measured)
+            return self._tenure.pending(save)
         except BaseException as error:
-            self._tenure.saves.release(step, error)
-            measured.failed(error)
+            save.give_up(error)
             raise
         finally:
-            measured.returned()
+            save.measured.returned()
 
     def layout_of(self, flat: FlatState) -> Layout:
         """Of a state that its owner copies; the same dict of tensors has the layout that it had."""
@@ -144,20 +142,17 @@ class HandingOver:
         tenure = self._tenure
         tenure.check_open()
         tenure.failures.raise_unseen()
-        tenure.saves.check(step)
-        tenure.saves.take(step)
-        measured = self._meter.begin(flat, step, began)
-        done: Future[CheckpointInfo] = Future()
-        refused = tenure.await_word(step, done)
-        pending = self._pending_save(step, done, measured)
-        measured.returned()
-        return pending, refused
+        save = tenure.begin_save(step, Labels())
+        save.begin(self._meter.begin(flat, step, began))
+        refused = tenure.expect(save)
+        save.measured.returned()
+        return tenure.pending(save), refused
 
     def flattened(self, state: Any) -> FlatState:
         """A state, taken apart."""
         return state if isinstance(state, FlatState) else bridge.flattened(state, sharded=self._tenure.rank is not None)
 
-    def _admit(self, state: Any, step: int) -> tuple[Started, FlatState]:
+    def _admit(self, state: Any, step: int, labels: Labels) -> tuple[Started, AgentSave, FlatState]:
         """Everything that can be refused is refused here."""
         tenure = self._tenure
         tenure.check_open()
@@ -166,39 +161,30 @@ class HandingOver:
         agent = tenure.connected()
         tenure.saves.check(step)
         flat = self.flattened(state)
-        tenure.saves.take(step)
-        return agent, flat
+        return agent, tenure.begin_save(step, labels), flat
 
-    def _lend(self, agent: Started, layout: Layout, step: int) -> Lent:
+    def _lend(self, agent: Started, layout: Layout, save: AgentSave) -> Lent:
         tenure = self._tenure
         try:
             return tenure.lending.lend(agent.link, layout)
         except AgentLostError:
             # It died after it had been found alive: nothing is lost but this call's time.
             agent = tenure.connected()
-            tenure.saves.check(step)
-            tenure.saves.take(step)
+            save.move(tenure.saves)
             return tenure.lending.lend(agent.link, layout)
 
     def _copy(self, flat: FlatState, lent: Lent) -> None:
         run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
 
-    def _send(
-        self, lent: Lent, tree: Any, save: tuple[int, Labels, Future[CheckpointInfo]], changes: dict[str, Any]
-    ) -> None:
+    def _send(self, lent: Lent, tree: Any, save: AgentSave, changes: dict[str, Any]) -> None:
         """Say that a buffer is filled, and what with: from now on it is the newest state."""
-        step, labels, done = save
-        refused = self._tenure.await_word(step, done)
+        refused = self._tenure.expect(save)
         self._tenure.inherited = None  # its memory may be filled again from now on
         try:
-            lent.save({"step": step, "tree": tree, **labels_form(labels), **changes}, refused)
+            lent.save({"step": save.step, "tree": tree, **labels_form(save.labels), **changes}, refused)
         except BaseException:
-            self._tenure.await_none(step)
+            self._tenure.forget(save)
             raise
-
-    def _pending_save(self, step: int, done: Future[CheckpointInfo], measured: Measured) -> PendingSave:
-        measured.ends_with(done)
-        return self._tenure.pending_save(step, done)
 
     # -- what the optimizers did
 
@@ -223,39 +209,39 @@ class HandingOver:
 
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]]) -> LayeredSave:
         """Begin a save whose layers are copied to the agent's buffer. Raises as `AgentWriter.begin`."""
-        step = step_number(step)
-        agent, flat = self._admit(state, step)
+        agent, save, flat = self._admit(state, step_number(step), Labels())
         try:
             checked_layers(flat, layers)
-            lent = self._lend(agent, Layout.of(flat.tensors), step)
+            lent = self._lend(agent, Layout.of(flat.tensors), save)
             try:
                 self._tenure.failures.raise_unseen()
             except BaseException:
                 lent.give_back()
                 raise
         except BaseException as error:
-            self._tenure.saves.release(step, error)
+            save.give_up(error)
             raise
 
-        def give_up(error: BaseException | None = None) -> None:
+        def give_up() -> None:
             lent.give_back()
-            self._tenure.saves.release(step, error)
+            save.give_up(CancelledError(f"the layer-wise save of step {save.step} was abandoned"))
 
         def hand_over(now: FlatState, labels: Labels, updates: Updates | None, filling: Filling) -> PendingSave:
             self._begun = None
-            measured = self._meter.begin(now, step, time.monotonic())
+            save.labels = labels
+            save.begin(self._meter.begin(now, save.step, time.monotonic()))
             try:
-                return self._layered(lent, now, (step, labels, updates), (filling, measured))
+                return self._layered(lent, now, save, updates, filling)
             except BaseException as error:
                 filling.stop()
-                give_up(error)
-                measured.failed(error)
+                lent.give_back()
+                save.give_up(error)
                 raise
             finally:
-                measured.returned()
+                save.measured.returned()
 
         owner = Owner(hand_over, give_up, self._tenure.check_open)
-        begun = LayeredSave(step, flat, layers, lent.snapshot(flat), self._copiers, owner)
+        begun = LayeredSave(save.step, flat, layers, lent.snapshot(flat), self._copiers, owner)
         self._begun = Begun(begun)
         return begun
 
@@ -265,40 +251,30 @@ class HandingOver:
             self._begun.settle()
 
     def _layered(
-        self,
-        lent: Lent,
-        now: FlatState,
-        save: tuple[int, Labels, Updates | None],
-        copying: tuple[Filling, Measured],
+        self, lent: Lent, now: FlatState, save: AgentSave, updates: Updates | None, filling: Filling
     ) -> PendingSave:
         """Hand a layer-wise save over once its last layer is copied, which a thread waits for."""
-        step, labels, updates = save
-        filling, measured = copying
-        done: Future[CheckpointInfo] = Future()
         changes, beside = self._changes(lent, updates, now)
-        saves = self._tenure.saves
 
         def work() -> None:
             try:
                 filling.check()
-                self._send(lent, now.tree, (step, labels, done), changes)
+                self._send(lent, now.tree, save, changes)
             except BaseException as error:  # noqa: BLE001  # its saver hears of it
                 filling.stop()
                 for one in (lent, beside):
                     if one is not None:
                         one.give_back()
-                if not done.done():
-                    saves.fail(step, error, done)
+                save.fail(error)
 
         try:
             self._tenure.check_open()
-            pending = self._pending_save(step, done, measured)
             self._tenure.beside.submit(work)
         except BaseException:
             if beside is not None:
                 beside.give_back()
             raise
-        return pending
+        return self._tenure.pending(save)
 
     # -- the end
 

@@ -9,10 +9,11 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
+from ckptstore.agent.agent_save import AgentSave
 from ckptstore.agent.forms import read_error, read_info, read_warning
 from ckptstore.agent.frames import Message
 from ckptstore.agent.inherited import Inherited
@@ -33,7 +34,7 @@ from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ledger import Failures, PendingSave, Saves
+from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 
 __all__ = ["AgentRestartWarning", "Begin", "Tenure"]
 
@@ -70,7 +71,7 @@ class Tenure:
         self._begin = begin
         self._agent: Started | None = None
         self._over: WriterError | None = None
-        self._futures: dict[int, Future[CheckpointInfo]] = {}
+        self._jobs: dict[int, AgentSave] = {}
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ended: Future[None] | None = None
@@ -161,20 +162,24 @@ class Tenure:
 
     # -- steps that it has
 
-    def await_word(self, step: int, done: Future[CheckpointInfo]) -> Callable[[BaseException], None]:
-        """Have what the agent says of a step go to `done` -> who is told that it refuses the step."""
-        self._futures[step] = done
-        return partial(self._failed, step)
+    def begin_save(self, step: int, labels: Labels) -> AgentSave:
+        """A save of a step that nobody else may save from now on. Raises `StepOrderError`."""
+        self.saves.check(step)
+        self.saves.take(step)
+        return AgentSave(self.saves, step, labels, self._cancel)
 
-    def await_none(self, step: int) -> None:
-        """The agent was not told of a step, and will say nothing."""
-        self._futures.pop(step, None)
+    def expect(self, save: AgentSave) -> Callable[[BaseException], None]:
+        """The agent will say what became of a save -> what is told if it refuses the save."""
+        self._jobs[save.step] = save
+        return partial(self._failed, save.step)
 
-    def pending_save(self, step: int, done: Future[CheckpointInfo]) -> PendingSave:
-        """A step on its way, for its saver."""
-        self.saves.watch(step, done)
-        seen = partial(self.saves.seen, step)
-        return PendingSave(step, done, seen, partial(self._hurry, step), partial(self._cancel, step))
+    def forget(self, save: AgentSave) -> None:
+        """The agent was not given a save, and will say nothing."""
+        self._jobs.pop(save.step, None)
+
+    def pending(self, save: AgentSave) -> PendingSave:
+        """What its caller gets."""
+        return save.pending(partial(self._hurry, save.step), None)
 
     def _hurry(self, step: int) -> None:
         with contextlib.suppress(AgentError, RuntimeError):  # what is lost is told where it is waited for
@@ -188,11 +193,7 @@ class Tenure:
             return False
 
     def _cancel(self, step: int) -> bool:
-        done = self._futures.get(step)
-        cancelled = self._ask_quietly("cancel", step)
-        if cancelled and done is not None:
-            wait([done])  # its event has come by then, or comes
-        return cancelled
+        return self._ask_quietly("cancel", step)
 
     # -- what the agent tells
 
@@ -200,10 +201,10 @@ class Tenure:
         """An event of the agent's; called by the thread that hears."""
         step = body.get("step", -1)
         if body.get("event") == "saved":
-            done = self._futures.pop(step, None)
+            save = self._jobs.pop(step, None)
             info = read_info(body["info"])
-            if done is not None and info is not None and not done.done():
-                done.set_result(info)
+            if save is not None and info is not None and not save.done.done() and save.take():
+                save.done.set_result(info)
         elif body.get("event") == "failed":
             self._failed(step, read_error(body["error"]))
         elif body.get("event") == "warning":
@@ -211,30 +212,29 @@ class Tenure:
             warn(text, category)
 
     def _failed(self, step: int, error: BaseException) -> None:
-        done = self._futures.pop(step, None)
+        save = self._jobs.pop(step, None)
         if isinstance(error, FencedError | CommitUnknownError | StoreReplacedError):
             self._over = error
-        if done is None or done.done():
+        if save is None:
             return
         if isinstance(error, CancelledError | UnmadeStateError):  # as was asked for, or training goes on without it
-            self.saves.release(step, error)
-            done.set_exception(error)
+            save.give_up(error)
             return
         if isinstance(error, AgentLostError):
             error = AgentLostError(f"step {step} may or may not be in the store: {error}")
         elif isinstance(error, AgentSilentError):
             error = AgentSilentError(f"step {step} may or may not be in the store: {error}")
-        self.saves.fail(step, error, done)
+        save.fail(error)
 
     def lost(self, error: BaseException) -> None:
         """The agent is gone; called by the thread that hears."""
         self.lending.forget()
-        for step in sorted(self._futures.copy()):
+        for step in sorted(self._jobs.copy()):
             self._failed(step, error)
 
     def silent(self, error: AgentSilentError) -> None:
         """The agent has been stopped for long: nobody waits for it any more."""
-        for step in sorted(self._futures.copy()):
+        for step in sorted(self._jobs.copy()):
             self._failed(step, error)
 
     def give_up(self) -> None:
