@@ -1,4 +1,4 @@
-"""The agent's process, which `beginning` starts with a socket that its trainer has made.
+"""The agent's process, which `startup` starts with a socket that its trainer has made.
 
 It begins with the trainer's first message, ``start``, and ends when the trainer closes its writer, when it is told to
 (SIGTERM: what waits is written first), or when no successor has come within the time that it was given.
@@ -18,15 +18,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from ckptstore.agent.forms import error_form, number, read, read_info, read_options, texts, warning_form
-from ckptstore.agent.frames import Channel, End, peer_of
-from ckptstore.agent.keeper import Keeper, LocalKeeper
-from ckptstore.agent.parting import parting_of
-from ckptstore.agent.place import Place
-from ckptstore.agent.rank_job import RankJob
-from ckptstore.agent.rank_keeper import RankKeeper
-from ckptstore.agent.ranks import RankSaves
-from ckptstore.agent.session import PROTOCOL, Over, Session
+from ckptstore.agent.protocol.agent_address import AgentAddress
+from ckptstore.agent.protocol.frames import PROTOCOL, Channel, End, peer_of
+from ckptstore.agent.protocol.message_fields import (
+    error_form,
+    number,
+    read,
+    read_info,
+    read_options,
+    texts,
+    warning_form,
+)
+from ckptstore.agent.protocol.rank_job import RankJob
+from ckptstore.agent.server.rank_keeper import RankKeeper
+from ckptstore.agent.server.rank_saves import RankSaves
+from ckptstore.agent.server.shutdown_wait import shutdown_wait_of
+from ckptstore.agent.server.snapshot_keeper import LocalKeeper, SnapshotKeeper
+from ckptstore.agent.server.trainer_session import SessionEnd, TrainerSession
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
 from ckptstore.host import background_threads
 from ckptstore.store import open as open_store
@@ -111,7 +119,7 @@ class _Listener:
         serving: the trainer that is served; None: none is.
     """
 
-    def __init__(self, place: Place, wake: int, serving: Channel) -> None:
+    def __init__(self, place: AgentAddress, wake: int, serving: Channel) -> None:
         self.serving: Channel | None = serving
         self._socket = place.listen()
         self._wake = wake
@@ -182,9 +190,9 @@ _BUSY: Final = (
 
 def _opened(
     start: _Start, storage: dict[str, Any], channel: Channel, ending: _Ending
-) -> tuple[Keeper, list[list[str]]]:
+) -> tuple[SnapshotKeeper, list[list[str]]]:
     """The store, open for writing -> what the agent keeps, and what there is to be warned of."""
-    keeper: Keeper
+    keeper: SnapshotKeeper
     options = read("options", start.options, read_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -198,7 +206,7 @@ def _opened(
             made = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
             keeper = LocalKeeper(store, made, options.max_in_flight)
         else:
-            parting = parting_of(start.job.options.timeout, start.linger, ending.told)
+            shutdown_wait = shutdown_wait_of(start.job.options.timeout, start.linger, ending.told)
             saves = RankSaves.opened(
                 store,
                 start.parent,
@@ -207,7 +215,7 @@ def _opened(
                 start.environment,
                 ending.end,
                 lambda: channel.alive() and not ending.told(),
-                parting,
+                shutdown_wait,
             )
             keeper = RankKeeper(store, saves, options.max_in_flight)
     told = [warning_form(one.category, str(one.message)) for one in caught]
@@ -216,12 +224,12 @@ def _opened(
 
 def _serve(
     start: _Start,
-    place: Place,
+    place: AgentAddress,
     channel: Channel,
-    keeper: Keeper,
+    keeper: SnapshotKeeper,
     told: list[list[str]],
     why: _Why,
-) -> Over:
+) -> SessionEnd:
     """Serve one trainer after another -> why it is over.
 
     Args:
@@ -230,11 +238,11 @@ def _serve(
     about: dict[str, Any] = {"options": start.options, "environment": start.environment}
     if start.job is not None:
         about["size"] = start.job.size
-    session = Session(keeper, channel, about)
+    session = TrainerSession(keeper, channel, about)
     assert channel.wake is not None  # `main` gives it
     listener = _Listener(place, channel.wake, channel)
-    parting = keeper.parting
-    parting.wanted = listener.waits
+    shutdown_wait = keeper.shutdown_wait
+    shutdown_wait.wanted = listener.waits
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         session.warn(category, str(message))
@@ -243,16 +251,16 @@ def _serve(
     warnings.showwarning = show  # what the writer warns of is for the trainer to see
     try:
         channel.post({"re": 0, "pid": os.getpid(), "warnings": told, **session.greeting()})
-        while (over := session.serve()) is Over.GONE:
+        while (over := session.serve()) is SessionEnd.GONE:
             listener.serving = None
-            waited = parting.spent
+            waited = shutdown_wait.spent
             keeper.settle()
             # What others were waited for is part of the time.
-            successor = listener.next(max(0.0, start.linger - (parting.spent - waited)))
+            successor = listener.next(max(0.0, start.linger - (shutdown_wait.spent - waited)))
             if successor is None:
                 break
-            session = Session(keeper, successor, about)
-        if over is not Over.CLOSED:
+            session = TrainerSession(keeper, successor, about)
+        if over is not SessionEnd.CLOSED:
             keeper.persist_quietly()
             with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
                 keeper.close()
@@ -270,11 +278,11 @@ def run(channel: Channel, ending: _Ending) -> int:
     if isinstance(found, End):
         return 0
     found.close()
-    place: Place | None = None
+    place: AgentAddress | None = None
     try:
         storage = dict(found.body.pop("storage_options", {}))  # holds credentials: no part of what errors quote
         start = read("start", found.body, _Start.of)
-        place = Place(start.url, start.name)
+        place = AgentAddress(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
         keeper, told = _opened(start, storage, channel, ending)
     except (CkptError, MemoryError, RuntimeError) as error:
@@ -285,14 +293,14 @@ def run(channel: Channel, ending: _Ending) -> int:
         return 1
     try:
         over = _serve(start, place, channel, keeper, told, lambda: ending.why)
-        keeper.leave(farewell=over is Over.CLOSED)
+        keeper.leave(farewell=over is SessionEnd.CLOSED)
     finally:
         place.vacate()
     return 0
 
 
 def main() -> int:
-    """What `beginning` and ``python -m ckptstore.agent.process FD`` run."""
+    """What `startup` and ``python -m ckptstore.agent.process FD`` run."""
     ending = _Ending()
     descriptor = int(sys.argv[1])
     os.chdir("/")  # holds no mount busy but the store's

@@ -18,7 +18,7 @@ import pytest
 
 import ckptstore
 import ckptstore.agent
-from ckptstore.agent.shared import SharedMemory
+from ckptstore.agent.protocol.shared_memory import SharedMemory
 from tests.agent.lives import agents, alive, until
 from tests.agent.shim import Shim
 

@@ -104,7 +104,8 @@ os.kill(os.getpid(), 9)
 """
 _SUCCESSOR: Final = """
 import json, sys, time
-import ckptstore, ckptstore.agent, ckptstore.agent.client, ckptstore.agent.opening, ckptstore.restore.load
+import ckptstore, ckptstore.agent, ckptstore.restore.load
+import ckptstore.agent.client.agent_writer, ckptstore.agent.client.open_agent_writer
 began = time.perf_counter()
 if sys.argv[2] == "agent":
     writer = ckptstore.agent.writer(sys.argv[1], max_in_flight=2, linger_seconds=60)

@@ -23,8 +23,10 @@ from ckptstore.errors import AgentError, FormatError
 from ckptstore.formats import jsontext
 from ckptstore.host.threads import started_pool
 
-__all__ = ["LIMIT", "PATIENCE", "Channel", "End", "Message", "peer_of"]
+__all__ = ["LIMIT", "PATIENCE", "PROTOCOL", "Channel", "End", "Message", "peer_of"]
 
+PROTOCOL: Final = 1
+"""The version of the messages that trainer and agent exchange (docs/agent.md)."""
 LIMIT: Final = 64 << 20
 """Bytes of a frame: a tree of the greatest size, and what is said beside it."""
 PATIENCE: Final = 60.0

@@ -9,20 +9,20 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ckptstore.agent.forms import Layout
-from ckptstore.agent.frames import Message
-from ckptstore.agent.link import Link
-from ckptstore.agent.shared import SharedMemory
+from ckptstore.agent.client.agent_link import AgentLink
+from ckptstore.agent.protocol.frames import Message
+from ckptstore.agent.protocol.message_fields import StateLayout
+from ckptstore.agent.protocol.shared_memory import SharedMemory
 from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.snapshot import HostTensor, Snapshot
 
-__all__ = ["Lending", "Lent"]
+__all__ = ["BorrowedBuffer", "BufferClient"]
 
 
-class Lent:
+class BorrowedBuffer:
     """A buffer that this process may fill, until it is saved or given back.
 
     Attributes:
@@ -33,7 +33,9 @@ class Lent:
         waited: seconds that it was waited for.
     """
 
-    def __init__(self, link: Link, number: int, memory: Bytes, layout: Layout, known: _Known | None = None) -> None:
+    def __init__(
+        self, link: AgentLink, number: int, memory: Bytes, layout: StateLayout, known: _KnownLayout | None = None
+    ) -> None:
         self.link = link
         self.number = number
         self.memory = memory
@@ -85,7 +87,7 @@ class Lent:
             self.link.ask("release", buffer=self.number)
 
 
-class _Known:
+class _KnownLayout:
     """A layout that the agent knows."""
 
     def __init__(self, number: int, offsets: list[int]) -> None:
@@ -93,14 +95,14 @@ class _Known:
         self.offsets = offsets
 
 
-class Lending:
+class BufferClient:
     """What is mapped of one agent's buffers, and the layout that it was told last; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._maps: dict[int, SharedMemory] = {}
-        self._layout: Layout | None = None
-        self._known: _Known | None = None
+        self._layout: StateLayout | None = None
+        self._known: _KnownLayout | None = None
 
     def forget(self) -> None:
         """The agent is gone, and the memory is nobody's any more."""
@@ -108,16 +110,16 @@ class Lending:
             self._maps.clear()
             self._layout = self._known = None
 
-    def number_of(self, link: Link, layout: Layout) -> int:
+    def number_of(self, link: AgentLink, layout: StateLayout) -> int:
         """By which the agent knows a layout. Raises as `lend`."""
         return self._told(link, layout).number
 
-    def prepare(self, link: Link, layout: Layout, count: int) -> None:
+    def prepare(self, link: AgentLink, layout: StateLayout, count: int) -> None:
         """Have so many buffers made and touched; returns when that is asked for."""
         known = self._told(link, layout)
         link.ask("prepare", layout=known.number, count=count)
 
-    def lend(self, link: Link, layout: Layout) -> Lent:
+    def lend(self, link: AgentLink, layout: StateLayout) -> BorrowedBuffer:
         """A buffer for a state, once there is one.
 
         Raises:
@@ -135,23 +137,25 @@ class Lending:
         lent.waited = time.monotonic() - began
         return lent
 
-    def lend_beside(self, link: Link, nbytes: int) -> Lent:
+    def lend_beside(self, link: AgentLink, nbytes: int) -> BorrowedBuffer:
         """A buffer for what goes with a state. Raises as `lend`."""
-        lent = self._lent(link, link.ask("beside", nbytes=nbytes), Layout(()), None)
+        lent = self._lent(link, link.ask("beside", nbytes=nbytes), StateLayout(()), None)
         if len(lent.memory) < nbytes:
             raise AgentError("the agent's buffer is too small")
         return lent
 
-    def _told(self, link: Link, layout: Layout) -> _Known:
+    def _told(self, link: AgentLink, layout: StateLayout) -> _KnownLayout:
         with self._lock:
             if self._known is None or self._layout != layout:
                 answer = link.call("layout", tensors=layout.rows())
                 if len(answer["offsets"]) != len(layout.tensors):
                     raise AgentError("the agent laid out other tensors than it was told")
-                self._layout, self._known = layout, _Known(answer["layout"], answer["offsets"])
+                self._layout, self._known = layout, _KnownLayout(answer["layout"], answer["offsets"])
             return self._known
 
-    def _lent(self, link: Link, asked: Future[Message], layout: Layout, known: _Known | None) -> Lent:
+    def _lent(
+        self, link: AgentLink, asked: Future[Message], layout: StateLayout, known: _KnownLayout | None
+    ) -> BorrowedBuffer:
         try:
             message = link.answer(asked)
         except (AgentLostError, AgentSilentError):
@@ -163,7 +167,7 @@ class Lending:
         mapped = self._maps.get(number)
         if mapped is None:  # forgotten: it died after it had answered, and whoever hears of that was quicker
             raise AgentLostError(f"the agent (process {link.pid}) is gone")
-        return Lent(link, number, mapped.memory, layout, known)
+        return BorrowedBuffer(link, number, mapped.memory, layout, known)
 
     def _mapped(self, message: Message) -> int:
         """The number of the buffer that came. Its memory comes the first time alone."""
@@ -175,11 +179,11 @@ class Lending:
             self._maps[number] = shared
         return number
 
-    def _unwanted(self, link: Link, answer: Future[Message]) -> None:
+    def _unwanted(self, link: AgentLink, answer: Future[Message]) -> None:
         if answer.exception() is None:
             self.late(link, answer.result())
 
-    def late(self, link: Link, message: Message) -> None:
+    def late(self, link: AgentLink, message: Message) -> None:
         """A buffer came for which nobody waits any more: give it back, and know its memory."""
         if "buffer" in message.body:
             link.ask("release", buffer=self._mapped(message))

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptstore.agent.forms import Layout, number, read, read_labels, whole_number
-from ckptstore.agent.keeper import Keeper
-from ckptstore.agent.kept import Filled, Made, laid_out
-from ckptstore.agent.pool import Buffer
-from ckptstore.agent.recipes import Proof, Recipe, read_recipe
+from ckptstore.agent.protocol.message_fields import StateLayout, number, read, read_labels, whole_number
+from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_recipe
+from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState, state_in_buffer
+from ckptstore.agent.server.shared_buffers import SharedBuffer
+from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
 from ckptstore.formats import optim
 from ckptstore.formats.optim.step_settings import MAX_COUNT
@@ -26,7 +26,7 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.prefault import populate
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Replica", "read_replica", "warmed"]
+__all__ = ["ReplicaReplay", "read_replica", "warmed"]
 
 _LATER: Final = 2
 """Any count but 1, for who keeps none: the step that makes SGD's buffer is never taken again."""
@@ -36,7 +36,7 @@ _MOST_NAMES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _OptimizerCall:
     """One step of one optimizer.
 
     Attributes:
@@ -51,10 +51,10 @@ class _Call:
     scaling: tuple[float | None, float | None]
 
 
-class Replica:
+class ReplicaReplay:
     """Makes states by one recipe. The session's thread for what takes time uses it."""
 
-    def __init__(self, keeper: Keeper, recipe: Recipe, areas: Mapping[int, Buffer]) -> None:
+    def __init__(self, keeper: SnapshotKeeper, recipe: Recipe, areas: Mapping[int, SharedBuffer]) -> None:
         """
         Args:
             areas: what the trainer fills, by number.
@@ -73,7 +73,7 @@ class Replica:
             except MemoryError:
                 return  # whoever needs it will say so
 
-    def advance(self, body: Mapping[str, Any]) -> Made | list[str]:
+    def advance(self, body: Mapping[str, Any]) -> UnwrittenState | list[str]:
         """Make the next state -> what is to be kept, or the names of the tensors that are not training's.
 
         Args:
@@ -103,13 +103,13 @@ class Replica:
             if wrong:
                 keeper.pool.give_back(buffer)
                 return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
-            filled = Filled(buffer.number, recipe.layout, body["tree"], *read_labels(body))
-            return Made(step, filled, buffer, laid_out(filled, buffer), self._updates(calls, stage))
+            filled = FilledBuffer(buffer.number, recipe.layout, body["tree"], *read_labels(body))
+            return UnwrittenState(step, filled, buffer, state_in_buffer(filled, buffer), self._updates(calls, stage))
         except BaseException:
             keeper.pool.give_back(buffer)
             raise
 
-    def _calls(self, form: Any) -> list[_Call]:
+    def _calls(self, form: Any) -> list[_OptimizerCall]:
         found = []
         for optimizer, settings, moved, scaling in form:
             place = whole_number(optimizer, len(self._recipe.kinds) - 1)
@@ -117,10 +117,10 @@ class Replica:
                 raise AgentError(f"settings of {len(settings)} groups for {self._recipe.groups[place]}")
             scale, infinity = (None if one is None else number(one) for one in scaling)
             rows = None if moved is None else frozenset(whole_number(row) for row in moved)
-            found.append(_Call(place, [_checked(one) for one in settings], rows, (scale, infinity)))
+            found.append(_OptimizerCall(place, [_checked(one) for one in settings], rows, (scale, infinity)))
         return found
 
-    def _stage(self, buffer: Buffer) -> _Stage:
+    def _stage(self, buffer: SharedBuffer) -> _Stage:
         for gone in [one for one in self._stages if not self._keeper.pool.has(one)]:
             del self._stages[gone]
         stage = self._stages.get(buffer.number)
@@ -128,7 +128,7 @@ class Replica:
             stage = self._stages[buffer.number] = _Stage(self._recipe, buffer)
         return stage
 
-    def _gradients_of(self, area: Buffer) -> dict[int, Any]:
+    def _gradients_of(self, area: SharedBuffer) -> dict[int, Any]:
         """The gradients in an area, by row, as torch sees them."""
         found = self._gradients.get(area.number)
         if found is None:
@@ -139,9 +139,9 @@ class Replica:
             }
         return found
 
-    def _updates(self, calls: Sequence[_Call], stage: _Stage) -> list[Update]:
+    def _updates(self, calls: Sequence[_OptimizerCall], stage: _Stage) -> list[Update]:
         """What the optimizers did, for who stores steps; what cannot be said is stored as a difference."""
-        by_optimizer: dict[int, _Call] = {}
+        by_optimizer: dict[int, _OptimizerCall] = {}
         for call in calls:
             if call.optimizer in by_optimizer:
                 return []  # two steps are no step
@@ -167,7 +167,7 @@ class Replica:
 
 
 def _update(
-    layout: Layout, slots: Mapping[str, int], numbers: tuple[optim.Optimizer, float], count: int, skipped: bool
+    layout: StateLayout, slots: Mapping[str, int], numbers: tuple[optim.Optimizer, float], count: int, skipped: bool
 ) -> Update | None:
     settings, lr = numbers
     try:
@@ -188,7 +188,7 @@ class _Stage:
         proof: of what is made in it.
     """
 
-    def __init__(self, recipe: Recipe, buffer: Buffer) -> None:
+    def __init__(self, recipe: Recipe, buffer: SharedBuffer) -> None:
         self._recipe = recipe
         self._memory = buffer.shared.memory
         self.address = _address(self._memory)
@@ -214,7 +214,7 @@ class _Stage:
         rows = [[dict(self._recipe.rows[number].slots) for number in group] for group in groups]
         return bridge.stepping().TorchSteps(kind, rows, tensor)
 
-    def step(self, call: _Call, gradients: Mapping[int, Any]) -> None:
+    def step(self, call: _OptimizerCall, gradients: Mapping[int, Any]) -> None:
         """Take an optimizer's step."""
         steps = self._steps[call.optimizer]
         if steps is None:
@@ -225,7 +225,7 @@ class _Stage:
         ]
         steps.step(call.settings, found, call.scaling)
 
-    def sent(self, area: Buffer) -> Gathering:
+    def sent(self, area: SharedBuffer) -> Gathering:
         """The copies of what is sent."""
         copies = self._copies.get(area.number)
         if copies is None:
@@ -252,7 +252,7 @@ def warmed() -> None:
     bridge.stepping().warmed()
 
 
-def read_replica(body: Mapping[str, Any], layout: Layout, keeper: Keeper) -> Replica:
+def read_replica(body: Mapping[str, Any], layout: StateLayout, keeper: SnapshotKeeper) -> ReplicaReplay:
     """A replica as the ``replica`` message of docs/agent.md describes it.
 
     Raises:
@@ -265,7 +265,7 @@ def read_replica(body: Mapping[str, Any], layout: Layout, keeper: Keeper) -> Rep
     areas = {one: keeper.pool.lent(one) for one in numbers}
     if any(area.nbytes < recipe.nbytes for area in areas.values()):
         raise AgentError(f"an area has less than {recipe.nbytes} bytes")
-    return Replica(keeper, recipe, areas)
+    return ReplicaReplay(keeper, recipe, areas)
 
 
 def _checked(settings: Any) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _checked(settings: Any) -> dict[str, Any]:
     return dict(settings)
 
 
-def _tensor(layout: Layout, place: int, memory: Bytes, start: int) -> Any:
+def _tensor(layout: StateLayout, place: int, memory: Bytes, start: int) -> Any:
     form = layout.tensors[place]
     try:
         return bridge.tensors().from_buffer(form.dtype, form.shape, memory[start : start + form.nbytes])

@@ -1,4 +1,4 @@
-"""Where an agent's process begins: ``python -P beginning.py FD PATHS``, started by its trainer.
+"""Where an agent's process begins: ``python -P startup.py FD PATHS``, started by its trainer.
 
 It is run as a file, so that the package is the trainer's own, wherever that was imported from. ``-P`` and the order of
 `sys.path` keep the trainer's files (a ``random.py``) from taking the place of Python's modules.

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.agent.forms import Layout, whole_number
+from ckptstore.agent.protocol.message_fields import StateLayout, whole_number
 from ckptstore.errors import AgentError
 from ckptstore.formats.checksums import xxh3_64
 from ckptstore.host.batched_copies import shared_out
@@ -66,7 +66,7 @@ class Recipe:
             sent.
     """
 
-    layout: Layout
+    layout: StateLayout
     kinds: tuple[str, ...]
     groups: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -128,7 +128,7 @@ class Recipe:
         }
 
 
-def read_recipe(form: Any, layout: Layout) -> Recipe:
+def read_recipe(form: Any, layout: StateLayout) -> Recipe:
     """A recipe back.
 
     Raises:

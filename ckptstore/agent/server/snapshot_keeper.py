@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ckptstore.agent.changes import read_updates
-from ckptstore.agent.digests import hash_of
-from ckptstore.agent.forms import read
-from ckptstore.agent.kept import Filled, Kept, Made, laid_out
-from ckptstore.agent.parting import Parting
-from ckptstore.agent.pool import Pool
+from ckptstore.agent.protocol.message_fields import read
+from ckptstore.agent.protocol.state_hash import hash_of
+from ckptstore.agent.protocol.update_fields import read_updates
+from ckptstore.agent.server.agent_snapshot import AgentSnapshot, FilledBuffer, UnwrittenState, state_in_buffer
+from ckptstore.agent.server.shared_buffers import SharedBuffers
+from ckptstore.agent.server.shutdown_wait import ShutdownWait
 from ckptstore.errors import CkptError
 from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
@@ -28,10 +28,10 @@ from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Update
 from ckptstore.write.writer import Writer
 
-__all__ = ["Keeper", "LocalKeeper"]
+__all__ = ["LocalKeeper", "SnapshotKeeper"]
 
 
-class Keeper(ABC):
+class SnapshotKeeper(ABC):
     """The state of an agent, whatever writer it has: that of one process, or of one rank of many.
 
     Attributes:
@@ -40,16 +40,16 @@ class Keeper(ABC):
         newest: the newest state that a trainer has filled and said so, or that was made and proven; None: none yet.
         workers: threads that copy and hash.
         lost: which state was in memory alone, and is not written, and why; None: there is none such.
-        parting: how long it waits for the agents of other ranks when it is given no more states.
+        shutdown_wait: how long it waits for the agents of other ranks when it is given no more states.
     """
 
-    def __init__(self, store: Store, writer: Writer, max_in_flight: int, parting: Parting) -> None:
+    def __init__(self, store: Store, writer: Writer, max_in_flight: int, shutdown_wait: ShutdownWait) -> None:
         self._writer = writer
-        self.parting = parting
-        self.pool = Pool(max_in_flight)
-        self.newest: Kept | None = None
+        self.shutdown_wait = shutdown_wait
+        self.pool = SharedBuffers(max_in_flight)
+        self.newest: AgentSnapshot | None = None
         self.lost: str | None = None
-        self._before: Kept | None = None  # the state before the newest, where two are kept
+        self._before: AgentSnapshot | None = None  # the state before the newest, where two are kept
         self._keeps_two = False
         self.run = store.run
         self._store = store
@@ -116,7 +116,7 @@ class Keeper(ABC):
 
     # -- saving
 
-    def save(self, filled: Filled, step: int, told: Callable[[PendingSave], None]) -> None:
+    def save(self, filled: FilledBuffer, step: int, told: Callable[[PendingSave], None]) -> None:
         """Have a buffer that was filled written: it is the newest state from now on.
 
         Args:
@@ -133,7 +133,7 @@ class Keeper(ABC):
             if one is not None:
                 self.pool.take_back(one)
         try:
-            flat = laid_out(filled, buffer)
+            flat = state_in_buffer(filled, buffer)
             memory = np.empty(0, np.uint8) if beside is None else beside.shared.memory
             updates: list[Update] = []
             if filled.updates is not None:
@@ -148,7 +148,7 @@ class Keeper(ABC):
             for free in frees:
                 free()
             raise
-        self._keep(Kept(step, filled.layout, buffer, flat, pending, keep))
+        self._keep(AgentSnapshot(step, filled.layout, buffer, flat, pending, keep))
         self._watch(pending, told)
 
     def _watch(self, pending: PendingSave, told: Callable[[PendingSave], None]) -> None:
@@ -164,7 +164,7 @@ class Keeper(ABC):
 
         pending.when_done(done)
 
-    def hold(self, filled: Filled, step: int) -> None:
+    def hold(self, filled: FilledBuffer, step: int) -> None:
         """Take a buffer that was filled for the newest state, in memory alone (`persist`).
 
         Raises:
@@ -173,18 +173,18 @@ class Keeper(ABC):
         self.replicates()
         buffer = self.pool.lent(filled.buffer)
         try:
-            flat = laid_out(filled, buffer)
+            flat = state_in_buffer(filled, buffer)
         except BaseException:
             self.pool.give_back(buffer)
             raise
-        self.keep(Made(step, filled, buffer, flat, ()))
+        self.keep(UnwrittenState(step, filled, buffer, flat, ()))
         self.pool.landed(buffer)
 
-    def keep(self, made: Made) -> None:
+    def keep(self, made: UnwrittenState) -> None:
         """A state that was made is the newest from now on, in memory alone (`persist`)."""
         free = self.pool.hold(made.buffer)
         self.pool.take_back(made.buffer)
-        self._keep(Kept(made.step, made.filled.layout, made.buffer, made.flat, None, free, made))
+        self._keep(AgentSnapshot(made.step, made.filled.layout, made.buffer, made.flat, None, free, made))
 
     def persist(
         self, told: Callable[[PendingSave], None], labels: tuple[Mapping[str, Any] | None, Sequence[str]] | None = None
@@ -227,7 +227,7 @@ class Keeper(ABC):
     def replicates(self) -> None:
         """States are in memory alone from now on."""
 
-    def _keep(self, newest: Kept | None) -> None:
+    def _keep(self, newest: AgentSnapshot | None) -> None:
         with self._lock:
             gone = [self._before]
             before, self.newest = self.newest, newest
@@ -261,7 +261,7 @@ class Keeper(ABC):
         """The trainer is gone: what it was filling is nothing, and what waits is written. Raises nothing."""
         self.pool.recall()
         self.persist_quietly()
-        with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
+        with contextlib.suppress(CkptError):  # told to nobody: `AgentSnapshot.durable` says what became of the newest
             self.wait()
 
     def persist_quietly(self) -> None:
@@ -280,7 +280,7 @@ class Keeper(ABC):
             return f"term {catalog.term} was opened after term {self.term}"
         return ""
 
-    def hash_of(self, kept: Kept) -> str:
+    def hash_of(self, kept: AgentSnapshot) -> str:
         """The hash of the newest state, as the store knows it; of one that it does not have, as it is in memory."""
         info = kept.durable
         if info is not None and not info.lossy and info.step == kept.step:
@@ -315,11 +315,11 @@ class Keeper(ABC):
         """
 
 
-class LocalKeeper(Keeper):
+class LocalKeeper(SnapshotKeeper):
     """What the agent of a trainer keeps that saves alone."""
 
     def __init__(self, store: Store, writer: LocalWriter, max_in_flight: int) -> None:
-        super().__init__(store, writer, max_in_flight, Parting(0.0, 0.0))
+        super().__init__(store, writer, max_in_flight, ShutdownWait(0.0, 0.0))
         self._local = writer
 
     def _adopt(

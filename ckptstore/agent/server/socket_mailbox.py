@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, Self
 
-from ckptstore.agent.frames import peer_of
+from ckptstore.agent.protocol.frames import peer_of
 from ckptstore.errors import AgentLostError, MailboxError
 from ckptstore.host import background_threads
 from ckptstore.write.ranks.mailbox import PIECE, LocalMailbox

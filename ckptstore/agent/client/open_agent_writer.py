@@ -9,15 +9,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, Literal, TypedDict, Unpack
 
-from ckptstore.agent.client import AgentWriter
-from ckptstore.agent.forms import info_form, options_form, read_info
-from ckptstore.agent.inherited import Inherited, inherit
-from ckptstore.agent.package import other_package
-from ckptstore.agent.place import Place
-from ckptstore.agent.rank_job import RankJob, place_name
-from ckptstore.agent.starting import Lost, Started, Told, found, started
-from ckptstore.agent.tenure import AgentRestartWarning
-from ckptstore.agent.together import Kept, Together
+from ckptstore.agent.client.agent_launch import OnEvent, OnLost, RunningAgent, find_agent, start_agent
+from ckptstore.agent.client.agent_rendezvous import AgentRendezvous, KeptStep
+from ckptstore.agent.client.agent_term import AgentRestartWarning
+from ckptstore.agent.client.agent_writer import AgentWriter
+from ckptstore.agent.client.inherited_state import Inherited, read_inherited
+from ckptstore.agent.protocol.agent_address import AgentAddress
+from ckptstore.agent.protocol.message_fields import info_form, options_form, read_info
+from ckptstore.agent.protocol.package_version import other_package
+from ckptstore.agent.protocol.rank_job import RankJob, place_name
 from ckptstore.backends.base import Backend
 from ckptstore.errors import AgentBusyError, AgentLostError, CkptError, CorruptionError, UsageError
 from ckptstore.frameworks import bridge
@@ -44,7 +44,7 @@ _BEGINNING: Final = 60.0
 _PAUSE: Final = 0.02
 
 
-class Settings(TypedDict, total=False):
+class AgentSettings(TypedDict, total=False):
     """What `Store.writer` takes, too; see there."""
 
     staging_bytes: int
@@ -65,7 +65,7 @@ def writer(
     linger_seconds: float = _LINGER,
     group: Any = None,
     ranks: RankOptions | None = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[AgentSettings],
 ) -> AgentWriter:
     """Open a store for writing by a process of its own, which owns the buffers and survives this one.
 
@@ -99,7 +99,9 @@ def writer(
     options = _options(settings)
     opener: _Opener = _Opener(opened, url, name, linger, options)
     if group is not None:
-        opener = _RankOpener(opened, url, name, linger, options, Together(to_group(group), ranks or RankOptions()))
+        opener = _RankOpener(
+            opened, url, name, linger, options, AgentRendezvous(to_group(group), ranks or RankOptions())
+        )
     elif ranks is not None:
         raise UsageError("ranks= says how the ranks of a group save together: give group=, too")
     made = AgentWriter(opened, options, opener.again, opener.rank)
@@ -114,10 +116,10 @@ def writer(
     return made
 
 
-def _options(settings: Settings) -> WriterOptions:
+def _options(settings: AgentSettings) -> WriterOptions:
     """What the agent's writer may use. Raises `UsageError`."""
-    if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-        known = ", ".join(Settings.__annotations__)
+    if unknown := sorted(settings.keys() - AgentSettings.__annotations__.keys()):
+        known = ", ".join(AgentSettings.__annotations__)
         raise UsageError(f"{unknown[0]}: an agent's writer has no such option; it has {known}")
     deltas = settings.get("deltas")
     if deltas is not None and not isinstance(deltas, DeltaOptions):
@@ -135,9 +137,9 @@ def _options(settings: Settings) -> WriterOptions:
     )
 
 
-def _remark(made: AgentWriter, agent: Started) -> None:
+def _remark(made: AgentWriter, agent: RunningAgent) -> None:
     """Warn of what there is to be warned of."""
-    for category, text in agent.remarks():
+    for category, text in agent.warnings():
         warn(text, category)
     if differences := bridge.environment_differences(agent.greeting["environment"], bridge.environment()):
         what = f"going on from step {made.step}: the run will not be bit-identical to one that never stopped: "
@@ -162,15 +164,15 @@ class _Opener:
         self.rank: int | None = None
 
     def first(
-        self, parent: str | int | CheckpointInfo | None, told: Told, lost: Lost
-    ) -> tuple[Started, Inherited | None]:
+        self, parent: str | int | CheckpointInfo | None, told: OnEvent, lost: OnLost
+    ) -> tuple[RunningAgent, Inherited | None]:
         """The agent to begin with, and what it has kept."""
-        place = Place(self._url, self._name)
+        place = AgentAddress(self._url, self._name)
         until = time.monotonic() + _BEGINNING
         inherited: Inherited | None = None
         try:
             while True:
-                left = found(place, told, lost)
+                left = find_agent(place, told, lost)
                 if left is not None:
                     inherited = self._taken(left, parent)
                     if self._goes_on(left, parent) and (inherited is not None or left.greeting["newest"] is None):
@@ -185,16 +187,16 @@ class _Opener:
         finally:
             place.close()
 
-    def again(self, after: int, told: Told, lost: Lost) -> Started:
+    def again(self, after: int, told: OnEvent, lost: OnLost) -> RunningAgent:
         """Another agent, in place of one that died in term `after`."""
         self._options |= {"keep": None}  # the store's rules may have been changed since
-        place = Place(self._url, self._name)
+        place = AgentAddress(self._url, self._name)
         try:
             return self._start(place, "latest", after, told, lost)
         finally:
             place.close()
 
-    def _goes_on(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
+    def _goes_on(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> bool:
         """Whether an agent that is left continues from what is wanted, in this store, with these options."""
         greeting = left.greeting
         # Who speaks this protocol without knowing of rules leaves `keep` out.
@@ -207,7 +209,7 @@ class _Opener:
             return False
         return self._fits(left, parent) and {"keep": None, **greeting["options"]} == self._options
 
-    def _fits(self, left: Started, parent: str | int | CheckpointInfo | None) -> bool:
+    def _fits(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> bool:
         greeting = left.greeting
         if parent is None or greeting["stale"] or greeting["run"] != self._store.run:
             return False
@@ -219,24 +221,24 @@ class _Opener:
         wanted = parent if isinstance(parent, CheckpointInfo) else self._store.checkpoint(parent)
         return wanted.ref == latest.ref and wanted.state == latest.state
 
-    def _taken(self, left: Started, parent: str | int | CheckpointInfo | None) -> Inherited | None:
+    def _taken(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
         """What it has kept, if that is what is wanted."""
         try:
             if left.greeting["newest"] is None or not self._fits(left, parent):
                 return None
-            return inherit(left.link.answer(left.link.ask("newest")))
+            return read_inherited(left.link.answer(left.link.ask("newest")))
         except AgentLostError:
             return None  # it ended at this moment
 
     def _start(
         self,
-        place: Place,
+        place: AgentAddress,
         parent: str | int | CheckpointInfo | None,
         after: int | None,
-        told: Told,
-        lost: Lost,
+        told: OnEvent,
+        lost: OnLost,
         job: RankJob | None = None,
-    ) -> Started:
+    ) -> RunningAgent:
         body: dict[str, Any] = {
             "url": self._url,
             "storage_options": self._storage,
@@ -250,7 +252,7 @@ class _Opener:
             "ranks": None if job is None else job.form(),
         }
         descriptors = () if job is None or job.listener is None else (job.listener,)
-        agent = started(place, body, told, lost, descriptors)
+        agent = start_agent(place, body, told, lost, descriptors)
         if other := other_package(agent.greeting):
             warn(
                 f"{self._url}: the agent (process {agent.link.pid}) {other}: the package was changed while this "
@@ -265,7 +267,7 @@ class _RankOpener(_Opener):
     """Starts the agent of one rank, with those of the others."""
 
     def __init__(
-        self, store: Store, url: str, name: str, linger: float, options: WriterOptions, together: Together
+        self, store: Store, url: str, name: str, linger: float, options: WriterOptions, together: AgentRendezvous
     ) -> None:
         super().__init__(store, url, place_name(name, together.group.rank), linger, options)
         self.rank = together.group.rank
@@ -273,14 +275,14 @@ class _RankOpener(_Opener):
         self._together = together
 
     def first(
-        self, parent: str | int | CheckpointInfo | None, told: Told, lost: Lost
-    ) -> tuple[Started, Inherited | None]:
+        self, parent: str | int | CheckpointInfo | None, told: OnEvent, lost: OnLost
+    ) -> tuple[RunningAgent, Inherited | None]:
         """The agent to begin with. One that a trainer before has left writes what waits, and ends."""
-        place = Place(self._url, self._name)
+        place = AgentAddress(self._url, self._name)
         try:
             flaw: BaseException | None = None
             inherited: Inherited | None = None
-            kept: Kept | None = None
+            kept: KeptStep | None = None
             try:
                 inherited, kept = self._cleared(place, parent)
             except CkptError as error:
@@ -291,7 +293,9 @@ class _RankOpener(_Opener):
         finally:
             place.close()
 
-    def _cleared(self, place: Place, parent: str | int | CheckpointInfo | None) -> tuple[Inherited | None, Kept | None]:
+    def _cleared(
+        self, place: AgentAddress, parent: str | int | CheckpointInfo | None
+    ) -> tuple[Inherited | None, KeptStep | None]:
         """See that no agent is there -> what one has kept that was.
 
         Raises:
@@ -299,9 +303,9 @@ class _RankOpener(_Opener):
         """
         until: float | None = None
         inherited: Inherited | None = None
-        kept: Kept | None = None
+        kept: KeptStep | None = None
         while True:
-            left = found(place, told=_heard, lost=_heard)  # which waits for one that parts from the others
+            left = find_agent(place, told=_heard, lost=_heard)  # which waits for one that parts from the others
             until = until or time.monotonic() + _BEGINNING
             if left is not None:
                 inherited, kept = self._left(left, parent), None
@@ -315,7 +319,7 @@ class _RankOpener(_Opener):
             else:
                 time.sleep(_PAUSE)
 
-    def _left(self, left: Started, parent: str | int | CheckpointInfo | None) -> Inherited | None:
+    def _left(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
         """What an agent has kept, if all ranks may go on from that: a checkpoint of as many ranks, in whole tensors."""
         if parent != "latest" or left.greeting.get("size") != self._together.group.size:
             return None
@@ -338,14 +342,14 @@ def _text(parent: str | int | None) -> str | None:
     return parent if parent is None or isinstance(parent, str) else str(parent)
 
 
-def _end(left: Started) -> None:
+def _end(left: RunningAgent) -> None:
     """Have an agent that nobody goes on with write what waits, and end."""
     try:
         left.link.call("close")
     except CkptError as error:
         if not isinstance(error, AgentLostError):
             warn(f"the agent of the trainer before ended with: {error}", UserWarning)
-    left.gone()
+    left.await_exit()
 
 
 def _portable(backend: Backend) -> dict[str, Any]:

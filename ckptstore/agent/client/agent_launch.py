@@ -13,21 +13,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptstore.agent.forms import read_warning
-from ckptstore.agent.frames import Channel
-from ckptstore.agent.link import Link
-from ckptstore.agent.place import Place
-from ckptstore.agent.session import PROTOCOL
-from ckptstore.agent.stopped import stopped
+from ckptstore.agent.client.agent_link import AgentLink
+from ckptstore.agent.client.process_state import stopped
+from ckptstore.agent.protocol.agent_address import AgentAddress
+from ckptstore.agent.protocol.frames import PROTOCOL, Channel
+from ckptstore.agent.protocol.message_fields import read_warning
 from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
 from ckptstore.host import background_threads
 
-__all__ = ["Started", "found", "started"]
+__all__ = ["RunningAgent", "find_agent", "start_agent"]
 
 _END_SECONDS: Final = 30.0
 
 
-class Started:
+class RunningAgent:
     """An agent that answers.
 
     Attributes:
@@ -36,27 +35,29 @@ class Started:
         process: the process, if this one has started it.
     """
 
-    def __init__(self, link: Link, greeting: dict[str, Any], process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, link: AgentLink, greeting: dict[str, Any], process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self.link = link
         self.greeting = greeting
         self.process = process
 
-    def remarks(self) -> list[tuple[type[Warning], str]]:
+    def warnings(self) -> list[tuple[type[Warning], str]]:
         """What there is to be warned of."""
         return [read_warning(one) for one in self.greeting.get("warnings", ())]
 
-    def left(self) -> None:
+    def let_go(self) -> None:
         """Let go of it: it ends by itself, later than who is here wants to wait."""
         self.link.close()
         if self.process is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter is going
                 background_threads.start(self.process.wait, "agent-ending")
 
-    def gone(self) -> None:
+    def await_exit(self) -> None:
         """Wait until it has ended, for a while; not for one that is stopped."""
         self.link.close()
         if stopped(self.link.pid) is not None:
-            self.left()
+            self.let_go()
             return
         if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -70,33 +71,35 @@ class Started:
                 os.close(process)
 
 
-Told = Callable[[dict[str, Any]], None]
-Lost = Callable[[BaseException], None]
+OnEvent = Callable[[dict[str, Any]], None]
+OnLost = Callable[[BaseException], None]
 
 
-def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descriptors: Sequence[int] = ()) -> Started:
+def start_agent(
+    place: AgentAddress, body: dict[str, Any], told: OnEvent, lost: OnLost, descriptors: Sequence[int] = ()
+) -> RunningAgent:
     """Start an agent.
 
     Args:
         place: where it will be found.
         body: what it is to do: the ``start`` message of docs/agent.md.
-        told, lost: see `Link`.
+        told, lost: see `AgentLink`.
         descriptors: that it gets besides, under their numbers.
 
     Raises:
         AgentError: it cannot be started, or is another trainer's.
         and what opening the store for writing raises.
     """
-    beginning = Path(__file__).with_name("beginning.py")
-    if not beginning.is_file():
+    startup = Path(__file__).parents[1] / "startup.py"
+    if not startup.is_file():
         raise AgentError(
-            f"no agent can be started: {beginning} is no file (is ckptstore imported from a zip archive?); an agent is "
+            f"no agent can be started: {startup} is no file (is ckptstore imported from a zip archive?); an agent is "
             "a process that runs this file: install ckptstore, or unpack the archive, or save without an agent"
         )
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     log = place.log()
     try:
-        command = [*_python(), str(beginning), str(its.fileno()), json.dumps(_paths())]
+        command = [*_python(), str(startup), str(its.fileno()), json.dumps(_paths())]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -111,7 +114,7 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descript
     finally:
         its.close()
         os.close(log)
-    link = Link(Channel(ours, pid=process.pid), told, lost)
+    link = AgentLink(Channel(ours, pid=process.pid), told, lost)
     try:
         greeting = link.call("start", protocol=PROTOCOL, **body)
     except AgentSilentError:
@@ -129,7 +132,7 @@ def started(place: Place, body: dict[str, Any], told: Told, lost: Lost, descript
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
         raise
-    return Started(link, greeting, process)
+    return RunningAgent(link, greeting, process)
 
 
 def _python() -> list[str]:
@@ -151,7 +154,7 @@ def _paths() -> list[str]:
     return [path for path in sys.path if path and Path(path).is_absolute() and Path(path) not in left_out]
 
 
-def found(place: Place, told: Told, lost: Lost) -> Started | None:
+def find_agent(place: AgentAddress, told: OnEvent, lost: OnLost) -> RunningAgent | None:
     """The agent that a trainer before has left; None: there is none.
 
     Raises:
@@ -161,9 +164,9 @@ def found(place: Place, told: Told, lost: Lost) -> Started | None:
     connection = place.connect()
     if connection is None:
         return None
-    link = Link(Channel(connection), told, lost)
+    link = AgentLink(Channel(connection), told, lost)
     try:
-        return Started(link, link.call("hello", protocol=PROTOCOL))
+        return RunningAgent(link, link.call("hello", protocol=PROTOCOL))
     except AgentLostError:
         return None  # it ended at this moment
     except BaseException:

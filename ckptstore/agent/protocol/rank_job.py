@@ -6,7 +6,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from ckptstore.agent.forms import texts, whole_number
+from ckptstore.agent.protocol.message_fields import texts, whole_number
 from ckptstore.errors import AgentError
 from ckptstore.write.ranks.options import RankOptions
 

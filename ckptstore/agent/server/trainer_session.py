@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from ckptstore.agent.forms import (
-    Layout,
+from ckptstore.agent.protocol.frames import PROTOCOL, Channel, End, Message
+from ckptstore.agent.protocol.message_fields import (
+    StateLayout,
     error_form,
     info_form,
     read,
@@ -23,23 +24,21 @@ from ckptstore.agent.forms import (
     warning_form,
     whole_number,
 )
-from ckptstore.agent.frames import Channel, End, Message
-from ckptstore.agent.keeper import Keeper
-from ckptstore.agent.kept import Filled, Made
-from ckptstore.agent.package import package
-from ckptstore.agent.pool import Buffer
-from ckptstore.agent.replica import Replica, read_replica, warmed
+from ckptstore.agent.protocol.package_version import package
+from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState
+from ckptstore.agent.server.replica_replay import ReplicaReplay, read_replica, warmed
+from ckptstore.agent.server.shared_buffers import SharedBuffer
+from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import AgentError, CkptError
 from ckptstore.host.threads import started_pool
 from ckptstore.write.ledger import PendingSave
 
-__all__ = ["PROTOCOL", "Over", "Session"]
+__all__ = ["SessionEnd", "TrainerSession"]
 
-PROTOCOL: Final = 1
 _LAYOUTS: Final = 16
 
 
-class Over(enum.Enum):
+class SessionEnd(enum.Enum):
     """Why a session is over."""
 
     CLOSED = "the trainer has closed its writer"
@@ -47,10 +46,10 @@ class Over(enum.Enum):
     TOLD = "the agent was told to end"
 
 
-class Session:
+class TrainerSession:
     """Serves one trainer."""
 
-    def __init__(self, keeper: Keeper, channel: Channel, about: dict[str, Any]) -> None:
+    def __init__(self, keeper: SnapshotKeeper, channel: Channel, about: dict[str, Any]) -> None:
         """
         Args:
             about: what the agent was started with, for those who ask.
@@ -58,12 +57,12 @@ class Session:
         self._keeper = keeper
         self._channel = channel
         self._about = about
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, StateLayout] = {}
         self._next = 0
         self._mapped: set[int] = set()  # buffers whose descriptor the trainer has
         self._later: ThreadPoolExecutor = started_pool(1, "ckptstore-agent-later")
-        self._over: Over | None = None
-        self._replicas: dict[int, Replica] = {}  # the newest one alone
+        self._over: SessionEnd | None = None
+        self._replicas: dict[int, ReplicaReplay] = {}  # the newest one alone
         self._does: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "hello": self._hello,
             "layout": self._layout,
@@ -87,20 +86,20 @@ class Session:
             "close": self._close,
         }
 
-    def serve(self) -> Over:
+    def serve(self) -> SessionEnd:
         """Answer until the trainer is gone, or has closed. What is no message of the protocol ends it, too."""
         try:
             while self._over is None:
                 found = self._channel.receive()
                 if isinstance(found, End):
-                    self._over = Over.GONE if found is End.GONE else Over.TOLD
+                    self._over = SessionEnd.GONE if found is End.GONE else SessionEnd.TOLD
                     break
                 self._answer(found)
         except AgentError as error:
             self._channel.post({"event": "broken", "error": error_form(error)})
-            self._over = Over.GONE
+            self._over = SessionEnd.GONE
         self._later.shutdown()
-        if self._over is not Over.TOLD:  # what is written on being told is told, too
+        if self._over is not SessionEnd.TOLD:  # what is written on being told is told, too
             self._channel.finish()
         return self._over
 
@@ -185,7 +184,7 @@ class Session:
         self._reply(number, layout=self._next, nbytes=layout.plan.size, offsets=offsets)
         self._next += 1
 
-    def _known(self, body: dict[str, Any]) -> Layout:
+    def _known(self, body: dict[str, Any]) -> StateLayout:
         layout = self._layouts.get(body["layout"])
         if layout is None:
             raise AgentError(f"layout {body['layout']!r:.20} is not known (any more)")
@@ -200,7 +199,7 @@ class Session:
         self._in_turn(number, work)
 
     def _buffer(self, number: int, body: dict[str, Any]) -> None:
-        def lent(buffer: Buffer | MemoryError) -> None:
+        def lent(buffer: SharedBuffer | MemoryError) -> None:
             if isinstance(buffer, MemoryError):
                 self._fail(number, buffer)
             else:
@@ -211,7 +210,7 @@ class Session:
     def _beside(self, number: int, body: dict[str, Any]) -> None:
         self._lend(number, self._keeper.pool.lend_beside(whole_number(body["nbytes"], 1 << 46)))
 
-    def _lend(self, number: int, buffer: Buffer) -> None:
+    def _lend(self, number: int, buffer: SharedBuffer) -> None:
         fresh = buffer.number not in self._mapped
         self._mapped.add(buffer.number)
         descriptor = buffer.shared.descriptor if fresh else None
@@ -223,7 +222,7 @@ class Session:
 
     def _save(self, number: int, body: dict[str, Any]) -> None:
         step = whole_number(body["step"])
-        filled = Filled(
+        filled = FilledBuffer(
             whole_number(body["buffer"]),
             self._known(body),
             body["tree"],
@@ -285,7 +284,7 @@ class Session:
 
         self._in_turn(number, work)
 
-    def _made(self, replica: Replica, body: dict[str, Any]) -> Made | list[str]:
+    def _made(self, replica: ReplicaReplay, body: dict[str, Any]) -> UnwrittenState | list[str]:
         try:
             return read("advance", body, replica.advance)
         except RuntimeError as error:  # torch's own, of whatever an optimizer cannot do with what it was given
@@ -404,4 +403,4 @@ class Session:
                     self._reply(number)
 
         self._later.submit(work)
-        self._over = Over.CLOSED
+        self._over = SessionEnd.CLOSED

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from ckptstore.agent.forms import read_info
-from ckptstore.agent.handing import Fill, FilledByOwner, HandingOver
-from ckptstore.agent.inherited import Inherited
-from ckptstore.agent.recipes import Recipe
-from ckptstore.agent.replicating import AREAS, Replicated
-from ckptstore.agent.starting import Started
-from ckptstore.agent.tenure import Begin, Tenure
+from ckptstore.agent.client.agent_launch import RunningAgent
+from ckptstore.agent.client.agent_term import AgentTerm, Begin
+from ckptstore.agent.client.inherited_state import Inherited
+from ckptstore.agent.client.replica_client import AREAS, ReplicaClient
+from ckptstore.agent.client.state_transfer import Fill, FilledByOwner, StateTransfer
+from ckptstore.agent.protocol.message_fields import read_info
+from ckptstore.agent.protocol.replica_recipe import Recipe
 from ckptstore.errors import CorruptionError, UsageError
 from ckptstore.formats.checkpoint_ref import text_of
 from ckptstore.formats.state import FlatState
@@ -56,51 +56,51 @@ class AgentWriter(Writer):
             rank: which of the ranks this is that save together; None: this process alone saves.
         """
         self._store = store
-        self._tenure = Tenure(store.url, begin, rank)
-        self._handing = HandingOver(self._tenure, options)
+        self._agent_term = AgentTerm(store.url, begin, rank)
+        self._transfer = StateTransfer(self._agent_term, options)
 
-    def attach(self, agent: Started, inherited: Inherited | None = None) -> None:
+    def attach(self, agent: RunningAgent, inherited: Inherited | None = None) -> None:
         """Go on with an agent that has answered."""
-        self._tenure.attach(agent, inherited)
+        self._agent_term.attach(agent, inherited)
         interpreter_exit.watch(self)
 
     def told(self, body: dict[str, Any]) -> None:
         """An event of the agent's; called by the thread that hears."""
-        self._tenure.told(body)
+        self._agent_term.told(body)
 
     def lost(self, error: BaseException) -> None:
         """The agent is gone; called by the thread that hears."""
-        self._tenure.lost(error)
+        self._agent_term.lost(error)
 
     @property
     def url(self) -> str:
         """The store's."""
-        return self._tenure.url
+        return self._agent_term.url
 
     @property
     def term(self) -> int:
         """The number of this term."""
-        return self._tenure.term
+        return self._agent_term.term
 
     @property
     def parent(self) -> CheckpointInfo | None:
         """The newest checkpoint when this writer was opened."""
-        return self._tenure.parent
+        return self._agent_term.parent
 
     @property
     def rank(self) -> int | None:
         """Which of the ranks this is; None: there are no others."""
-        return self._tenure.rank
+        return self._agent_term.rank
 
     @property
     def inherited(self) -> Inherited | None:
         """The state that the agent has kept, until the first save."""
-        return self._tenure.inherited
+        return self._agent_term.inherited
 
     @property
     def agent_pid(self) -> int:
         """The agent's process."""
-        return self._tenure.agent.link.pid
+        return self._agent_term.agent.link.pid
 
     # -- what is restored
 
@@ -124,7 +124,7 @@ class AgentWriter(Writer):
                 if self.rank is not None:
                     raise  # the other ranks go on from that step
                 warn(f"{error}: going on from {self.parent and self.parent.ref}", UserWarning)
-                self._tenure.inherited = None
+                self._agent_term.inherited = None
         if self.parent is None:
             return None
         return self._store.load(self.parent.ref, framework=framework, into=into, device=device, rank=self.rank)
@@ -142,14 +142,14 @@ class AgentWriter(Writer):
         self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
         """See `Writer.save`. The state is copied first: it may change when this is interrupted."""
-        flat = self._handing.flattened(state)
-        info = self._handing.save(flat, step, labels, updates).result()
+        flat = self._transfer.flattened(state)
+        info = self._transfer.save(flat, step, labels, updates).result()
         Tally(progress, flat.nbytes).advance(flat.nbytes)
         return info
 
     def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`. Waits while `max_in_flight` earlier saves are not durable, then copies."""
-        return self._handing.save(state, step, labels, updates)
+        return self._transfer.save(state, step, labels, updates)
 
     @warns_last
     def save_filled(
@@ -174,14 +174,14 @@ class AgentWriter(Writer):
             as `save_async`, and what `fill` raises.
         """
         refuse_within(self, self._WAIT)
-        layout = self._handing.layout_of(flat)
-        return self._handing.save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
+        layout = self._transfer.layout_of(flat)
+        return self._transfer.save(flat, step, Labels.of(metadata, tags), None, FilledByOwner(fill, layout, began))
 
     @warns_last
     def hold(
         self, flat: FlatState, step: int, *, metadata: Mapping[str, Any] | None = None, tags: str | Sequence[str] = ()
     ) -> None:
-        """Hand a state over that the agent keeps in memory alone, until `Replicated.persist` has it written.
+        """Hand a state over that the agent keeps in memory alone, until `ReplicaClient.persist` has it written.
 
         Args:
             flat, step, metadata, tags: as for `save_filled`.
@@ -190,13 +190,13 @@ class AgentWriter(Writer):
             AgentError, MemoryError, WriterError: it cannot.
         """
         refuse_within(self, self._WAIT)
-        self._handing.hold(flat, step, Labels.of(metadata, tags))
+        self._transfer.hold(flat, step, Labels.of(metadata, tags))
 
     def prepare_replica(self) -> None:
         """Say that `replicate` will come: the agent loads what it needs for that. Returns at once."""
-        self._tenure.connected().link.ask("warm")
+        self._agent_term.connected().link.ask("warm")
 
-    def replicate(self, recipe: Recipe, areas: int = AREAS) -> Replicated:
+    def replicate(self, recipe: Recipe, areas: int = AREAS) -> ReplicaClient:
         """Have the agent keep a replica of the state that was saved last: from now on it takes the steps itself.
 
         Args:
@@ -207,18 +207,18 @@ class AgentWriter(Writer):
             AgentError: it cannot, or had died.
             MemoryError: there is no memory.
         """
-        agent = self._tenure.connected()
-        return Replicated.begun(agent.link, self._tenure.lending, recipe, areas, self._handing.promise)
+        agent = self._agent_term.connected()
+        return ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
 
     def prepare(self, state: Any) -> None:
         """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""
-        self._handing.prepare(state)
+        self._transfer.prepare(state)
 
     def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
         """See `Writer.begin`: the layers are copied to the agent's buffer. `direct` it cannot be."""
         if direct:
             raise UsageError("direct: an agent's writer copies into the agent's memory; leave it out")
-        return self._handing.begin(state, step, layers)
+        return self._transfer.begin(state, step, layers)
 
     # -- everything else
 
@@ -229,7 +229,7 @@ class AgentWriter(Writer):
     def _wait(self) -> None:
         """See `Writer.wait`."""
         self._call("wait")
-        self._tenure.failures.raise_unseen()
+        self._agent_term.failures.raise_unseen()
 
     def _poll(self) -> None:
         """See `Writer.poll`."""
@@ -248,14 +248,14 @@ class AgentWriter(Writer):
     def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`."""
         self._call("wait")
-        self._tenure.failures.raise_unseen()
-        return self._tenure.go_back(self._call("rollback", ref=text_of(ref)))
+        self._agent_term.failures.raise_unseen()
+        return self._agent_term.go_back(self._call("rollback", ref=text_of(ref)))
 
     def _call(self, do: str, **fields: Any) -> dict[str, Any]:
-        self._tenure.check_open()
-        self._handing.settle()
-        self._tenure.beside.submit(lambda: None).result()  # what is being filled layer by layer is handed over first
-        return self._tenure.connected().link.call(do, **fields)
+        self._agent_term.check_open()
+        self._transfer.settle()
+        self._agent_term.beside.submit(lambda: None).result()  # layers that are being copied are handed over first
+        return self._agent_term.connected().link.call(do, **fields)
 
     @warns_last
     def close(self) -> None:
@@ -264,32 +264,32 @@ class AgentWriter(Writer):
         Of one of many ranks it may stay, for a while, where a state is in memory alone: until it knows which of these
         the other ranks have, whose trainers have not ended yet. Nobody waits for that here.
         """
-        if self._tenure.is_forked:
+        if self._agent_term.is_forked:
             return  # a fork: threads and connection are the parent's
         if self._interrupted or isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
             steps = self._unfinished()
-            self._tenure.give_up()  # one Ctrl-C is enough where nobody would answer
+            self._agent_term.give_up()  # one Ctrl-C is enough where nobody would answer
             if lost := [step for step in steps if step not in self._unfinished()]:
                 interpreter_exit.interrupted(self, lost)
         interpreter_exit.await_end(self, interrupted=self._interrupted)
-        self._handing.abandon()
-        self._tenure.beside.shutdown()
-        self._handing.close()
-        self._tenure.gone()
+        self._transfer.abandon()
+        self._agent_term.beside.shutdown()
+        self._transfer.close()
+        self._agent_term.gone()
         interpreter_exit.forget(self)
-        self._tenure.failures.raise_unseen()
+        self._agent_term.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
         """Take no more saves -> done when every earlier one is, and the term is closed."""
-        return self._tenure.end()
+        return self._agent_term.end()
 
     def _unfinished(self) -> list[int]:
         """The steps that are on their way, ascending (`host.interpreter_exit`)."""
-        return self._tenure.saves.pending()
+        return self._agent_term.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
         """The steps that failed and nobody has asked for (`host.interpreter_exit`)."""
-        return sorted(self._tenure.failures.take(), key=lambda one: one[0])
+        return sorted(self._agent_term.failures.take(), key=lambda one: one[0])
 
     def _settle(self) -> None:
         """The agent does that by itself."""

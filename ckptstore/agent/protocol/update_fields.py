@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptstore.agent.forms import Layout, number, number_form, whole_number
+from ckptstore.agent.protocol.message_fields import StateLayout, number, number_form, whole_number
 from ckptstore.errors import AgentError
 from ckptstore.formats import dtypes
 from ckptstore.formats.optim import KINDS, Optimizer, SparseGradient, Step, listed
@@ -47,7 +47,7 @@ class Packed:
         return [(source, memory[start : start + source.nbytes]) for source, start in self.pieces]
 
 
-def updates_form(updates: Sequence[Update], layout: Layout, packed: Packed) -> dict[str, Any]:
+def updates_form(updates: Sequence[Update], layout: StateLayout, packed: Packed) -> dict[str, Any]:
     """Updates as JSON: settings and numbers that many parameters have alike are said once.
 
     Args:
@@ -98,7 +98,7 @@ def _gradient_form(gradient: TensorSource | SparseGradient | None, packed: Packe
     return ["dense", packed.put(gradient)]
 
 
-def read_updates(form: Any, layout: Layout, memory: Bytes) -> list[Update]:
+def read_updates(form: Any, layout: StateLayout, memory: Bytes) -> list[Update]:
     """Updates back, their gradients views of `memory`.
 
     Raises:
@@ -151,7 +151,7 @@ def _array(form: Any, memory: Bytes) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
+class _GradientPiece:
     """What `HostTensor` asks of a source."""
 
     dtype: str
@@ -166,4 +166,4 @@ def _piece(dtype: Any, shape: Any, start: Any, memory: Bytes, make: Callable[[An
     first = whole_number(start)
     if first % _LINE or first + nbytes > len(memory):
         raise AgentError(f"a gradient at bytes {first} to {first + nbytes} of {len(memory)}")
-    return make(_Piece(str(dtype), sizes, nbytes), memory[first : first + nbytes])
+    return make(_GradientPiece(str(dtype), sizes, nbytes), memory[first : first + nbytes])

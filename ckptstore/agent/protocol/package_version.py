@@ -13,7 +13,7 @@ __all__ = ["other_package", "package"]
 
 def package() -> dict[str, str]:
     """Version and folder of this process's package."""
-    return {"version": __version__, "location": str(Path(__file__).resolve().parents[1])}
+    return {"version": __version__, "location": str(Path(__file__).resolve().parents[2])}
 
 
 def other_package(greeting: Mapping[str, Any]) -> str | None:

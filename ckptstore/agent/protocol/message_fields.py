@@ -28,8 +28,8 @@ from ckptstore.write.options import WriterOptions
 from ckptstore.write.steps.batcher import DiffOptions
 
 __all__ = [
-    "Form",
-    "Layout",
+    "StateLayout",
+    "TensorForm",
     "error_form",
     "info_form",
     "labels_form",
@@ -87,7 +87,7 @@ def number(value: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorForm:
     """A tensor without its bytes; `global_shape` and `offset` are those of a shard."""
 
     name: str
@@ -115,17 +115,17 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """The tensors of a state in access order, and where they lie in memory."""
 
-    tensors: tuple[Form, ...]
+    tensors: tuple[TensorForm, ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorSource]) -> Layout:
+    def of(cls, tensors: Mapping[str, TensorSource]) -> StateLayout:
         """Of a state that was taken apart."""
         return cls(
             tuple(
-                Form(name, source.dtype, tuple(source.shape), source.origin, *place_of(source))
+                TensorForm(name, source.dtype, tuple(source.shape), source.origin, *place_of(source))
                 for name, source in tensors.items()
             )
         )
@@ -147,19 +147,19 @@ class Layout:
         return [one.row() for one in self.tensors]
 
 
-def read_layout(rows: Any) -> Layout:
+def read_layout(rows: Any) -> StateLayout:
     """A layout back. Raises `AgentError`: names twice, unknown dtypes, sizes that no state has."""
-    found: list[Form] = []
+    found: list[TensorForm] = []
     for row in rows if isinstance(rows, list) else [rows]:
         name, dtype, shape, origin, global_shape, offset = row
         if type(name) is not str or origin not in ("torch", "numpy"):
             raise AgentError(f"tensor {name!r:.80} of {origin!r:.20}")
         sizes = _sizes(shape)
         whole = None if global_shape is None else _sizes(global_shape)
-        found.append(Form(name, str(dtype), sizes, origin, whole, None if offset is None else _sizes(offset)))
+        found.append(TensorForm(name, str(dtype), sizes, origin, whole, None if offset is None else _sizes(offset)))
         if found[-1].nbytes > _MOST:
             raise AgentError(f"tensor {name!r:.80} of {found[-1].nbytes} bytes")
-    layout = Layout(tuple(found))
+    layout = StateLayout(tuple(found))
     if len(layout.numbers) != len(found):
         raise AgentError("two tensors of one name")
     if layout.plan.size > _MOST:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from ckptstore.agent.forms import read_error
-from ckptstore.agent.frames import Channel, End, Message
-from ckptstore.agent.stopped import state_of, stopped
+from ckptstore.agent.client.process_state import state_of, stopped
+from ckptstore.agent.protocol.frames import Channel, End, Message
+from ckptstore.agent.protocol.message_fields import read_error
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, AgentSilentError
 from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import warn
 
-__all__ = ["Link", "SilentAgentWarning"]
+__all__ = ["AgentLink", "SilentAgentWarning"]
 
 LOOK_SECONDS: Final = 1.0
 """Seconds between two looks at a process that says nothing."""
@@ -28,14 +28,14 @@ SAID_SECONDS: Final = 5.0
 PATIENT_SECONDS: Final = 60.0
 """Seconds for which it is stopped when what waits for it fails. One that runs is waited for as long as it takes."""
 _LOG: Final = logging.getLogger("ckptstore.agent")
-_open: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
+_open: Final[weakref.WeakSet[AgentLink]] = weakref.WeakSet()
 
 
 class SilentAgentWarning(UserWarning):
     """The agent does not answer: it is stopped, or has been silent for long. Names process, state and remedy."""
 
 
-class Link:
+class AgentLink:
     """One connection. Any thread asks; a thread of its own hears, and looks at the process while it says nothing.
 
     Attributes:
@@ -65,7 +65,7 @@ class Link:
         self._over = threading.Event()
         self.silent: str | None = None
         self.quiet: Callable[[AgentSilentError], None] = lambda _: None
-        self.late: Callable[[Link, Message], None] = lambda _, __: None
+        self.late: Callable[[AgentLink, Message], None] = lambda _, __: None
         self._abandoned: set[int] = set()
         self._heard = time.monotonic()
         self._stopped_since: float | None = None

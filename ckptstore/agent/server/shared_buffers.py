@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.agent.shared import SharedMemory
+from ckptstore.agent.protocol.shared_memory import SharedMemory
 from ckptstore.errors import AgentError
 from ckptstore.host.prefault import populate
 
-__all__ = ["Buffer", "Pool"]
+__all__ = ["SharedBuffer", "SharedBuffers"]
 
 _PASSED: Final = 4
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
+class SharedBuffer:
     """A piece of shared memory.
 
     Attributes:
@@ -47,7 +47,7 @@ class Buffer:
         return not self.lent and not self.holders
 
 
-class Pool:
+class SharedBuffers:
     """Buffers for states, of which so many may be in flight, and buffers for what goes with them (gradients).
 
     A state is in flight from the moment that its buffer is lent until it has landed: durable or lost.
@@ -60,12 +60,12 @@ class Pool:
         """
         self._limit = limit
         self._flying = 0
-        self._buffers: dict[int, Buffer] = {}
+        self._buffers: dict[int, SharedBuffer] = {}
         self._next = 0
-        self._waiting: deque[tuple[int, Callable[[Buffer | MemoryError], None]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[SharedBuffer | MemoryError], None]]] = deque()
         self._lock = threading.RLock()
 
-    def lend(self, nbytes: int, lent: Callable[[Buffer | MemoryError], None]) -> None:
+    def lend(self, nbytes: int, lent: Callable[[SharedBuffer | MemoryError], None]) -> None:
         """Lend a buffer for a state: now, or once fewer than the limit are in flight.
 
         Args:
@@ -75,7 +75,7 @@ class Pool:
             self._waiting.append((nbytes, lent))
         self._serve()
 
-    def lend_beside(self, nbytes: int) -> Buffer:
+    def lend_beside(self, nbytes: int) -> SharedBuffer:
         """Lend a buffer for what goes with a state.
 
         Raises:
@@ -87,7 +87,7 @@ class Pool:
                 raise AgentError("too many buffers are lent: give back or save what was lent")
             return self._taken(nbytes)
 
-    def take(self, nbytes: int) -> Buffer:
+    def take(self, nbytes: int) -> SharedBuffer:
         """A buffer for a state that is made here: as if it were lent, until it is taken or given back.
 
         Raises:
@@ -106,7 +106,7 @@ class Pool:
                 if not self._waiting or self._flying >= self._limit:
                     return
                 nbytes, lent = self._waiting.popleft()
-                found: Buffer | MemoryError
+                found: SharedBuffer | MemoryError
                 try:
                     found = self._taken(nbytes)
                 except MemoryError as error:
@@ -116,7 +116,7 @@ class Pool:
                     self._flying += 1
             lent(found)
 
-    def _taken(self, nbytes: int) -> Buffer:
+    def _taken(self, nbytes: int) -> SharedBuffer:
         fitting = [one for one in self._buffers.values() if one.idle and nbytes <= one.nbytes <= 2 * nbytes + (1 << 20)]
         buffer = min(fitting, key=lambda one: one.nbytes) if fitting else self._made(nbytes)
         # What nobody has wanted for long is of a state that has changed its size.
@@ -128,8 +128,8 @@ class Pool:
         buffer.lent, buffer.passed = True, 0
         return buffer
 
-    def _made(self, nbytes: int) -> Buffer:
-        buffer = Buffer(self._next, SharedMemory.made(nbytes))
+    def _made(self, nbytes: int) -> SharedBuffer:
+        buffer = SharedBuffer(self._next, SharedMemory.made(nbytes))
         self._next += 1
         self._buffers[buffer.number] = buffer
         return buffer
@@ -145,19 +145,19 @@ class Pool:
             except MemoryError:
                 return  # whoever needs it will say so
 
-    def lent(self, number: int) -> Buffer:
+    def lent(self, number: int) -> SharedBuffer:
         """The buffer of that number, which the trainer has. Raises `AgentError` if it has not."""
         buffer = self._buffers.get(number)
         if buffer is None or not buffer.lent:
             raise AgentError(f"buffer {number} is not lent")
         return buffer
 
-    def take_back(self, buffer: Buffer) -> None:
+    def take_back(self, buffer: SharedBuffer) -> None:
         """The trainer has filled it, and changes it no more: whoever needs it holds it."""
         with self._lock:
             buffer.lent = False
 
-    def hold(self, buffer: Buffer) -> Callable[[], None]:
+    def hold(self, buffer: SharedBuffer) -> Callable[[], None]:
         """One more needs its contents -> what says that it needs them no more; a second time does nothing."""
         with self._lock:
             buffer.holders += 1
@@ -173,7 +173,7 @@ class Pool:
 
         return free
 
-    def landed(self, buffer: Buffer) -> None:
+    def landed(self, buffer: SharedBuffer) -> None:
         """The state in a buffer is not in flight any more, if it was."""
         with self._lock:
             if not buffer.flying:
@@ -182,7 +182,7 @@ class Pool:
             self._flying -= 1
         self._serve()
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: SharedBuffer) -> None:
         """The trainer has not filled it."""
         self.take_back(buffer)
         self.landed(buffer)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, Self
 
-from ckptstore.agent.kept import ALONE, DURABLE, Standing
-from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
-from ckptstore.agent.parting import Parting, parting_of
-from ckptstore.agent.place import Place
-from ckptstore.agent.rank_job import MAILBOX_ENDING, RankJob, place_name
+from ckptstore.agent.protocol.agent_address import AgentAddress
+from ckptstore.agent.protocol.rank_job import MAILBOX_ENDING, RankJob, place_name
+from ckptstore.agent.server.agent_snapshot import ALONE, DURABLE, Durability
+from ckptstore.agent.server.shutdown_wait import ShutdownWait, shutdown_wait_of
+from ckptstore.agent.server.socket_mailbox import RemoteMailbox, ServedMailbox
 from ckptstore.errors import (
     AgentLostError,
     CkptError,
@@ -54,12 +54,12 @@ class RankSaves:
 
     Attributes:
         writer: it. `drain` before a call that is about the states that were given.
-        parting: how long it waits for the other agents when it is given no more.
+        shutdown_wait: how long it waits for the other agents when it is given no more.
         last: the highest step that was given.
     """
 
     def __init__(
-        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, parting: Parting
+        self, writer: RankWriter, mailbox: ServedMailbox | RemoteMailbox, group: Group, *, shutdown_wait: ShutdownWait
     ) -> None:
         """
         Args:
@@ -68,7 +68,7 @@ class RankSaves:
         self.writer = writer
         self._mailbox = mailbox
         self._group = group
-        self.parting = parting
+        self.shutdown_wait = shutdown_wait
         self.last = -1
         # Who agrees with other ranks waits for them; the agent's trainer must not.
         self._thread = started_pool(1, "ckptstore-agent-rank")
@@ -83,7 +83,7 @@ class RankSaves:
         environment: Mapping[str, Any],
         lost: Callable[[str], None],
         alive: Callable[[], bool],
-        parting: Parting | None = None,
+        shutdown_wait: ShutdownWait | None = None,
     ) -> Self:
         """Meet the other ranks' agents, and open the term with them.
 
@@ -91,7 +91,7 @@ class RankSaves:
             parent: as for `Store.writer`; rank 0's counts.
             lost: is told why the agents are not complete any more, by a thread.
             alive: whether somebody is there who wants the term: else none is begun.
-            parting: see `__init__`; None: `parting_of` without a successor.
+            shutdown_wait: see `__init__`; None: `shutdown_wait_of` without a successor.
 
         Raises:
             as `open_rank_writer`; `AgentLostError`, `MailboxError`: another agent is gone.
@@ -108,7 +108,7 @@ class RankSaves:
             checks.append(served.check)
             group = Group(0, job.size, served.box, ended)
         else:
-            place = Place(job.url, place_name(job.name, 0))
+            place = AgentAddress(job.url, place_name(job.name, 0))
             connection = place.connect(MAILBOX_ENDING)
             place.close()
             if connection is None:
@@ -117,9 +117,9 @@ class RankSaves:
             group = Group(job.rank, job.size, remote, ended)
         writer = open_rank_writer(store.journal, parent, group, options, job.options, environment=environment)
         del checks[0]  # from here on what a trainer has given is written, also when it is gone
-        if parting is None:
-            parting = parting_of(job.options.timeout)
-        return cls(writer, mailbox, group, parting=parting)
+        if shutdown_wait is None:
+            shutdown_wait = shutdown_wait_of(job.options.timeout)
+        return cls(writer, mailbox, group, shutdown_wait=shutdown_wait)
 
     def adopt(
         self,
@@ -191,7 +191,7 @@ class RankSaves:
         self.writer.conclude(self.last)
 
     def agreed(
-        self, held: Mapping[int, Standing], *, waits: bool, held_up: Callable[[], None]
+        self, held: Mapping[int, Durability], *, waits: bool, held_up: Callable[[], None]
     ) -> tuple[int, bool] | None:
         """The newest step whose state the agents of all ranks hold, once no trainer gives more; the same on each.
 
@@ -210,12 +210,12 @@ class RankSaves:
             MissingRankError: another trainer is not gone, or its agent says nothing.
             AgentLostError, MailboxError: another agent is gone.
         """
-        self.parting.held_up = held_up
+        self.shutdown_wait.held_up = held_up
         keys = self._say("held", pack(sorted(held.items())))
         if not waits:
             return None
         every = [dict(unpack(letter, "held")) for letter in self._letters(keys)]
-        self.parting.held_up = None  # all have come: what follows takes no longer than writing
+        self.shutdown_wait.held_up = None  # all have come: what follows takes no longer than writing
         common = set(held).intersection(*every)
         if not common:
             return None
@@ -244,7 +244,7 @@ class RankSaves:
     def _letters(self, keys: list[str], at_least: float = 0.0) -> list[bytes]:
         """The letters of all ranks, for which there are so many seconds at least."""
         box = self._group.mailbox
-        if not self.parting.wait(lambda: box.has(keys), self._group.ended, at_least=at_least):
+        if not self.shutdown_wait.wait(lambda: box.has(keys), self._group.ended, at_least=at_least):
             missing = [str(rank) for rank, key in enumerate(keys) if not box.has([key])]
             raise MissingRankError(
                 f"rank {', '.join(missing[:8])} has not ended, or its agent has not said so, in time"

@@ -19,7 +19,7 @@ from typing import Final
 from ckptstore.errors import AgentBusyError, AgentError
 from ckptstore.formats.checksums import xxh3_128
 
-__all__ = ["Place", "runtime_folder"]
+__all__ = ["AgentAddress", "runtime_folder"]
 
 _VARIABLE: Final = "CKPTSTORE_RUNTIME_DIR"
 _BACKLOG: Final = 8
@@ -51,7 +51,7 @@ def runtime_folder() -> Path:
     return folder
 
 
-class Place:
+class AgentAddress:
     """Where the agent of one trainer is found.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The trainer's side of a replica: areas that it fills with gradients, steps that the agent is told of, and its word.
 
 An answer comes when the agent has taken the step, so the trainer knows a little later whether its arithmetic was right.
-Where it was not, or anything else went wrong, `Replicated.lost` says so from then on, and a whole state is due.
+Where it was not, or anything else went wrong, `ReplicaClient.lost` says so from then on, and a whole state is due.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeAlias
 
-from ckptstore.agent.forms import labels_form
-from ckptstore.agent.frames import Message
-from ckptstore.agent.lending import Lending, Lent
-from ckptstore.agent.link import Link
-from ckptstore.agent.recipes import Recipe
+from ckptstore.agent.client.agent_link import AgentLink
+from ckptstore.agent.client.buffer_client import BorrowedBuffer, BufferClient
+from ckptstore.agent.protocol.frames import Message
+from ckptstore.agent.protocol.message_fields import labels_form
+from ckptstore.agent.protocol.replica_recipe import Recipe
 from ckptstore.errors import AgentError, AgentLostError
 from ckptstore.formats.state import FlatState
 from ckptstore.write.ledger import Labels, PendingSave
 
-__all__ = ["AREAS", "Failed", "Promise", "Replicated", "Step"]
+__all__ = ["AREAS", "Failed", "Promise", "ReplicaClient", "ReplicaStep"]
 
 AREAS: Final = 3
 """One that is filled, and two for an agent that is behind."""
@@ -32,7 +32,7 @@ Promise: TypeAlias = Callable[[FlatState, int, float], tuple[PendingSave, Failed
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplicaStep:
     """What the agent is told of a step, beside what is in its area.
 
     Attributes:
@@ -55,7 +55,7 @@ class Step:
     began: float
 
 
-class Replicated:
+class ReplicaClient:
     """A replica, as the trainer sees it. The script's thread uses it; answers come by another.
 
     Attributes:
@@ -63,7 +63,9 @@ class Replicated:
         lost: why the next state has to be handed over whole; None: the agent follows.
     """
 
-    def __init__(self, link: Link, number: int, recipe: Recipe, areas: Sequence[Lent], promise: Promise) -> None:
+    def __init__(
+        self, link: AgentLink, number: int, recipe: Recipe, areas: Sequence[BorrowedBuffer], promise: Promise
+    ) -> None:
         """Use `begun`."""
         self.recipe = recipe
         self.lost: str | None = None
@@ -77,16 +79,16 @@ class Replicated:
         self._changed = threading.Condition()
 
     @classmethod
-    def begun(cls, link: Link, lending: Lending, recipe: Recipe, areas: int, promise: Promise) -> Self:
+    def begun(cls, link: AgentLink, buffers: BufferClient, recipe: Recipe, areas: int, promise: Promise) -> Self:
         """Tell the agent.
 
         Raises:
             AgentError, MemoryError: it cannot.
         """
-        known = lending.number_of(link, recipe.layout)
-        lent: list[Lent] = []
+        known = buffers.number_of(link, recipe.layout)
+        lent: list[BorrowedBuffer] = []
         try:
-            lent.extend(lending.lend_beside(link, recipe.nbytes) for _ in range(areas))
+            lent.extend(buffers.lend_beside(link, recipe.nbytes) for _ in range(areas))
             numbers = [one.number for one in lent]
             answer = link.call("replica", layout=known, recipe=recipe.form(), areas=numbers)
             return cls(link, answer["replica"], recipe, lent, promise)
@@ -112,14 +114,14 @@ class Replicated:
             found, self._differing = self._differing, []
         return found
 
-    def area(self, *, wait: bool) -> Lent | None:
+    def area(self, *, wait: bool) -> BorrowedBuffer | None:
         """An area to be filled. None: none is free, or (with `wait`) none ever will be."""
         with self._changed:
             while wait and not self._free and self.lost is None:
                 self._changed.wait()
             return self._free.pop() if self._free else None
 
-    def leave(self, area: Lent) -> None:
+    def leave(self, area: BorrowedBuffer) -> None:
         """It is not needed after all."""
         with self._changed:
             if not self._closed:
@@ -128,7 +130,7 @@ class Replicated:
                 return
         area.give_back()
 
-    def advance(self, area: Lent, told: Step) -> PendingSave | None:
+    def advance(self, area: BorrowedBuffer, told: ReplicaStep) -> PendingSave | None:
         """Say that an area is filled: the agent takes the step -> its save; None: it is in memory alone.
 
         Raises:
@@ -154,7 +156,7 @@ class Replicated:
         self._ask("persist", {"step": step} | labels_form(labels), failed, None)
         return pending
 
-    def _ask(self, do: str, body: Mapping[str, Any], failed: Failed | None, area: Lent | None) -> None:
+    def _ask(self, do: str, body: Mapping[str, Any], failed: Failed | None, area: BorrowedBuffer | None) -> None:
         epoch = self._epoch
 
         def answered(answer: Future[Message]) -> None:

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptstore.agent.digests import hash_of
-from ckptstore.agent.keeper import Keeper
-from ckptstore.agent.kept import ALONE, Kept
-from ckptstore.agent.ranks import RankSaves
+from ckptstore.agent.protocol.state_hash import hash_of
+from ckptstore.agent.server.agent_snapshot import ALONE, AgentSnapshot
+from ckptstore.agent.server.rank_saves import RankSaves
+from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import CkptError
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
@@ -20,13 +20,13 @@ from ckptstore.write.steps.updates import Update
 __all__ = ["RankKeeper"]
 
 
-class RankKeeper(Keeper):
+class RankKeeper(SnapshotKeeper):
     """What the agent of one rank of many keeps."""
 
     def __init__(self, store: Store, saves: RankSaves, max_in_flight: int) -> None:
-        super().__init__(store, saves.writer, max_in_flight, saves.parting)
+        super().__init__(store, saves.writer, max_in_flight, saves.shutdown_wait)
         self._saves = saves
-        self._parted = False
+        self._agreed_on_last = False
 
     def _adopt(
         self,
@@ -45,32 +45,32 @@ class RankKeeper(Keeper):
         self._saves.drain()
 
     def rollback(self, ref: str) -> CheckpointInfo:
-        """See `Keeper.rollback`."""
+        """See `SnapshotKeeper.rollback`."""
         parent = super().rollback(ref)
         self._saves.last = parent.step
         return parent
 
     def forgo(self, step: int, why: BaseException) -> None:
-        """See `Keeper.forgo`."""
+        """See `SnapshotKeeper.forgo`."""
         self._saves.forgo(step, why)
 
     def replicates(self) -> None:
-        """See `Keeper.replicates`. Two states are kept: another rank may be a step behind when it ends."""
+        """See `SnapshotKeeper.replicates`. Two states are kept: another rank may be a step behind when it ends."""
         self._keeps_two = True
 
     def persist_quietly(self) -> None:
         """Does nothing: all ranks write the same steps, which `settle` and `close` agree on."""
 
-    def hash_of(self, kept: Kept) -> str:
+    def hash_of(self, kept: AgentSnapshot) -> str:
         """The hash of the newest state in memory: the store has that of all ranks' states together."""
         return hash_of(kept.flat, self.workers)
 
     def settle(self) -> None:
-        """See `Keeper.settle`."""
+        """See `SnapshotKeeper.settle`."""
         self.pool.recall()
-        self._part(lambda: None)
+        self._agree_on_last(lambda: None)
 
-    def _part(self, held_up: Callable[[], None]) -> None:
+    def _agree_on_last(self, held_up: Callable[[], None]) -> None:
         """This rank is given no more: of the states that are kept, keep the newest that all ranks' agents have.
 
         If that is in memory alone all of them write it.
@@ -79,11 +79,11 @@ class RankKeeper(Keeper):
             held_up: see `RankSaves.agreed`.
         """
         self._saves.conclude()
-        with contextlib.suppress(CkptError):  # told to nobody: `Kept.durable` says what became of the newest
+        with contextlib.suppress(CkptError):  # told to nobody: `AgentSnapshot.durable` says what became of the newest
             self.wait()
-        if self._parted:
+        if self._agreed_on_last:
             return
-        self._parted = True
+        self._agreed_on_last = True
         held = {one.step: one for one in (self._before, self.newest) if one is not None}
         for one in held.values():
             if one.pending is not None:
@@ -103,7 +103,7 @@ class RankKeeper(Keeper):
         elif waits and newest is not None and newest.standing == ALONE:
             self.lost = f"step {newest.step} was in memory alone, and is not written: {why}"
 
-    def _go_back_to(self, kept: Kept) -> None:
+    def _go_back_to(self, kept: AgentSnapshot) -> None:
         """Keep one of two states: no other rank has the newer one, nor can it have any more."""
         newest = self.newest
         if newest is not None and newest is not kept:
@@ -122,13 +122,13 @@ class RankKeeper(Keeper):
             self.lost = f"step {newest.step} was in memory alone, and could not be written: {why}"
 
     def close(self, held_up: Callable[[], None] = lambda: None) -> None:
-        """See `Keeper.close`. First the newest state is written that is in memory alone on all ranks."""
+        """See `SnapshotKeeper.close`. First the newest state is written that is in memory alone on all ranks."""
         try:
-            self._part(held_up)
+            self._agree_on_last(held_up)
             self._saves.close()
         finally:
             self._release()
 
     def leave(self, *, farewell: bool) -> None:
-        """See `Keeper.leave`."""
+        """See `SnapshotKeeper.leave`."""
         self._saves.leave(farewell=farewell)

@@ -1,4 +1,4 @@
-"""States handed over to an agent: a buffer is borrowed, filled, and given to it. What becomes of it `tenure` hears."""
+"""Copies states into an agent's buffers and hands them over. `agent_term` is told what becomes of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckptstore.agent.agent_save import AgentSave
-from ckptstore.agent.changes import Packed, updates_form
-from ckptstore.agent.forms import Layout, labels_form
-from ckptstore.agent.lending import Lent
-from ckptstore.agent.replicating import Failed
-from ckptstore.agent.starting import Started
-from ckptstore.agent.tenure import AgentRestartWarning, Tenure
+from ckptstore.agent.client.agent_launch import RunningAgent
+from ckptstore.agent.client.agent_save import AgentSave
+from ckptstore.agent.client.agent_term import AgentTerm
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
+from ckptstore.agent.client.replica_client import Failed
+from ckptstore.agent.protocol.message_fields import StateLayout, labels_form
+from ckptstore.agent.protocol.update_fields import Packed, updates_form
 from ckptstore.errors import AgentLostError
 from ckptstore.formats.checkpoint_ref import step_number
 from ckptstore.formats.state import FlatState, TensorSource
@@ -30,7 +30,7 @@ from ckptstore.write.options import WriterOptions
 from ckptstore.write.snapshot import copy_jobs
 from ckptstore.write.steps.updates import Explaining, Update, Updates
 
-__all__ = ["AgentRestartWarning", "Fill", "FilledByOwner", "HandingOver"]
+__all__ = ["Fill", "FilledByOwner", "StateTransfer"]
 
 Fill: TypeAlias = Callable[[Bytes, Sequence[int]], Sequence[Update]]
 """Copies a state to memory, each tensor to where it begins there (in their order) -> what the optimizers did."""
@@ -41,21 +41,21 @@ class FilledByOwner:
     """How a state is copied by its owner: what copies it, its layout, since when training has waited."""
 
     fill: Fill
-    layout: Layout
+    layout: StateLayout
     began: float | None
 
 
-class HandingOver:
-    """Brings states to the agent of a tenure, for the thread that trains."""
+class StateTransfer:
+    """Brings states to the agent of a agent_term, for the thread that trains."""
 
-    def __init__(self, tenure: Tenure, options: WriterOptions) -> None:
-        self._tenure = tenure
+    def __init__(self, agent_term: AgentTerm, options: WriterOptions) -> None:
+        self._agent_term = agent_term
         self._options = options
         self._copiers = started_pool(default_threads(), "ckptstore-copy")
         self._meter = Meter(options.on_metrics)
         self._begun: Begun | None = None
         self._explaining = Explaining(wanted=options.diffs is not None)
-        self._laid_out: tuple[Mapping[str, TensorSource], Layout] = ({}, Layout(()))
+        self._laid_out: tuple[Mapping[str, TensorSource], StateLayout] = ({}, StateLayout(()))
 
     # -- whole states
 
@@ -76,18 +76,18 @@ class HandingOver:
             as `AgentWriter.save_async`, and what `filling` raises.
         """
         if filling is None:
-            self._laid_out = {}, Layout(())  # who has planned no more lets go of its tensors
+            self._laid_out = {}, StateLayout(())  # who has planned no more lets go of its tensors
         step = step_number(step)
         began = time.monotonic() if filling is None or filling.began is None else filling.began
         agent, save, flat = self._admit(state, step, labels)
         save.begin(self._meter.begin(flat, step, began))
         try:
-            layout = Layout.of(flat.tensors) if filling is None else filling.layout
+            layout = StateLayout.of(flat.tensors) if filling is None else filling.layout
             lent = self._lend(agent, layout, save)
             save.measured.waited = lent.waited
             try:
                 # Prevents: a kill that costs more than `max_in_flight` saves; see `write.places`.
-                self._tenure.failures.raise_unseen()
+                self._agent_term.failures.raise_unseen()
                 if filling is not None:
                     updates = filling.fill(lent.memory, lent.offsets) or None
                 else:
@@ -102,30 +102,30 @@ class HandingOver:
             except BaseException:
                 lent.give_back()
                 raise
-            return self._tenure.pending(save)
+            return self._agent_term.pending(save)
         except BaseException as error:
             save.give_up(error)
             raise
         finally:
             save.measured.returned()
 
-    def layout_of(self, flat: FlatState) -> Layout:
+    def layout_of(self, flat: FlatState) -> StateLayout:
         """Of a state that its owner copies; the same dict of tensors has the layout that it had."""
         tensors, layout = self._laid_out
         if tensors is not flat.tensors:
-            layout = Layout.of(flat.tensors)
+            layout = StateLayout.of(flat.tensors)
             self._laid_out = flat.tensors, layout
         return layout
 
     def hold(self, flat: FlatState, step: int, labels: Labels) -> None:
         """Copy a state and hand it over, to be kept in memory alone. Raises as `AgentWriter.hold`."""
-        tenure = self._tenure
-        tenure.failures.raise_unseen()
-        agent = tenure.connected()
-        lent = tenure.lending.lend(agent.link, Layout.of(flat.tensors))
+        agent_term = self._agent_term
+        agent_term.failures.raise_unseen()
+        agent = agent_term.connected()
+        lent = agent_term.buffers.lend(agent.link, StateLayout.of(flat.tensors))
         try:
             self._copy(flat, lent)
-            tenure.inherited = None  # its memory may be filled again from now on
+            agent_term.inherited = None  # its memory may be filled again from now on
             lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
         except BaseException:
             lent.give_back()
@@ -133,62 +133,68 @@ class HandingOver:
 
     def prepare(self, state: Any) -> None:
         """Have as many buffers made and touched as may be filled at once."""
-        agent = self._tenure.connected()
+        agent = self._agent_term.connected()
         flat = self.flattened(state)
-        self._tenure.lending.prepare(agent.link, Layout.of(flat.tensors), 1 + self._options.max_in_flight)
+        self._agent_term.buffers.prepare(agent.link, StateLayout.of(flat.tensors), 1 + self._options.max_in_flight)
 
     def promise(self, flat: FlatState, step: int, began: float) -> tuple[PendingSave, Failed]:
         """A step that the agent is to write of its own memory -> its save, and who is told if that becomes nothing."""
-        tenure = self._tenure
-        tenure.check_open()
-        tenure.failures.raise_unseen()
-        save = tenure.begin_save(step, Labels())
+        agent_term = self._agent_term
+        agent_term.check_open()
+        agent_term.failures.raise_unseen()
+        save = agent_term.begin_save(step, Labels())
         save.begin(self._meter.begin(flat, step, began))
-        refused = tenure.expect(save)
+        refused = agent_term.expect(save)
         save.measured.returned()
-        return tenure.pending(save), refused
+        return agent_term.pending(save), refused
 
     def flattened(self, state: Any) -> FlatState:
         """A state, taken apart."""
-        return state if isinstance(state, FlatState) else bridge.flattened(state, sharded=self._tenure.rank is not None)
+        return (
+            state
+            if isinstance(state, FlatState)
+            else bridge.flattened(state, sharded=self._agent_term.rank is not None)
+        )
 
-    def _admit(self, state: Any, step: int, labels: Labels) -> tuple[Started, AgentSave, FlatState]:
+    def _admit(self, state: Any, step: int, labels: Labels) -> tuple[RunningAgent, AgentSave, FlatState]:
         """Everything that can be refused is refused here."""
-        tenure = self._tenure
-        tenure.check_open()
+        agent_term = self._agent_term
+        agent_term.check_open()
         self.settle()
-        tenure.failures.raise_unseen()
-        agent = tenure.connected()
-        tenure.saves.check(step)
+        agent_term.failures.raise_unseen()
+        agent = agent_term.connected()
+        agent_term.saves.check(step)
         flat = self.flattened(state)
-        return agent, tenure.begin_save(step, labels), flat
+        return agent, agent_term.begin_save(step, labels), flat
 
-    def _lend(self, agent: Started, layout: Layout, save: AgentSave) -> Lent:
-        tenure = self._tenure
+    def _lend(self, agent: RunningAgent, layout: StateLayout, save: AgentSave) -> BorrowedBuffer:
+        agent_term = self._agent_term
         try:
-            return tenure.lending.lend(agent.link, layout)
+            return agent_term.buffers.lend(agent.link, layout)
         except AgentLostError:
             # It died after it had been found alive: nothing is lost but this call's time.
-            agent = tenure.connected()
-            save.move(tenure.saves)
-            return tenure.lending.lend(agent.link, layout)
+            agent = agent_term.connected()
+            save.move(agent_term.saves)
+            return agent_term.buffers.lend(agent.link, layout)
 
-    def _copy(self, flat: FlatState, lent: Lent) -> None:
+    def _copy(self, flat: FlatState, lent: BorrowedBuffer) -> None:
         run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
 
-    def _send(self, lent: Lent, tree: Any, save: AgentSave, changes: dict[str, Any]) -> None:
+    def _send(self, lent: BorrowedBuffer, tree: Any, save: AgentSave, changes: dict[str, Any]) -> None:
         """Say that a buffer is filled, and what with: from now on it is the newest state."""
-        refused = self._tenure.expect(save)
-        self._tenure.inherited = None  # its memory may be filled again from now on
+        refused = self._agent_term.expect(save)
+        self._agent_term.inherited = None  # its memory may be filled again from now on
         try:
             lent.save({"step": save.step, "tree": tree, **labels_form(save.labels), **changes}, refused)
         except BaseException:
-            self._tenure.forget(save)
+            self._agent_term.forget(save)
             raise
 
     # -- what the optimizers did
 
-    def _changes(self, lent: Lent, updates: Updates | None, flat: FlatState) -> tuple[dict[str, Any], Lent | None]:
+    def _changes(
+        self, lent: BorrowedBuffer, updates: Updates | None, flat: FlatState
+    ) -> tuple[dict[str, Any], BorrowedBuffer | None]:
         """What the optimizers did, as a message says it, and the buffer with copies of the gradients."""
         found = self._explaining.found(updates, flat)
         if not found:
@@ -197,7 +203,7 @@ class HandingOver:
         form = updates_form(found, lent.layout, packed)
         if not packed.nbytes:
             return {"updates": form}, None
-        beside = self._tenure.lending.lend_beside(lent.link, packed.nbytes)
+        beside = self._agent_term.buffers.lend_beside(lent.link, packed.nbytes)
         try:
             shared_out(self._copiers, copy_jobs(packed.copies(beside.memory)), packed.nbytes)
         except BaseException:
@@ -212,9 +218,9 @@ class HandingOver:
         agent, save, flat = self._admit(state, step_number(step), Labels())
         try:
             checked_layers(flat, layers)
-            lent = self._lend(agent, Layout.of(flat.tensors), save)
+            lent = self._lend(agent, StateLayout.of(flat.tensors), save)
             try:
-                self._tenure.failures.raise_unseen()
+                self._agent_term.failures.raise_unseen()
             except BaseException:
                 lent.give_back()
                 raise
@@ -240,7 +246,7 @@ class HandingOver:
             finally:
                 save.measured.returned()
 
-        owner = Owner(hand_over, give_up, self._tenure.check_open)
+        owner = Owner(hand_over, give_up, self._agent_term.check_open)
         begun = LayeredSave(save.step, flat, layers, lent.snapshot(flat), self._copiers, owner)
         self._begun = Begun(begun)
         return begun
@@ -251,7 +257,7 @@ class HandingOver:
             self._begun.settle()
 
     def _layered(
-        self, lent: Lent, now: FlatState, save: AgentSave, updates: Updates | None, filling: Filling
+        self, lent: BorrowedBuffer, now: FlatState, save: AgentSave, updates: Updates | None, filling: Filling
     ) -> PendingSave:
         """Hand a layer-wise save over once its last layer is copied, which a thread waits for."""
         changes, beside = self._changes(lent, updates, now)
@@ -268,13 +274,13 @@ class HandingOver:
                 save.fail(error)
 
         try:
-            self._tenure.check_open()
-            self._tenure.beside.submit(work)
+            self._agent_term.check_open()
+            self._agent_term.beside.submit(work)
         except BaseException:
             if beside is not None:
                 beside.give_back()
             raise
-        return self._tenure.pending(save)
+        return self._agent_term.pending(save)
 
     # -- the end
 

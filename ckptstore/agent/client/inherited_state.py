@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from ckptstore.agent.digests import hash_of
-from ckptstore.agent.forms import Layout, read, read_layout, whole_number
-from ckptstore.agent.frames import Message
-from ckptstore.agent.shared import SharedMemory
+from ckptstore.agent.protocol.frames import Message
+from ckptstore.agent.protocol.message_fields import StateLayout, read, read_layout, whole_number
+from ckptstore.agent.protocol.shared_memory import SharedMemory
+from ckptstore.agent.protocol.state_hash import hash_of
 from ckptstore.errors import AgentError, CorruptionError
 from ckptstore.formats import dtypes
 from ckptstore.formats.segment import TensorEntry
@@ -23,7 +23,7 @@ from ckptstore.restore.load_targets import find_targets
 from ckptstore.restore.selection import select_from
 from ckptstore.write.snapshot import HostTensor, copy_jobs
 
-__all__ = ["Inherited", "inherit"]
+__all__ = ["Inherited", "read_inherited"]
 
 _SHARED: Final = 1 << 20
 _LINE: Final = 128
@@ -136,7 +136,7 @@ def _image(source: TensorSource) -> Bytes:
     return image
 
 
-def inherit(message: Message) -> Inherited:
+def read_inherited(message: Message) -> Inherited:
     """What an agent answers to ``newest``.
 
     Raises:
@@ -150,7 +150,7 @@ def inherit(message: Message) -> Inherited:
     shared.close()
 
     def made(form: dict[str, Any]) -> Inherited:
-        layout: Layout = read_layout(form["tensors"])
+        layout: StateLayout = read_layout(form["tensors"])
         tensors: dict[str, TensorSource] = {}
         for one, start in zip(layout.tensors, form["offsets"], strict=True):
             end = whole_number(start, 1 << 46) + one.nbytes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from ckptstore.agent.forms import Layout, read, whole_number
-from ckptstore.agent.pool import Buffer
+from ckptstore.agent.protocol.message_fields import StateLayout, read, whole_number
+from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.errors import AgentError
 from ckptstore.formats.state import TensorSource, unflatten
 from ckptstore.log.checkpoint_info import CheckpointInfo
@@ -16,9 +16,18 @@ from ckptstore.write.ledger import PendingSave
 from ckptstore.write.snapshot import HostTensor
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["ALONE", "DURABLE", "LOST", "Filled", "Kept", "Made", "Standing", "laid_out"]
+__all__ = [
+    "ALONE",
+    "DURABLE",
+    "LOST",
+    "AgentSnapshot",
+    "Durability",
+    "FilledBuffer",
+    "UnwrittenState",
+    "state_in_buffer",
+]
 
-Standing: TypeAlias = Literal["durable", "alone", "lost"]
+Durability: TypeAlias = Literal["durable", "alone", "lost"]
 DURABLE: Final = "durable"
 """It is in the store."""
 ALONE: Final = "alone"
@@ -28,7 +37,7 @@ LOST: Final = "lost"
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class FilledBuffer:
     """What the trainer says of a buffer that it has filled.
 
     Attributes:
@@ -41,7 +50,7 @@ class Filled:
     """
 
     buffer: int
-    layout: Layout
+    layout: StateLayout
     tree: Any
     metadata: Mapping[str, Any] | None = None
     tags: Sequence[str] = ()
@@ -50,8 +59,8 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A state that is in memory alone until it is written (`replica`): the agent has made it, or was given it so.
+class UnwrittenState:
+    """A state that is in memory alone until it is written: the agent has made it (`replica_replay`), or was given it.
 
     Attributes:
         step: its step.
@@ -61,14 +70,14 @@ class Made:
     """
 
     step: int
-    filled: Filled
-    buffer: Buffer
+    filled: FilledBuffer
+    buffer: SharedBuffer
     flat: LaidOutState
     updates: Sequence[Update]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class AgentSnapshot:
     """The newest state, or the one before.
 
     Attributes:
@@ -80,12 +89,12 @@ class Kept:
     """
 
     step: int
-    layout: Layout
-    buffer: Buffer
+    layout: StateLayout
+    buffer: SharedBuffer
     flat: LaidOutState
     pending: PendingSave | None
     free: Callable[[], None]
-    made: Made | None = None
+    made: UnwrittenState | None = None
 
     @property
     def durable(self) -> CheckpointInfo | None:
@@ -95,14 +104,14 @@ class Kept:
         return self.pending.result()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> Durability:
         """What may become of it, once its save has ended."""
         if self.durable is not None:
             return DURABLE
         return LOST if self.made is None else ALONE
 
 
-def laid_out(filled: Filled, buffer: Buffer) -> LaidOutState:
+def state_in_buffer(filled: FilledBuffer, buffer: SharedBuffer) -> LaidOutState:
     """The state in a buffer. Raises `AgentError` if tree, layout and buffer do not fit together."""
     plan = filled.layout.plan
     if plan.size > buffer.nbytes:

@@ -1,6 +1,6 @@
 """The terms of one `AgentWriter`: the agent that keeps the newest, another one when that has died, what it tells.
 
-What becomes of steps that an agent has is known here; how states get to it is in `handing`.
+What becomes of steps that an agent has is known here; how states get to it is in `state_transfer`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any
 
-from ckptstore.agent.agent_save import AgentSave
-from ckptstore.agent.forms import read_error, read_info, read_warning
-from ckptstore.agent.frames import Message
-from ckptstore.agent.inherited import Inherited
-from ckptstore.agent.lending import Lending
-from ckptstore.agent.starting import Started
+from ckptstore.agent.client.agent_launch import RunningAgent
+from ckptstore.agent.client.agent_save import AgentSave
+from ckptstore.agent.client.buffer_client import BufferClient
+from ckptstore.agent.client.inherited_state import Inherited
+from ckptstore.agent.protocol.frames import Message
+from ckptstore.agent.protocol.message_fields import read_error, read_info, read_warning
 from ckptstore.errors import (
     AgentError,
     AgentLostError,
@@ -36,9 +36,9 @@ from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 
-__all__ = ["AgentRestartWarning", "Begin", "Tenure"]
+__all__ = ["AgentRestartWarning", "AgentTerm", "Begin"]
 
-Begin = Callable[[int, Callable[[dict[str, Any]], None], Callable[[BaseException], None]], Started]
+Begin = Callable[[int, Callable[[dict[str, Any]], None], Callable[[BaseException], None]], RunningAgent]
 """Starts another agent in place of one that died: the term that has to be the newest, what is told, what is lost."""
 
 
@@ -46,14 +46,14 @@ class AgentRestartWarning(UserWarning):
     """The agent had died; another one is started, and its first checkpoint is a full."""
 
 
-class Tenure:
+class AgentTerm:
     """The term that an agent keeps for this process; another one after `rollback`, and after the agent had died.
 
     Attributes:
         url, term, parent, rank, inherited: see `AgentWriter`.
         saves: the term's steps, as their savers know them.
         failures: what failed unseen, in this term and in those before.
-        lending: the agent's buffers.
+        buffers: the agent's buffers.
         beside: a thread for what waits, for those who must not.
     """
 
@@ -66,10 +66,10 @@ class Tenure:
         self.inherited: Inherited | None = None
         self.failures = Failures()
         self.saves = Saves(-1, None, self.failures)
-        self.lending = Lending()
+        self.buffers = BufferClient()
         self.beside = started_pool(1, "ckptstore-agent-beside")
         self._begin = begin
-        self._agent: Started | None = None
+        self._agent: RunningAgent | None = None
         self._over: WriterError | None = None
         self._jobs: dict[int, AgentSave] = {}
         self._process = os.getpid()
@@ -79,10 +79,10 @@ class Tenure:
 
     # -- the agent
 
-    def attach(self, agent: Started, inherited: Inherited | None) -> None:
+    def attach(self, agent: RunningAgent, inherited: Inherited | None) -> None:
         """Go on with an agent that has answered, and with what it has kept."""
         self._agent = agent
-        agent.link.quiet, agent.link.late = self.silent, self.lending.late
+        agent.link.quiet, agent.link.late = self.silent, self.buffers.late
         self.inherited = inherited
         self.parent = self._serve(agent.greeting)
 
@@ -100,7 +100,7 @@ class Tenure:
         return latest
 
     @property
-    def agent(self) -> Started:
+    def agent(self) -> RunningAgent:
         """That which has answered last, dead or alive."""
         assert self._agent is not None  # `attach` comes first
         return self._agent
@@ -110,7 +110,7 @@ class Tenure:
         """Whether this is a fork: threads and connection are its parent's."""
         return self._process != os.getpid()
 
-    def connected(self) -> Started:
+    def connected(self) -> RunningAgent:
         """The agent; another one where it has died, with a term of its own that begins with a full.
 
         Raises:
@@ -128,7 +128,7 @@ class Tenure:
                 "them, as when training is started again"
             )
             raise self._over
-        agent.gone()
+        agent.await_exit()
         try:
             following = self._begin(self.term, self.told, self.lost)
         except (FencedError, StoreReplacedError) as error:
@@ -136,10 +136,10 @@ class Tenure:
             raise
         lost, before = agent.link.lost, self.term
         self._agent = agent = following
-        agent.link.quiet, agent.link.late = self.silent, self.lending.late
+        agent.link.quiet, agent.link.late = self.silent, self.buffers.late
         self.inherited = None
         self._serve(following.greeting)
-        told = "".join(f"; {text}" for _, text in following.remarks())
+        told = "".join(f"; {text}" for _, text in following.warnings())
         warn(
             f"{self.url}: {lost}; term {before} is over, and an agent of term {self.term} goes on, with a full{told}",
             AgentRestartWarning,
@@ -228,7 +228,7 @@ class Tenure:
 
     def lost(self, error: BaseException) -> None:
         """The agent is gone; called by the thread that hears."""
-        self.lending.forget()
+        self.buffers.forget()
         for step in sorted(self._jobs.copy()):
             self._failed(step, error)
 
@@ -277,6 +277,6 @@ class Tenure:
         """Wait until the agent has ended, for a while; not for one that waits for those of other ranks."""
         if self._agent is not None:
             if self._stays:
-                self._agent.left()
+                self._agent.let_go()
             else:
-                self._agent.gone()
+                self._agent.await_exit()

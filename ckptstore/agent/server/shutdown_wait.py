@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Parting", "parting_of"]
+__all__ = ["ShutdownWait", "shutdown_wait_of"]
 
 _RESTARTED: Final = 60.0
 """Seconds for the others' trainers to be gone, where a successor of this one's says that the job was started again."""
@@ -22,7 +22,7 @@ _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.1
 
 
-class Parting:
+class ShutdownWait:
     """One agent's wait for the words of others, all of them together.
 
     Attributes:
@@ -87,7 +87,7 @@ class Parting:
         return self._until
 
 
-def parting_of(timeout: float, linger: float = 0.0, told: Callable[[], bool] = lambda: False) -> Parting:
+def shutdown_wait_of(timeout: float, linger: float = 0.0, told: Callable[[], bool] = lambda: False) -> ShutdownWait:
     """How long the agent of one of many ranks waits for the others when it is given no more.
 
     Args:
@@ -96,4 +96,4 @@ def parting_of(timeout: float, linger: float = 0.0, told: Callable[[], bool] = l
         told: whether it was told to end.
     """
     restarted = min(timeout / 2, _RESTARTED)  # whose other ranks wait for that successor
-    return Parting(max(linger, restarted), restarted, told)
+    return ShutdownWait(max(linger, restarted), restarted, told)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ckptstore.agent.place import Place, runtime_folder
-from ckptstore.agent.rank_job import MAILBOX_ENDING, RankJob
+from ckptstore.agent.protocol.agent_address import AgentAddress, runtime_folder
+from ckptstore.agent.protocol.rank_job import MAILBOX_ENDING, RankJob
 from ckptstore.errors import AgentBusyError, CkptError, FailedRankError, MissingRankError, RankMismatchError
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.finding import gathered, joined, say_here
@@ -26,15 +26,15 @@ from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
 from ckptstore.write.ranks.options import RankOptions
 from ckptstore.write.ranks.parts import pack, unpack
 
-__all__ = ["Kept", "Together"]
+__all__ = ["AgentRendezvous", "KeptStep"]
 
-Kept: TypeAlias = tuple[str, int, int]
+KeptStep: TypeAlias = tuple[str, int, int]
 """Run, term and step of a state in the memory of an agent."""
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _RankReport:
     """What a rank says of itself.
 
     Attributes:
@@ -47,21 +47,21 @@ class _Said:
     where: str
     size: int
     flaw: str | None
-    kept: Kept | None
+    kept: KeptStep | None
 
     def packed(self) -> bytes:
         """As a letter."""
         return pack([self.where, self.size, self.flaw, self.kept])
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> _Said:
+    def unpacked(cls, letter: bytes, where: str) -> _RankReport:
         """The inverse of `packed`."""
         place, size, flaw, kept = unpack(letter, where)
         return cls(place, size, flaw, None if kept is None else tuple(kept))
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class AgentRendezvous:
     """The ranks whose agents save together.
 
     Attributes:
@@ -76,10 +76,10 @@ class Together:
         self,
         url: str,
         name: str,
-        place: Place,
+        place: AgentAddress,
         listening: contextlib.ExitStack,
         flaw: BaseException | None,
-        kept: Kept | None,
+        kept: KeptStep | None,
     ) -> tuple[RankJob, bool]:
         """What this rank's agent has to know, once every rank is there -> and whether all have kept the same step.
 
@@ -96,7 +96,7 @@ class Together:
                 agent was begun.
         """
         group, base = self.group, f"ckptstore/agents/{xxh3_128(f'{url}{chr(0)}{name}'.encode())}"
-        said = _Said(_here(), group.size, None if flaw is None else f"{type(flaw).__name__}: {flaw}", kept)
+        said = _RankReport(_here(), group.size, None if flaw is None else f"{type(flaw).__name__}: {flaw}", kept)
         if group.rank:
             token, same = self._joined(base, said, flaw)
             return RankJob(group.rank, group.size, self.options, token, url, name), same
@@ -114,7 +114,7 @@ class Together:
         self._answer(base, session, [token.hex(), same, None])
         return RankJob(0, group.size, self.options, token, url, name, listener.fileno()), same
 
-    def _joined(self, base: str, said: _Said, flaw: BaseException | None) -> tuple[bytes, bool]:
+    def _joined(self, base: str, said: _RankReport, flaw: BaseException | None) -> tuple[bytes, bool]:
         """Another rank's side -> the token, and whether all have kept the same step."""
         session, _ = unpack(self._awaited(joined(self.group, base), self.options.timeout), "invite")
         say_here(self.group, base, session, said.packed())
@@ -136,11 +136,11 @@ class Together:
             raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was begun")
         return letter
 
-    def _gathered(self, base: str, session: str) -> dict[int, _Said]:
+    def _gathered(self, base: str, session: str) -> dict[int, _RankReport]:
         """Rank 0's side, until every other rank is there -> what they say."""
         told = "no agents were begun", "this"
         letters = gathered(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
-        return {rank: _Said.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}
+        return {rank: _RankReport.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}
 
     def _answer(self, base: str, session: str, answer: list[Any]) -> None:
         with contextlib.suppress(CkptError):  # who hears nothing gives up in time
@@ -153,7 +153,7 @@ def _here() -> str:
     return f"{_BOOT.read_text().strip()}/{folder.st_dev}/{folder.st_ino}"
 
 
-def _check(own: _Said, others: Mapping[int, _Said]) -> None:
+def _check(own: _RankReport, others: Mapping[int, _RankReport]) -> None:
     """Raise what keeps the ranks from having agents."""
     for rank, one in others.items():
         if one.flaw is not None:
