@@ -1,4 +1,4 @@
-"""The agent: a process of its own that owns buffers, term and newest state, and saves for a trainer; and its client.
+"""The agent: a separate process that owns buffers, term and newest state, and saves for a trainer. And its client.
 
 Imports `store`, `write`, `restore`, `segments` and what is below; importing the package itself imports nothing.
 """

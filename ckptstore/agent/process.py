@@ -1,7 +1,7 @@
-"""The agent's process, which `startup` starts with a socket that its trainer has made.
+"""Runs an agent's process from its trainer's ``start`` message to its end. `startup` passes the trainer's socket.
 
-It begins with the trainer's first message, ``start``, and ends when the trainer closes its writer, when it is told to
-(SIGTERM: what waits is written first), or when no successor has come within the time that it was given.
+The process ends when the trainer closes its writer, on SIGTERM (after pending saves are written), or when no successor
+of the trainer connects within ``linger_seconds``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _Why: TypeAlias = Callable[[], str | None]
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What the trainer that starts an agent wants of it."""
+    """The members of the ``start`` message."""
 
     url: str
     name: str
@@ -64,7 +64,9 @@ class _Start:
     @classmethod
     def of(cls, body: dict[str, Any]) -> _Start:
         if body["do"] != "start" or body["protocol"] != PROTOCOL:
-            raise AgentError(f"{body['do']!r:.20} of protocol {body['protocol']!r:.20}; {PROTOCOL} begins with start")
+            raise AgentError(
+                f"{body['do']!r:.20} of protocol {body['protocol']!r:.20}; version {PROTOCOL} begins with start"
+            )
         url, name = texts([body["url"], body["name"]])
         parent = body["parent"]
         if isinstance(parent, dict):
@@ -78,11 +80,11 @@ class _Start:
 
 
 class _Ending:
-    """Whether the agent was told to end (SIGTERM).
+    """Whether the agent has to end (SIGTERM, or a lost agent of another rank).
 
     Attributes:
-        wake: a descriptor that is readable from then on.
-        why: what has told it, beside a signal; None: a signal, or nothing yet.
+        wake: a descriptor that is readable once it has to.
+        why: the reason, if it is not a signal.
     """
 
     def __init__(self) -> None:
@@ -92,7 +94,7 @@ class _Ending:
         self._ends = reading, writing  # kept open
         self.why: str | None = None
         self.wake = reading.fileno()
-        signal.signal(signal.SIGTERM, lambda *_: None)  # what counts is the byte that follows
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup descriptor below is what counts
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -100,23 +102,23 @@ class _Ending:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def told(self) -> bool:
-        """Whether it was; for any thread."""
+        """Whether the agent has to end. Any thread may call it."""
         poll = select.poll()
         poll.register(self.wake, select.POLLIN)
         return bool(poll.poll(0))
 
     def end(self, why: str) -> None:
-        """Have the agent end; for any thread."""
+        """Make the agent end. Any thread may call it."""
         self.why = why
-        with contextlib.suppress(BlockingIOError):  # it is told so already
+        with contextlib.suppress(BlockingIOError):  # the byte is there already
             self._ends[1].send(b"!")
 
 
 class _Listener:
-    """Takes connections, in a thread: one trainer is served at a time, others are refused.
+    """Accepts connections in a thread. One trainer is served at a time; others are refused.
 
     Attributes:
-        serving: the trainer that is served; None: none is.
+        serving: the trainer that is served now; None: no trainer.
     """
 
     def __init__(self, place: AgentAddress, wake: int, serving: Channel) -> None:
@@ -135,7 +137,7 @@ class _Listener:
             except OSError:
                 return  # closed
             if peer_of(connection)[1] != os.getuid():
-                connection.close()  # root reaches it all the same, and has no business here
+                connection.close()  # root may connect in spite of the file mode
                 continue
             channel = Channel(connection, wake=self._wake)
             if not self._admitted(channel):
@@ -143,12 +145,12 @@ class _Listener:
                 channel.finish(1.0)
 
     def _admitted(self, channel: Channel) -> bool:
-        """Whether a trainer is served next: none is that is alive, and none waits that has not given up."""
+        """Accept a trainer as the next one -> False: a live trainer is served, or another one waits."""
         with self._lock:
             serving, before = self.serving, self._arrived
             if serving is not None and serving.alive():
                 return False
-            # Prevents: a trainer refused for one that hung up while this process was stopped.
+            # Prevents: a trainer refused because of one that hung up while this process was stopped.
             if before is not None and before.alive():
                 return False
             self._arrived = channel
@@ -159,11 +161,11 @@ class _Listener:
         return True
 
     def waits(self) -> bool:
-        """Whether a trainer has come that is not served yet; for any thread."""
+        """Whether a trainer has connected that is not served yet. Any thread may call it."""
         return self._arrived is not None
 
     def next(self, seconds: float) -> Channel | None:
-        """The next trainer; None: none has come within so many seconds, or the agent was told to end."""
+        """Wait for the next trainer; None: none came within `seconds`, or the agent has to end."""
         bell = self._bell.fileno()
         ready = select.select([bell, self._wake], [], [], seconds)[0]
         if bell not in ready or self._wake in ready:
@@ -174,7 +176,7 @@ class _Listener:
             return self.serving
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no more connections."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -191,7 +193,7 @@ _BUSY: Final = (
 def _opened(
     start: _Start, storage: dict[str, Any], channel: Channel, ending: _Ending
 ) -> tuple[SnapshotKeeper, list[list[str]]]:
-    """The store, open for writing -> what the agent keeps, and what there is to be warned of."""
+    """Open the store for writing -> the keeper of the agent's states, and warnings for the trainer."""
     keeper: SnapshotKeeper
     options = read("options", start.options, read_options)
     with warnings.catch_warnings(record=True) as caught:
@@ -199,8 +201,7 @@ def _opened(
         store = open_store(start.url, storage_options=storage)
         if start.run is not None and store.run != start.run:
             raise StoreReplacedError(
-                f"{start.url}: another run's store ({store.run}) is where that of run {start.run} was; nothing was "
-                "written"
+                f"{start.url}: holds the store of run {store.run} instead of run {start.run}; nothing was written"
             )
         if start.job is None:
             made = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
@@ -230,10 +231,10 @@ def _serve(
     told: list[list[str]],
     why: _Why,
 ) -> SessionEnd:
-    """Serve one trainer after another -> why it is over.
+    """Serve one trainer after another -> why the last session ended.
 
     Args:
-        why: what has made the agent end, if that is neither its trainer nor a signal.
+        why: returns why the agent ends, if neither its trainer nor a signal is the reason.
     """
     about: dict[str, Any] = {"options": start.options, "environment": start.environment}
     if start.job is not None:
@@ -248,21 +249,21 @@ def _serve(
         session.warn(category, str(message))
 
     warnings.simplefilter("always")
-    warnings.showwarning = show  # what the writer warns of is for the trainer to see
+    warnings.showwarning = show  # the trainer shows what the writer warns of
     try:
         channel.post({"re": 0, "pid": os.getpid(), "warnings": told, **session.greeting()})
         while (over := session.serve()) is SessionEnd.GONE:
             listener.serving = None
             waited = shutdown_wait.spent
             keeper.settle()
-            # What others were waited for is part of the time.
+            # The time that the agent waited for other ranks counts, too.
             successor = listener.next(max(0.0, start.linger - (shutdown_wait.spent - waited)))
             if successor is None:
                 break
             session = TrainerSession(keeper, successor, about)
         if over is not SessionEnd.CLOSED:
             keeper.persist_quietly()
-            with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
+            with contextlib.suppress(CkptError):  # a failed save was reported to the trainer, if it is there
                 keeper.close()
             if reasons := [one for one in (why(), keeper.lost) if one is not None]:
                 session.break_off(AgentLostError("; ".join(reasons)))
@@ -273,14 +274,14 @@ def _serve(
 
 
 def run(channel: Channel, ending: _Ending) -> int:
-    """Be an agent, for the trainer at the other end -> the exit status."""
+    """Run an agent for the trainer at the other end of `channel` -> the exit status."""
     found = channel.receive()
     if isinstance(found, End):
         return 0
     found.close()
     place: AgentAddress | None = None
     try:
-        storage = dict(found.body.pop("storage_options", {}))  # holds credentials: no part of what errors quote
+        storage = dict(found.body.pop("storage_options", {}))  # holds credentials, which errors must not quote
         start = read("start", found.body, _Start.of)
         place = AgentAddress(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
@@ -300,10 +301,10 @@ def run(channel: Channel, ending: _Ending) -> int:
 
 
 def main() -> int:
-    """What `startup` and ``python -m ckptstore.agent.process FD`` run."""
+    """Entry point of `startup` and of ``python -m ckptstore.agent.process FD``."""
     ending = _Ending()
     descriptor = int(sys.argv[1])
-    os.chdir("/")  # holds no mount busy but the store's
+    os.chdir("/")  # keeps no mount busy but the store's
     return run(Channel(socket.socket(fileno=descriptor), wake=ending.wake), ending)
 
 

@@ -1,7 +1,7 @@
-"""Where an agent's process begins: ``python -P startup.py FD PATHS``, started by its trainer.
+"""The script with which a trainer starts an agent's process: ``python -P startup.py FD PATHS``.
 
-It is run as a file, so that the package is the trainer's own, wherever that was imported from. ``-P`` and the order of
-`sys.path` keep the trainer's files (a ``random.py``) from taking the place of Python's modules.
+The trainer runs it as a file, so the agent runs the trainer's own package, wherever that was imported from. ``-P`` and
+the order of `sys.path` keep a file of the trainer (a ``random.py``) from replacing one of Python's modules.
 """
 
 import importlib.util
@@ -11,13 +11,13 @@ from pathlib import Path
 
 
 def _package() -> None:
-    """Import the package of which this file is a part, whatever else `sys.path` has under its name."""
+    """Import the package that this file belongs to, even if `sys.path` has another of the same name."""
     folder = Path(__file__).resolve().parents[1]
     found = importlib.util.spec_from_file_location(
         folder.name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if found is None or found.loader is None:
-        raise ImportError(f"{folder}: no package")
+        raise ImportError(f"{folder}: not a package")
     module = importlib.util.module_from_spec(found)
     sys.modules[folder.name] = module
     found.loader.exec_module(module)

@@ -1,7 +1,7 @@
-"""Where agents are found: the runtime folder of the user, a socket and a lock for each run and trainer.
+"""The address of an agent: a socket and a lock in the user's runtime folder, for each run and trainer.
 
-The folder is the user's alone (0700), and so is a socket (0600); whoever connects is asked for by the kernel's word
-(SO_PEERCRED). The lock is held by the agent as long as it lives: a socket without one is stale.
+Only the user may enter the folder (0700) and connect to a socket (0600). The agent asks the kernel for the user of each
+peer (SO_PEERCRED). It holds the lock as long as it lives; a socket whose lock is free is stale.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _BACKLOG: Final = 8
 
 
 def runtime_folder() -> Path:
-    """``$CKPTSTORE_RUNTIME_DIR``, or ``ckptstore`` in ``$XDG_RUNTIME_DIR``, or ``/tmp/ckptstore-UID``; made
-    if it is not there.
+    """Return ``$CKPTSTORE_RUNTIME_DIR``, or ``ckptstore`` in ``$XDG_RUNTIME_DIR``, or ``/tmp/ckptstore-UID``.
+
+    Creates the folder if it does not exist.
 
     Raises:
-        AgentError: it is another user's, or others may enter it: they could take the place of an agent.
+        AgentError: it belongs to another user, or others may enter it: they could impersonate an agent.
     """
     if given := os.environ.get(_VARIABLE):
         folder = Path(given)
@@ -42,50 +43,50 @@ def runtime_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise AgentError(f"{folder}: no place for an agent's socket: {error.strerror}; set {_VARIABLE}") from error
+        raise AgentError(f"{folder}: unusable for an agent's socket: {error.strerror}; set {_VARIABLE}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise AgentError(
-            f"{folder}: no place for an agent's socket: it has to be a folder of user {os.getuid()} that nobody else "
+            f"{folder}: unusable for an agent's socket: it has to be a folder of user {os.getuid()} that nobody else "
             f"may enter (0700), and it is {stat.filemode(found.st_mode)} of user {found.st_uid}; set {_VARIABLE}"
         )
     return folder
 
 
 class AgentAddress:
-    """Where the agent of one trainer is found.
+    """The address of one trainer's agent.
 
     Attributes:
-        name: of the files, without their endings.
+        name: name of its files, without their endings.
     """
 
     def __init__(self, url: str, name: str) -> None:
         """
         Args:
-            url: where the store is; absolute.
-            name: which of the run's trainers it is.
+            url: the store's absolute URL.
+            name: which of the run's trainers the agent serves.
         """
         self._folder = os.open(runtime_folder(), os.O_DIRECTORY | os.O_CLOEXEC)
         self.name = xxh3_128(f"{url}\0{name}".encode())
         self._lock = -1
 
     def _path(self, ending: str) -> str:
-        """By the folder's descriptor: a path may be longer than a socket's name, and may lead elsewhere by now."""
+        """A path through the folder's descriptor: its own path may be too long for a socket, or lead elsewhere now."""
         return f"/proc/self/fd/{self._folder}/{self.name}.{ending}"
 
     def connect(self, ending: str = "sock") -> socket.socket | None:
-        """A connection to the agent; None: there is none.
+        """Connect to the agent; None: there is no agent.
 
         Args:
-            ending: of the socket, of those that it may have.
+            ending: ending of the socket.
 
         Raises:
-            AgentError: the socket cannot be reached, or is another user's.
+            AgentError: the socket cannot be reached, or belongs to another user.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             found = os.lstat(self._path(ending))
             if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
-                raise AgentError(f"{self.name}.{ending}: no socket of user {os.getuid()}")
+                raise AgentError(f"{self.name}.{ending}: not a socket of user {os.getuid()}")
             connection.connect(self._path(ending))
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError):
             connection.close()
@@ -99,12 +100,12 @@ class AgentAddress:
         return connection
 
     def log(self) -> int:
-        """A descriptor of the file for what an agent says (`stderr`), emptied; the caller closes it."""
+        """Open the file for the agent's output. The caller closes the descriptor."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(f"{self.name}.log", flags, 0o600, dir_fd=self._folder)
 
     def last_words(self, most: int = 2000) -> str:
-        """The end of that file."""
+        """The last bytes of that file, at most `most`."""
         try:
             descriptor = os.open(f"{self.name}.log", os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
         except OSError:
@@ -114,10 +115,10 @@ class AgentAddress:
             return file.read(most).decode("utf-8", "replace").strip()
 
     def claim(self, seconds: float) -> None:
-        """Become the agent that is found here: no other is, before `vacate` or this process's end.
+        """Take the lock: become the agent of this address until `vacate`, or until this process ends.
 
         Raises:
-            AgentBusyError: another one is, and does not end within so many seconds.
+            AgentBusyError: another agent holds the lock and does not end within `seconds`.
         """
         until = time.monotonic() + seconds
         while not self._try_lock():
@@ -134,7 +135,7 @@ class AgentAddress:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             there = os.stat(f"{self.name}.lock", dir_fd=self._folder, follow_symlinks=False)
-            if there.st_ino == os.fstat(lock).st_ino:  # else whoever had it has removed it on leaving
+            if there.st_ino == os.fstat(lock).st_ino:  # else its last holder removed the file on leaving
                 self._lock = lock
                 return True
         except (BlockingIOError, FileNotFoundError):
@@ -143,7 +144,7 @@ class AgentAddress:
         return False
 
     def taken(self) -> bool:
-        """Whether an agent is here: one that is found, is beginning or ending."""
+        """Whether an agent holds the lock: one that runs, starts or ends."""
         try:
             lock = os.open(f"{self.name}.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._folder)
         except FileNotFoundError:
@@ -157,7 +158,7 @@ class AgentAddress:
         return False
 
     def listen(self, ending: str = "sock") -> socket.socket:
-        """A socket that others connect to; a stale one is removed. That of successors (``sock``) after `claim`."""
+        """Listen at a socket; removes a stale one. The socket for successors (``sock``) needs `claim` first."""
         self._remove(ending)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         before = os.umask(0o177)
@@ -169,10 +170,10 @@ class AgentAddress:
         return listener
 
     def vacate(self) -> None:
-        """Not to be found any more, and leave nothing behind. Another may claim the place from now on."""
+        """Remove all files and release the lock: another agent may claim the address from now on."""
         if self._lock < 0:
             return
-        for ending in ("sock", "box", "log", "lock"):  # the lock last: until then nobody else makes any of them
+        for ending in ("sock", "box", "log", "lock"):  # the lock last: until then no other agent creates any of them
             self._remove(ending)
         os.close(self._lock)
         self._lock = -1
@@ -182,7 +183,7 @@ class AgentAddress:
             os.unlink(f"{self.name}.{ending}", dir_fd=self._folder)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1

@@ -1,7 +1,8 @@
-"""Messages over a Unix socket: a length, JSON, at most one file descriptor. Nobody at the other end is believed.
+"""Sends and receives messages over a Unix socket: a length, JSON, and at most one file descriptor.
 
-A frame is a length (4 bytes, big-endian, at most `LIMIT`) and so many bytes of JSON, an object. A descriptor goes with
-the frame's first bytes. Memory is taken as bytes arrive, not by what a length says.
+A frame is a length (4 bytes, big-endian, at most `LIMIT`) and that many bytes of JSON, an object. A descriptor comes
+with the first bytes of its frame. Nothing that arrives is trusted: memory grows as bytes arrive, not by the length that
+was announced.
 """
 
 from __future__ import annotations
@@ -28,59 +29,59 @@ __all__ = ["LIMIT", "PATIENCE", "PROTOCOL", "Channel", "End", "Message", "peer_o
 PROTOCOL: Final = 1
 """The version of the messages that trainer and agent exchange (docs/agent.md)."""
 LIMIT: Final = 64 << 20
-"""Bytes of a frame: a tree of the greatest size, and what is said beside it."""
+"""Most bytes of a frame: a state tree of the largest size, and the other members of its message."""
 PATIENCE: Final = 60.0
-"""Seconds that a frame may stand still once it has begun. After that whoever sends or takes it is broken."""
+"""Seconds that a frame may make no progress once it has begun. After that the peer counts as broken."""
 _PIECE: Final = 1 << 20
 _PEER: Final = struct.Struct("3i")
 _PF_EXITING: Final = 0x4
 
 
 class End(enum.Enum):
-    """Why there is no message."""
+    """Why `Channel.receive` returned no message."""
 
     GONE = "gone"
-    """The other end has closed, or its process has ended."""
+    """The peer has closed the connection, or its process has ended."""
     WOKEN = "woken"
-    """This end has something else to do."""
+    """The descriptor `Channel.wake` is readable."""
 
 
 @dataclass(slots=True)
 class Message:
-    """What came: an object, and a descriptor that is the receiver's to close; None: none came."""
+    """A received message: a JSON object, and a descriptor that the receiver has to close (None: none came)."""
 
     body: dict[str, Any]
     descriptor: int | None = None
 
     def close(self) -> None:
-        """Close the descriptor, unless it was taken."""
+        """Close the descriptor, unless it was taken out."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them (SO_PEERCRED)."""
+    """Process id and user id of the peer, from the kernel (SO_PEERCRED)."""
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid
 
 
 class Channel:
-    """One connection. One thread receives; any thread posts, and waits for nothing: a thread of its own sends.
+    """One connection. One thread receives. Any thread posts, and never blocks: a separate thread sends.
 
     Attributes:
-        pid: the process at the other end; 0: it cannot be seen from here.
-        uid: its user.
+        pid: the peer's process; 0: it is not visible from here.
+        uid: the peer's user.
         wake: see `__init__`.
     """
 
     def __init__(
         self, connection: socket.socket, *, pid: int | None = None, wake: int | None = None, patience: float = PATIENCE
     ) -> None:
-        """Take a connected socket over.
+        """Take ownership of a connected socket.
 
         Args:
-            pid: the process at the other end, where the kernel does not know (of a pair it names who made it).
+            pid: the peer's process, if the kernel does not know it (of a socket pair it names the creator).
             wake: a descriptor; while it is readable, `receive` returns `End.WOKEN` between two messages.
             patience: see `PATIENCE`.
         """
@@ -100,10 +101,10 @@ class Channel:
         return self._socket.fileno()
 
     def alive(self) -> bool:
-        """Whether the other end is there still; for any thread.
+        """Whether the peer is still there. Any thread may call it.
 
-        One that was killed is not, from the moment on at which its main thread has: taking the memory of a large
-        process back takes seconds more, and only after them does its pidfd say so.
+        A killed peer is gone as soon as its main thread is exiting. Its pidfd would say so only seconds later, once the
+        kernel has freed the memory of a large process.
         """
         poll = select.poll()
         try:
@@ -111,22 +112,21 @@ class Channel:
             if (death := self._death) is not None:
                 poll.register(death, select.POLLIN)
         except ValueError:
-            return False  # it was closed
+            return False  # closed
         return not poll.poll(0) and not _exiting(self.pid)
 
     # -- receiving
 
     def receive(self, pulse: Callable[[], None] | None = None, seconds: float = 1.0) -> Message | End:
-        """The next message, or why there will be none.
+        """Return the next message, or why there is none.
+
+        What a peer sent before it ended is received first, even if a child process of it keeps the connection open.
 
         Args:
-            pulse: called every `seconds` while nothing comes.
-
-        A peer that ends is heard to the end: what it had sent is received first, even where a child of it holds the
-        connection open.
+            pulse: called every `seconds` while nothing arrives.
 
         Raises:
-            AgentError: what came is no message, or stopped in the middle of one.
+            AgentError: the bytes that came are not a message, or stopped in the middle of one.
         """
         found = self._wait(pulse, seconds)
         if found is not None:
@@ -138,7 +138,7 @@ class Channel:
                 return End.GONE
             (length,) = struct.unpack(">I", head)
             if not 0 < length <= LIMIT:
-                raise AgentError(f"process {self.pid} announced a message of {length} bytes, from 1 to {LIMIT} may be")
+                raise AgentError(f"process {self.pid} announced a message of {length} bytes; 1 to {LIMIT} are allowed")
             text, _ = self._exactly(length)
             body = jsontext.loads(text, what=f"message of process {self.pid}", max_bytes=LIMIT)
             if not isinstance(body, dict):
@@ -153,7 +153,7 @@ class Channel:
         return message
 
     def _wait(self, pulse: Callable[[], None] | None, seconds: float) -> End | None:
-        """Return None once there is something to be read."""
+        """Return None once there is something to read."""
         while True:
             ready = self._poll(None if pulse is None else seconds, wake=self.wake)
             if not ready and pulse is not None and not self._closed:
@@ -169,7 +169,7 @@ class Channel:
                 return End.GONE
 
     def _exactly(self, length: int, *, first: bool = False) -> tuple[bytes, int | None]:
-        """So many bytes, and a descriptor that came with them; no bytes if `first` and the other end has closed."""
+        """Read `length` bytes, and a descriptor that came with them. No bytes: `first`, and the peer has closed."""
         data = bytearray()
         descriptor: int | None = None
         try:
@@ -209,22 +209,22 @@ class Channel:
     # -- sending
 
     def post(self, body: dict[str, Any], descriptor: int | None = None) -> None:
-        """Send a message, after those that were posted before; what hinders that closes the connection.
+        """Send a message after those that were posted before. A failure to send closes the connection.
 
         Args:
             body: what `jsontext.dumps` takes.
-            descriptor: goes with it, and stays the caller's; open until it is sent.
+            descriptor: sent with the message, as a copy; the caller keeps its own.
 
         Raises:
-            AgentError: it would be longer than a message may be.
+            AgentError: the message is longer than `LIMIT`.
         """
         text = jsontext.dumps(body)
         if len(text) > LIMIT:
-            raise AgentError(f"a message of {len(text)} bytes, at most {LIMIT} may be")
+            raise AgentError(f"a message of {len(text)} bytes; at most {LIMIT} are allowed")
         copy = None if descriptor is None else os.dup(descriptor)
         try:
             self._sender.submit(self._send, struct.pack(">I", len(text)) + text, copy)
-        except RuntimeError:  # closed meanwhile: the receiver says so
+        except RuntimeError:  # closed meanwhile: `receive` says so
             if copy is not None:
                 os.close(copy)
 
@@ -250,12 +250,12 @@ class Channel:
     # -- ending
 
     def hang_up(self) -> None:
-        """End the connection: both ends hear of it. The receiver closes."""
+        """Shut the connection down, for both ends. The thread that receives then closes it."""
         with contextlib.suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def finish(self, seconds: float = 5.0) -> None:
-        """Send what was posted, if the other end takes it within so many seconds, and close."""
+        """Send what was posted, if the peer takes it within `seconds`, and close."""
         if self._closed:
             return
         done = self._sender.submit(lambda: None)
@@ -265,7 +265,7 @@ class Channel:
         self.close()
 
     def close(self) -> None:
-        """End the connection, and let go of it. The receiving thread calls this, or it has ended."""
+        """Shut the connection down and close it. Call it in the receiving thread, or after that has ended."""
         if self._closed:
             return
         self.hang_up()
@@ -277,7 +277,7 @@ class Channel:
             self._death = None
 
     def leave(self) -> None:
-        """In a fork: close this process's copies, and nothing else."""
+        """Close the copies of a forked process; the connection itself stays the parent's."""
         self._closed = True
         self._socket.close()
         if self._death is not None:
@@ -286,25 +286,25 @@ class Channel:
 
 
 def _death_of(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended; None: the system cannot say."""
+    """Open a descriptor that is readable once the process has ended; None: the system has none."""
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except OSError:
-        return None  # it has ended, which the connection says; or the system is older than 5.3
+        return None  # it has ended, which the connection shows; or Linux is older than 5.3
 
 
 def _exiting(pid: int) -> bool:
-    """Whether the main thread of a process is on its way out; False where the system cannot say."""
+    """Whether the main thread of a process is exiting; False if the system does not say."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            flags = int(stat.read().rpartition(b")")[2].split()[6])  # the name before may hold anything
+            flags = int(stat.read().rpartition(b")")[2].split()[6])  # the process name before may hold any byte
     except (OSError, IndexError, ValueError):
         return False
     return bool(flags & _PF_EXITING)
 
 
 def _one_of(found: list[int], before: int | None, *, keep: bool = True) -> int | None:
-    """At most one descriptor belongs to a message: close the others."""
+    """Keep at most one descriptor for a message, and close the others."""
     kept = before
     for one in found:
         if keep and kept is None:

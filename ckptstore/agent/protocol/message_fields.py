@@ -1,4 +1,7 @@
-"""What is said in messages, as JSON: layouts, options, checkpoints, errors, updates. Reading believes nothing."""
+"""Writes and reads the members of messages as JSON: layouts, options, checkpoints, errors, labels.
+
+Reading trusts nothing: every value is checked.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +53,11 @@ __all__ = [
 
 _T = TypeVar("_T")
 _MOST: Final = 1 << 46
-"""Bytes of a state, and of one tensor."""
+"""Most bytes of a state, and of one tensor."""
 
 
 def read(what: str, body: Any, make: Callable[[Any], _T]) -> _T:
-    """What `make` makes of a part of a message. Raises `AgentError`, whatever is wrong with that."""
+    """Return `make(body)` for a part of a message. Raises `AgentError` if the part is invalid in any way."""
     try:
         return make(body)
     except AgentError:
@@ -64,20 +67,20 @@ def read(what: str, body: Any, make: Callable[[Any], _T]) -> _T:
 
 
 def whole_number(value: Any, most: int = 1 << 53) -> int:
-    """A number from 0 to `most`. Raises `AgentError`."""
+    """Check a whole number from 0 to `most`. Raises `AgentError`."""
     if type(value) is not int or not 0 <= value <= most:
         raise AgentError(f"{value!r:.80} in place of a whole number up to {most}")
     return value
 
 
 def number_form(value: float) -> float | str:
-    """Any number; JSON has no infinities, and no NaN."""
+    """A number as JSON; infinities and NaN, which JSON lacks, become texts."""
     number = float(value)
     return number if math.isfinite(number) else repr(number)
 
 
 def number(value: Any) -> float:
-    """The number back. Raises `AgentError`."""
+    """Read a number. Raises `AgentError`."""
     if type(value) in (int, float) or value in ("nan", "inf", "-inf"):
         return float(value)
     raise AgentError(f"{value!r:.80} in place of a number")
@@ -99,11 +102,11 @@ class TensorForm:
 
     @property
     def nbytes(self) -> int:
-        """Of its image."""
+        """Bytes of its image."""
         return dtypes.nbytes(dtypes.get(self.dtype), self.shape)
 
     def row(self) -> list[Any]:
-        """As JSON."""
+        """Its form as JSON."""
         return [
             self.name,
             self.dtype,
@@ -116,13 +119,13 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The tensors of a state in access order, and where they lie in memory."""
+    """The tensors of a state in access order, and where they lie in a buffer."""
 
     tensors: tuple[TensorForm, ...]
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorSource]) -> StateLayout:
-        """Of a state that was taken apart."""
+        """The layout of the tensors of a flattened state."""
         return cls(
             tuple(
                 TensorForm(name, source.dtype, tuple(source.shape), source.origin, *place_of(source))
@@ -132,23 +135,23 @@ class StateLayout:
 
     @cached_property
     def plan(self) -> RegionPlan:
-        """Where they lie: as their segments will be."""
+        """Where the tensors lie: as in the segments that will be written."""
         return plan_regions(
             tuple((one.name, one.dtype, one.shape, one.global_shape, one.offset) for one in self.tensors)
         )
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """name -> position."""
+        """Position of each tensor, by name."""
         return {one.name: number for number, one in enumerate(self.tensors)}
 
     def rows(self) -> list[Any]:
-        """As JSON."""
+        """Its form as JSON."""
         return [one.row() for one in self.tensors]
 
 
 def read_layout(rows: Any) -> StateLayout:
-    """A layout back. Raises `AgentError`: names twice, unknown dtypes, sizes that no state has."""
+    """Read a layout. Raises `AgentError`: a name twice, an unknown dtype, an impossible size."""
     found: list[TensorForm] = []
     for row in rows if isinstance(rows, list) else [rows]:
         name, dtype, shape, origin, global_shape, offset = row
@@ -177,16 +180,16 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def options_form(options: WriterOptions) -> dict[str, Any]:
-    """What the agent's writer may use; its `on_metrics` stays with the client.
+    """The options of the agent's writer as JSON. `on_metrics` stays with the client.
 
     Raises:
-        UsageError: something cannot be said to another process.
+        UsageError: an option is not available with an agent.
     """
     if options.memory is not None:
-        raise UsageError("memory: an agent keeps whole states; bound them by max_in_flight")
+        raise UsageError("memory: an agent keeps whole states; limit them with max_in_flight")
     deltas, diffs = options.deltas, options.diffs
     if diffs is not None and diffs.controller is not None:
-        raise UsageError("DiffOptions.controller: an agent takes none yet; give full_every and batch")
+        raise UsageError("DiffOptions.controller: not available with an agent; give full_every and batch")
     return {
         "staging_bytes": options.staging_bytes,
         "threads": options.threads,
@@ -199,7 +202,7 @@ def options_form(options: WriterOptions) -> dict[str, Any]:
 
 
 def _fields(options: Any) -> dict[str, Any]:
-    """Of a dataclass, those in it included."""
+    """The fields of a dataclass, and of dataclasses in it."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -209,13 +212,13 @@ def _fields(options: Any) -> dict[str, Any]:
 
 
 def read_options(form: Any) -> WriterOptions:
-    """Options back. Raises what they raise, `TypeError` or `AgentError`."""
+    """Read options. Raises what their constructors raise, `TypeError` or `AgentError`."""
     values = dict(form)
     deltas, diffs = values.pop("deltas"), values.pop("diffs")
     if deltas is not None:
         deltas = DeltaOptions(**deltas | {"bound": RestoreBound(**deltas["bound"]), "policy": _policy(deltas)})
     if diffs is not None:
-        # SIGTERM is the agent's business, whose main thread has a handler of its own.
+        # The agent's main thread has its own handler of SIGTERM.
         diffs = DiffOptions(**diffs | {"policy": _policy(diffs), "flush_on_sigterm": False})
     return WriterOptions(**values, deltas=deltas, diffs=diffs)
 
@@ -228,7 +231,7 @@ def _policy(form: Mapping[str, Any]) -> Policy:
     return Policy(codecs=tuple(codecs), **values)
 
 
-# -- what is told
+# -- checkpoints, errors, warnings, labels
 
 
 def info_form(info: CheckpointInfo | None) -> dict[str, Any] | None:
@@ -239,7 +242,7 @@ def info_form(info: CheckpointInfo | None) -> dict[str, Any] | None:
 
 
 def read_info(form: Any) -> CheckpointInfo | None:
-    """A checkpoint back."""
+    """Read a checkpoint."""
     if form is None:
         return None
     told = {name: tuple(form[name]) for name in ("segments", "tags")}
@@ -247,17 +250,17 @@ def read_info(form: Any) -> CheckpointInfo | None:
 
 
 def error_form(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: its kind, its text, its notes."""
+    """An error as JSON: kind, text, notes."""
     notes = [str(note) for note in getattr(error, "__notes__", ())]
     return {"kind": type(error).__name__, "text": str(error) or type(error).__name__, "notes": notes}
 
 
 def read_error(form: Any) -> BaseException:
-    """An error back: one of `ckptstore.errors`, or else an `AgentError`."""
+    """Read an error: one of `ckptstore.errors`, otherwise an `AgentError`."""
     try:
         kind, text, notes = str(form["kind"]), str(form["text"]), [str(note) for note in form.get("notes", ())]
     except (TypeError, LookupError, AttributeError):
-        return AgentError(f"the agent failed, and did not say how: {form!r:.200}")
+        return AgentError(f"the agent failed and gave no readable reason: {form!r:.200}")
     found = getattr(errors, kind, None)
     error: BaseException
     if kind == "CancelledError":
@@ -279,7 +282,7 @@ def warning_form(category: type[Warning], text: str) -> list[str]:
 
 
 def read_warning(form: Any) -> tuple[type[Warning], str]:
-    """A warning back: one of `host.caller_warnings`, `KernelWarning`, or else a `UserWarning`."""
+    """Read a warning: a class of `host.caller_warnings`, `KernelWarning`, otherwise `UserWarning`."""
     kind, text = form
     found = KernelWarning if kind == KernelWarning.__name__ else getattr(caller_warnings, str(kind), None)
     known = isinstance(found, type) and issubclass(found, Warning)
@@ -292,13 +295,13 @@ def labels_form(labels: Labels) -> dict[str, Any]:
 
 
 def read_labels(body: Mapping[str, Any]) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """Metadata and tags of a message. Raises `AgentError`."""
+    """Read metadata and tags of a message. Raises `AgentError`."""
     metadata = body.get("metadata")
     return None if metadata is None else metadata_format.read(metadata), tuple(texts(body.get("tags", [])))
 
 
 def texts(values: Any) -> Sequence[str]:
-    """Several texts. Raises `AgentError`."""
+    """Check a list of texts. Raises `AgentError`."""
     if not isinstance(values, list) or not all(type(value) is str for value in values):
         raise AgentError(f"{values!r:.80} in place of texts")
     return values

@@ -1,4 +1,4 @@
-"""Which ckptstore a process runs: a trainer and its agent should run the same."""
+"""Says which ckptstore a process runs: a trainer and its agent should run the same one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["other_package", "package"]
 
 
 def package() -> dict[str, str]:
-    """Version and folder of this process's package."""
+    """Version and folder of the package that this process runs."""
     return {"version": __version__, "location": str(Path(__file__).resolve().parents[2])}
 
 
 def other_package(greeting: Mapping[str, Any]) -> str | None:
-    """What an agent runs, if it is another ckptstore than this process's, in words; None: it is the same."""
+    """A text that names an agent's ckptstore, if it differs from this process's; None: it is the same."""
     mine = package()
     its = {key: str(greeting.get(key, "?")) for key in mine}
     if its == mine:

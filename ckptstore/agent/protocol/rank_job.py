@@ -1,4 +1,4 @@
-"""What the agent of one rank has to know of the agents of the others; its trainer agrees on that with theirs."""
+"""What the agent of one rank needs to know of the other ranks' agents. The trainers agree on it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ckptstore.write.ranks.options import RankOptions
 __all__ = ["MAILBOX_ENDING", "RankJob", "place_name"]
 
 MAILBOX_ENDING: Final = "box"
-"""Of the mailbox's socket, in the place of rank 0's agent."""
+"""Ending of the mailbox's socket, at the address of rank 0's agent."""
 _TOKEN: Final = 32
 
 
 def place_name(name: str, rank: int) -> str:
-    """Where the agent of a rank is found: as that of a trainer of this name."""
+    """The trainer name under which the agent of a rank is found."""
     return f"{name}\0rank {rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class RankJob:
-    """What an agent has to know of the others.
+    """The job that an agent of one of many ranks belongs to.
 
     Attributes:
-        rank, size: which one it is, and of how many.
+        rank, size: the agent's rank, and the number of ranks.
         options: how the ranks save together.
-        token: what all of them know, and nobody else.
-        url, name: of the store and of the trainers, without their ranks: where the agents are found.
-        listener: rank 0: the descriptor of the mailbox's listening socket.
+        token: a secret that the agents of the job share.
+        url, name: of the store and of the trainers, without their ranks; they give the agents' addresses.
+        listener: on rank 0 the descriptor of the mailbox's listening socket; None on the others.
     """
 
     rank: int
@@ -44,11 +44,11 @@ class RankJob:
 
     @staticmethod
     def new_token() -> bytes:
-        """One that nobody knows."""
+        """A new random token."""
         return secrets.token_bytes(_TOKEN)
 
     def form(self) -> dict[str, Any]:
-        """As JSON."""
+        """Its form as JSON."""
         options = asdict(self.options) | {"per_rank": list(self.options.globs)}
         return {
             "rank": self.rank,
@@ -62,7 +62,7 @@ class RankJob:
 
     @classmethod
     def read(cls, form: Any) -> Self:
-        """The inverse of `form`. Raises `AgentError` and what reading does."""
+        """Read a job: the inverse of `form`. Raises `AgentError`, or what `read` turns into one."""
         rank, size = whole_number(form["rank"]), whole_number(form["size"])
         token, url, name = texts([form["token"], form["url"], form["name"]])
         listener = form["listener"]

@@ -1,7 +1,7 @@
-"""How an agent makes a step's state of the state before: whose gradient it gets, what is sent, what digests prove.
+"""The recipe by which an agent computes a step's state from the state before, and the digests that prove it.
 
-Trainer and agent make the same plan of an *area* of it, the shared memory of one step: gradients, then the tensors
-that are sent as they are, then the digests of those that the agent makes itself.
+Trainer and agent compute the same layout of an *area*, the shared memory of one step. It holds gradients, then the
+tensors that are sent whole, then digests of the tensors that the agent computes itself.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Digests: TypeAlias = npt.NDArray[np.uint64]
 
 _LINE: Final = 128
 _PIECE: Final = 4 << 20
-"""Bytes of a tensor that one digest is of: so much is worth a thread."""
+"""Bytes that one digest covers: enough work for a thread."""
 _MOST_SLOTS: Final = 16
 _TEXT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One parameter that an optimizer moves.
+    """One parameter that an optimizer updates.
 
     Attributes:
-        optimizer, group: whose.
-        slots: positions in the layout, by the optimizer's names, the parameter's as ``weight`` and first.
-        made: the agent moves it, and gets its gradient; else all of it is sent.
+        optimizer, group: positions of its optimizer and group.
+        slots: positions in the layout, by the optimizer's names. The parameter comes first, as ``weight``.
+        made: the agent updates it, and gets its gradient. False: all its tensors are sent.
     """
 
     optimizer: int
@@ -49,20 +49,20 @@ class Row:
 
     @property
     def weight(self) -> int:
-        """The parameter's position."""
+        """The parameter's position in the layout."""
         return self.slots[0][1]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The recipe of one form of a state.
+    """The recipe for states of one layout.
 
     Attributes:
-        layout: its tensors.
-        kinds: of its optimizers.
-        groups: how many each has.
-        rows: what they move.
-        made: positions of the tensors that the agent makes, or leaves as they are: digests prove them. All others are
+        layout: the tensors.
+        kinds: kinds of the optimizers.
+        groups: number of groups of each optimizer.
+        rows: the parameters that they update.
+        made: positions of the tensors that the agent computes or leaves unchanged; digests prove them. All others are
             sent.
     """
 
@@ -80,22 +80,22 @@ class Recipe:
 
     @cached_property
     def gradients(self) -> dict[int, int]:
-        """Where in an area the gradient of each row begins that the agent moves."""
+        """First byte in an area of the gradient of each row that the agent updates."""
         return self._plan[0]
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Where in an area each tensor begins that is sent."""
+        """First byte in an area of each tensor that is sent."""
         return self._plan[1]
 
     @cached_property
     def digests(self) -> tuple[int, int]:
-        """Where in an area the digests begin, and how many there are."""
+        """First byte of the digests in an area, and their number."""
         return self._plan[2]
 
     @property
     def nbytes(self) -> int:
-        """Of an area."""
+        """Bytes of an area."""
         start, count = self.digests
         return start + 8 * count
 
@@ -114,12 +114,12 @@ class Recipe:
         return gradients, places, (at, count)
 
     def digests_in(self, memory: Bytes) -> Digests:
-        """Those of an area."""
+        """The digests in an area."""
         start, count = self.digests
         return memory[start : start + 8 * count].view(np.uint64)
 
     def form(self) -> dict[str, Any]:
-        """As JSON, without the layout."""
+        """Its form as JSON, without the layout."""
         return {
             "kinds": list(self.kinds),
             "groups": list(self.groups),
@@ -129,10 +129,10 @@ class Recipe:
 
 
 def read_recipe(form: Any, layout: StateLayout) -> Recipe:
-    """A recipe back.
+    """Read a recipe.
 
     Raises:
-        AgentError, ValueError, TypeError, LookupError: something is not as it should be.
+        AgentError, ValueError, TypeError, LookupError: the form is invalid.
     """
     kinds = tuple(str(kind)[:_TEXT] for kind in form["kinds"])
     groups = tuple(whole_number(count, 1 << 20) for count in form["groups"])
@@ -148,22 +148,22 @@ def read_recipe(form: Any, layout: StateLayout) -> Recipe:
         rows.append(Row(owner, whole_number(group, groups[owner] - 1), named, made is True))
     numbers = tuple(whole_number(number, last) for number in form["made"])
     if len(set(numbers)) != len(numbers):
-        raise AgentError("a tensor is made twice")
+        raise AgentError("a position occurs twice in 'made'")
     return Recipe(layout, kinds, groups, tuple(rows), numbers)
 
 
 def _cut(nbytes: int) -> list[tuple[int, int]]:
-    """Of a tensor, the pieces that digests are of; an empty one has none."""
+    """The pieces of a tensor that have a digest each; an empty tensor has none."""
     return [(start, min(start + _PIECE, nbytes)) for start in range(0, nbytes, _PIECE)]
 
 
 class Proof:
-    """The digests of some tensors in memory, which may be taken again and again."""
+    """Computes the digests of tensors in memory, as often as wanted."""
 
     def __init__(self, images: Sequence[Bytes]) -> None:
         """
         Args:
-            images: bytes of each, which stay where they are.
+            images: bytes of each tensor; they must stay where they are.
         """
         self._pieces = [image[start:end] for image in images for start, end in _cut(len(image))]
         self._owners = [number for number, image in enumerate(images) for _ in _cut(len(image))]
@@ -173,7 +173,7 @@ class Proof:
         return len(self._pieces)
 
     def into(self, out: Digests, pool: ThreadPoolExecutor) -> None:
-        """Take them, with the threads of `pool` as well."""
+        """Compute the digests into `out`, in this thread and those of `pool`."""
 
         def job(part: range) -> None:
             for number in part:
@@ -182,14 +182,14 @@ class Proof:
         shared_out(pool, [partial(job, part) for part in self._jobs])
 
     def differs(self, wanted: Digests, pool: ThreadPoolExecutor) -> list[int]:
-        """Which tensors have others than `wanted`, in order."""
+        """Positions of the tensors whose digests differ from `wanted`, ascending."""
         found = np.empty(len(self._pieces), np.uint64)
         self.into(found, pool)
         return sorted({self._owners[piece] for piece in np.flatnonzero(found != wanted).tolist()})
 
 
 def _parted(lengths: Sequence[int]) -> list[range]:
-    """In parts of about `_PIECE` bytes."""
+    """Ranges of about `_PIECE` bytes each."""
     parts: list[range] = []
     begin, size = 0, 0
     for number, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The hash of a whole state in memory: the one that the store knows its checkpoint by (SPEC, state hash)."""
+"""Computes the hash of a whole state in memory: the state hash of its checkpoint (SPEC, state hash)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["hash_of"]
 
 
 def hash_of(flat: FlatState, pool: ThreadPoolExecutor) -> str:
-    """Hash a state whose tensors are host memory (32 hex digits).
+    """Hash a state whose tensors are in host memory -> 32 hex digits.
 
     Args:
-        pool: threads that hash.
+        pool: threads that hash chunks.
     """
     pieces: list[Bytes] = []
     counts: list[int] = []

@@ -1,4 +1,4 @@
-"""What the optimizers did, as messages say it: numbers in the message, gradients in shared memory beside the state."""
+"""Writes and reads optimizer updates: numbers in the message, gradients in a buffer beside the state."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MOST_SLOTS: Final = 16
 
 
 class Packed:
-    """Tensors that are put one after another into memory without a layout.
+    """Tensors placed one after another in memory without a layout.
 
     Attributes:
-        nbytes: so far.
+        nbytes: bytes used so far.
         pieces: source and first byte of each.
     """
 
@@ -36,26 +36,26 @@ class Packed:
         self.pieces: list[tuple[TensorSource, int]] = []
 
     def put(self, source: TensorSource) -> list[Any]:
-        """One more -> dtype, shape and first byte, as JSON."""
+        """Add one tensor -> its dtype, shape and first byte, as JSON."""
         start = self.nbytes
         self.pieces.append((source, start))
         self.nbytes = -(-(start + source.nbytes) // _LINE) * _LINE
         return [source.dtype, list(source.shape), start]
 
     def copies(self, memory: Bytes) -> list[tuple[TensorSource, Bytes]]:
-        """What is to be copied where."""
+        """The copies to make: each source with its destination in `memory`."""
         return [(source, memory[start : start + source.nbytes]) for source, start in self.pieces]
 
 
 def updates_form(updates: Sequence[Update], layout: StateLayout, packed: Packed) -> dict[str, Any]:
-    """Updates as JSON: settings and numbers that many parameters have alike are said once.
+    """Updates as JSON. Settings and numbers that several parameters share appear once.
 
     Args:
-        layout: of the state; slots are said by their position in it.
+        layout: of the state; a slot is written as its position in it.
         packed: takes the gradients.
 
     Raises:
-        KeyError: a slot that the state does not have.
+        KeyError: the state does not have a slot.
     """
     optimizers: dict[Optimizer, int] = {}
     steps: dict[Step, int] = {}
@@ -81,7 +81,7 @@ def updates_form(updates: Sequence[Update], layout: StateLayout, packed: Packed)
 def _settings_form(optimizer: Optimizer) -> dict[str, Any]:
     kind = next((name for name, kind in KINDS.items() if kind.settings is type(optimizer)), None)
     if kind is None:
-        raise AgentError(f"{type(optimizer).__name__}: an agent knows {listed()}")
+        raise AgentError(f"{type(optimizer).__name__}: an agent supports {listed()}")
     values = {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(KINDS[kind].settings)}
     return {"kind": kind} | {
         name: value if isinstance(value, bool) else number_form(value) for name, value in values.items()
@@ -99,10 +99,10 @@ def _gradient_form(gradient: TensorSource | SparseGradient | None, packed: Packe
 
 
 def read_updates(form: Any, layout: StateLayout, memory: Bytes) -> list[Update]:
-    """Updates back, their gradients views of `memory`.
+    """Read updates; their gradients are views of `memory`.
 
     Raises:
-        AgentError, ValueError, TypeError, LookupError: something is not as it should be.
+        AgentError, ValueError, TypeError, LookupError: the form is invalid.
     """
     optimizers = [_settings(one) for one in form["optimizers"]]
     steps = [
@@ -152,7 +152,7 @@ def _array(form: Any, memory: Bytes) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _GradientPiece:
-    """What `HostTensor` asks of a source."""
+    """The members that `HostTensor` needs of a source."""
 
     dtype: str
     shape: tuple[int, ...]

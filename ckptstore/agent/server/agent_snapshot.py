@@ -1,4 +1,4 @@
-"""A state in an agent's memory: what was said of it, what made it, where it lies, and what became of it."""
+"""A snapshot in an agent's memory: the state, its labels, its buffer, and whether it is durable."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ Durability: TypeAlias = Literal["durable", "alone", "lost"]
 DURABLE: Final = "durable"
 """It is in the store."""
 ALONE: Final = "alone"
-"""It is in memory alone, and can be written."""
+"""It is only in memory, and can be written."""
 LOST: Final = "lost"
-"""It was to be written, and that failed."""
+"""Its save failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilledBuffer:
-    """What the trainer says of a buffer that it has filled.
+    """A buffer that the trainer has filled, as a request describes it.
 
     Attributes:
         buffer: its number.
-        layout: of what is in it.
-        tree: of the state.
-        metadata, tags: as `Writer.save` takes them.
-        updates: as `changes.updates_form` makes it; None: none.
-        gradients: the buffer that those refer to; None: none.
+        layout: layout of its contents.
+        tree: the state's tree.
+        metadata, tags: as for `Writer.save`.
+        updates: as `update_fields.updates_form` writes them; None: none.
+        gradients: number of the buffer that the updates refer to; None: none.
     """
 
     buffer: int
@@ -60,12 +60,12 @@ class FilledBuffer:
 
 @dataclass(frozen=True, slots=True)
 class UnwrittenState:
-    """A state that is in memory alone until it is written: the agent has made it (`replica_replay`), or was given it.
+    """A state that is only in memory until it is written: the agent computed it (`replica_replay`), or was given it.
 
     Attributes:
         step: its step.
-        filled: what is said of it.
-        buffer, flat: where it is.
+        filled: its description.
+        buffer, flat: its memory.
         updates: what the optimizers did in this step.
     """
 
@@ -82,10 +82,10 @@ class AgentSnapshot:
 
     Attributes:
         step: its step.
-        layout, buffer, flat: where it is.
-        pending: its save; None: it is in memory alone.
-        free: lets go of the memory.
-        made: by which it may be written later; None: the trainer has handed it over to be written.
+        layout, buffer, flat: its memory.
+        pending: its save; None: it is only in memory.
+        free: releases the memory.
+        unwritten: what is needed to write it later; None: the trainer asked for its save with it.
     """
 
     step: int
@@ -94,25 +94,25 @@ class AgentSnapshot:
     flat: LaidOutState
     pending: PendingSave | None
     free: Callable[[], None]
-    made: UnwrittenState | None = None
+    unwritten: UnwrittenState | None = None
 
     @property
     def durable(self) -> CheckpointInfo | None:
-        """The checkpoint that it became; None: none, or none yet."""
+        """Its checkpoint; None: it has none, or not yet."""
         if self.pending is None or not self.pending.done() or self.pending.exception() is not None:
             return None
         return self.pending.result()
 
     @property
-    def standing(self) -> Durability:
-        """What may become of it, once its save has ended."""
+    def durability(self) -> Durability:
+        """Whether it is durable, or may become so. Valid once its save has ended."""
         if self.durable is not None:
             return DURABLE
-        return LOST if self.made is None else ALONE
+        return LOST if self.unwritten is None else ALONE
 
 
 def state_in_buffer(filled: FilledBuffer, buffer: SharedBuffer) -> LaidOutState:
-    """The state in a buffer. Raises `AgentError` if tree, layout and buffer do not fit together."""
+    """The state in a buffer. Raises `AgentError` if tree, layout and buffer do not match."""
     plan = filled.layout.plan
     if plan.size > buffer.nbytes:
         raise AgentError(f"a state of {plan.size} bytes in a buffer of {buffer.nbytes}")
@@ -121,7 +121,7 @@ def state_in_buffer(filled: FilledBuffer, buffer: SharedBuffer) -> LaidOutState:
 
     def resolve(name: str, origin: str) -> None:
         if origins.get(name) != origin:
-            raise AgentError(f"the tree names a tensor {name!r:.80} of {origin}, which the layout has not")
+            raise AgentError(f"the tree names a tensor {name!r:.80} of {origin}, which is not in the layout")
         found.append(name)
 
     read("tree", filled.tree, lambda tree: unflatten(tree, resolve))

@@ -1,4 +1,4 @@
-"""What the agent of one rank of many keeps: parts of checkpoints. In the end the agents agree on what is written."""
+"""Keeps the states of one rank of many. When the trainers end, the agents agree on the last step to write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["RankKeeper"]
 
 
 class RankKeeper(SnapshotKeeper):
-    """What the agent of one rank of many keeps."""
+    """What the agent of one rank of many owns."""
 
     def __init__(self, store: Store, saves: RankSaves, max_in_flight: int) -> None:
         super().__init__(store, saves.writer, max_in_flight, saves.shutdown_wait)
@@ -41,7 +41,7 @@ class RankKeeper(SnapshotKeeper):
         return self._saves.adopt(snapshot, step, metadata=metadata, tags=tags, updates=updates, gradients=gradients)
 
     def _drain(self) -> None:
-        """The thread of `RankSaves` gives the writer what it was given."""
+        """See `SnapshotKeeper._drain`. A thread of `RankSaves` gives states to the writer."""
         self._saves.drain()
 
     def rollback(self, ref: str) -> CheckpointInfo:
@@ -59,10 +59,10 @@ class RankKeeper(SnapshotKeeper):
         self._keeps_two = True
 
     def persist_quietly(self) -> None:
-        """Does nothing: all ranks write the same steps, which `settle` and `close` agree on."""
+        """Does nothing: the ranks write the same steps, and agree on them in `settle` and `close`."""
 
     def hash_of(self, kept: AgentSnapshot) -> str:
-        """The hash of the newest state in memory: the store has that of all ranks' states together."""
+        """The hash of this rank's state in memory: the checkpoint's hash covers the states of all ranks."""
         return hash_of(kept.flat, self.workers)
 
     def settle(self) -> None:
@@ -71,15 +71,15 @@ class RankKeeper(SnapshotKeeper):
         self._agree_on_last(lambda: None)
 
     def _agree_on_last(self, held_up: Callable[[], None]) -> None:
-        """This rank is given no more: of the states that are kept, keep the newest that all ranks' agents have.
+        """The trainer gives no more states: agree with the other agents on the newest step that all of them have.
 
-        If that is in memory alone all of them write it.
+        Keep that state. If it is only in memory, all agents write it.
 
         Args:
             held_up: see `RankSaves.agreed`.
         """
         self._saves.conclude()
-        with contextlib.suppress(CkptError):  # told to nobody: `AgentSnapshot.durable` says what became of the newest
+        with contextlib.suppress(CkptError):  # no trainer hears it: `AgentSnapshot.durable` says it
             self.wait()
         if self._agreed_on_last:
             return
@@ -87,24 +87,24 @@ class RankKeeper(SnapshotKeeper):
         held = {one.step: one for one in (self._before, self.newest) if one is not None}
         for one in held.values():
             if one.pending is not None:
-                one.pending.exception()  # whatever became of it, it has ended
+                one.pending.exception()  # wait until it has ended, either way
         newest = self.newest
-        waits = self._keeps_two and newest is not None and newest.durable is None  # else all others had given it
-        standing = {step: one.standing for step, one in held.items()}
+        waits = self._keeps_two and newest is not None and newest.durable is None  # durable: all ranks had given it
+        standing = {step: one.durability for step, one in held.items()}
         try:
             agreed = self._saves.agreed(standing, waits=waits, held_up=held_up)
-            why = "no step is there that all ranks have"
+            why = "no step is on all ranks"
         except CkptError as error:
             agreed, why = None, str(error)
         if agreed is not None:
             self._go_back_to(held[agreed[0]])
             if agreed[1]:
                 self._write_alone()
-        elif waits and newest is not None and newest.standing == ALONE:
+        elif waits and newest is not None and newest.durability == ALONE:
             self.lost = f"step {newest.step} was in memory alone, and is not written: {why}"
 
     def _go_back_to(self, kept: AgentSnapshot) -> None:
-        """Keep one of two states: no other rank has the newer one, nor can it have any more."""
+        """Keep one of two states. The newer one is missing on another rank, and stays so."""
         newest = self.newest
         if newest is not None and newest is not kept:
             with self._lock:
@@ -122,7 +122,7 @@ class RankKeeper(SnapshotKeeper):
             self.lost = f"step {newest.step} was in memory alone, and could not be written: {why}"
 
     def close(self, held_up: Callable[[], None] = lambda: None) -> None:
-        """See `SnapshotKeeper.close`. First the newest state is written that is in memory alone on all ranks."""
+        """See `SnapshotKeeper.close`. First all ranks write the newest state that is only in memory, if all have it."""
         try:
             self._agree_on_last(held_up)
             self._saves.close()

@@ -1,7 +1,8 @@
-"""The agent of one rank of many: it writes its rank's part of each step, and the agents' mailbox brings them together.
+"""Saves the states of one rank: runs the rank's writer in a thread, and agrees with the other ranks' agents.
 
-Every trainer process has an agent of its own. Rank 0's commits, and has the mailbox, so that trainers may die. When the
-agent of a rank dies, all of them end, and tell their trainers: a term of many ranks cannot go on without one of them.
+Every trainer process has its own agent. The agents exchange messages through a mailbox that rank 0's agent serves, so
+that trainers may die. Rank 0's agent commits. If the agent of a rank dies, all agents end and tell their trainers: a
+term of many ranks cannot continue without one of them.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ from ckptstore.write.steps.updates import Update
 __all__ = ["RankSaves"]
 
 _FAREWELL: Final = 10.0
-"""Seconds that rank 0's agent, closing, waits for the others to close."""
+"""Seconds that rank 0's agent waits for the others to close, before it closes the mailbox."""
 _LAST_WORD: Final = 5.0
-"""Seconds at least for the second letter of `agreed`: all agents are at work on it."""
+"""Least seconds for the second message of `agreed`: every agent is about to send it."""
 _PAUSE: Final = 0.01
 
 
 class RankSaves:
-    """A rank's writer, for who keeps states and waits for nothing (`rank_keeper`).
+    """The writer of a rank, for a keeper that must not wait for other ranks (`rank_keeper`).
 
     Attributes:
-        writer: it. `drain` before a call that is about the states that were given.
-        shutdown_wait: how long it waits for the other agents when it is given no more.
-        last: the highest step that was given.
+        writer: the rank's writer. Call `drain` before a call that depends on states given earlier.
+        shutdown_wait: how long to wait for the other agents once no more states come.
+        last: the highest step given.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class RankSaves:
     ) -> None:
         """
         Args:
-            group: of the agents.
+            group: the group of the agents.
         """
         self.writer = writer
         self._mailbox = mailbox
         self._group = group
         self.shutdown_wait = shutdown_wait
         self.last = -1
-        # Who agrees with other ranks waits for them; the agent's trainer must not.
+        # A save may wait for other ranks; the thread that serves the trainer must not.
         self._thread = started_pool(1, "ckptstore-agent-rank")
 
     @classmethod
@@ -85,12 +86,12 @@ class RankSaves:
         alive: Callable[[], bool],
         shutdown_wait: ShutdownWait | None = None,
     ) -> Self:
-        """Meet the other ranks' agents, and open the term with them.
+        """Connect to the other ranks' agents, and open the term with them.
 
         Args:
-            parent: as for `Store.writer`; rank 0's counts.
-            lost: is told why the agents are not complete any more, by a thread.
-            alive: whether somebody is there who wants the term: else none is begun.
+            parent: as for `Store.writer`; the value of rank 0 counts.
+            lost: called by a thread with the reason, if an agent is lost.
+            alive: whether the trainer still wants the term; otherwise no term begins.
             shutdown_wait: see `__init__`; None: `shutdown_wait_of` without a successor.
 
         Raises:
@@ -116,7 +117,7 @@ class RankSaves:
             mailbox = remote = RemoteMailbox(connection, job.token, job.rank, lost)
             group = Group(job.rank, job.size, remote, ended)
         writer = open_rank_writer(store.journal, parent, group, options, job.options, environment=environment)
-        del checks[0]  # from here on what a trainer has given is written, also when it is gone
+        del checks[0]  # from here on, states given are written even if the trainer is gone
         if shutdown_wait is None:
             shutdown_wait = shutdown_wait_of(job.options.timeout)
         return cls(writer, mailbox, group, shutdown_wait=shutdown_wait)
@@ -131,14 +132,14 @@ class RankSaves:
         updates: Sequence[Update] = (),
         gradients: Snapshot | None = None,
     ) -> PendingSave:
-        """See `Writer.adopt`; what that raises comes from the result."""
+        """Save a state in a buffer, as `LocalWriter.adopt` does. Errors come from the result."""
         done: Future[CheckpointInfo] = Future()
         begun: list[PendingSave] = []
         wanted = threading.Event()
         late = threading.Event()
 
         def land() -> None:
-            # Prevents: a trainer that is lent the place of a step that failed before it is told so.
+            # Prevents: a trainer gets the place of a failed step before it is told of the failure.
             if begun and begun[0].done() and not done.done():
                 late.set()  # `ended` does
             else:
@@ -149,7 +150,7 @@ class RankSaves:
         def hand_over() -> None:
             try:
                 pending = self.writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
-            except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
+            except BaseException as error:  # noqa: BLE001  # the result raises it
                 done.set_exception(_told(error))
                 given.give_back()
                 snapshot.land()
@@ -168,7 +169,7 @@ class RankSaves:
                 snapshot.land()
 
         def hurry() -> None:
-            wanted.set()  # of two that come at once, at least one sees what the other has set
+            wanted.set()  # of two calls at once, at least one sees what the other has set
             for pending in begun:
                 pending.hurry()
 
@@ -177,37 +178,37 @@ class RankSaves:
         return PendingSave(step, done, lambda: None, hurry)
 
     def forgo(self, step: int, why: BaseException) -> None:
-        """A step that the other ranks may be given has no state here: it fails at once, on all of them."""
+        """This agent has no state of a step that other ranks may save: the step fails at once, on all ranks."""
 
         def say() -> None:
-            with contextlib.suppress(CkptError, RuntimeError):  # a writer that is over says so to whoever asks next
+            with contextlib.suppress(CkptError, RuntimeError):  # a finished writer raises in the next call
                 self.writer.forgo(step, UnmadeStateError(str(why)))
 
         self.last = max(self.last, step)
         self._thread.submit(say)
 
     def conclude(self) -> None:
-        """The trainer is gone: say so to the other ranks, which need not wait for more of this one."""
+        """The trainer is gone: tell the other ranks, so that they do not wait for more steps of this one."""
         self.writer.conclude(self.last)
 
     def agreed(
         self, held: Mapping[int, Durability], *, waits: bool, held_up: Callable[[], None]
     ) -> tuple[int, bool] | None:
-        """The newest step whose state the agents of all ranks hold, once no trainer gives more; the same on each.
+        """Agree on the newest step whose state all agents hold, once no trainer gives more. All ranks get the same.
 
-        1. Each posts ``held/<rank>``: what it holds, and what became of that.
-        2. Where the newest that all hold is to be written, each says that it will give that step, and posts ``ready``.
+        1. Each agent posts ``held/<rank>``: the steps that it holds, and whether they are durable.
+        2. If the newest common step is to be written, each agent announces that step, and posts ``ready``.
 
         Args:
-            held: the steps that are here, whose saves have ended.
-            waits: wait for the others; else they are only told.
-            held_up: called once if others let this agent wait so long that its own trainer need not.
+            held: the steps held here, whose saves have ended.
+            waits: wait for the other agents. False: only tell them.
+            held_up: called once if the wait takes so long that the trainer should not wait.
 
         Returns:
-            the step, and whether all ranks are to write it now; None: there is none, or nothing was waited for.
+            the step, and whether all ranks have to write it now. None: there is no common step, or `waits` is False.
 
         Raises:
-            MissingRankError: another trainer is not gone, or its agent says nothing.
+            MissingRankError: another trainer still runs, or its agent does not answer.
             AgentLostError, MailboxError: another agent is gone.
         """
         self.shutdown_wait.held_up = held_up
@@ -215,12 +216,12 @@ class RankSaves:
         if not waits:
             return None
         every = [dict(unpack(letter, "held")) for letter in self._letters(keys)]
-        self.shutdown_wait.held_up = None  # all have come: what follows takes no longer than writing
+        self.shutdown_wait.held_up = None  # all have answered: the rest takes no longer than a write
         common = set(held).intersection(*every)
         if not common:
             return None
         standing = {step: {one[step] for one in every} for step in common}
-        # What was lost on one rank is a checkpoint of none; the state before it may become one.
+        # A step that failed on one rank is no checkpoint on any; the state before it may become one.
         of_use = [step for step in common if DURABLE in standing[step] or standing[step] == {ALONE}]
         step = max(of_use or common)
         if standing[step] != {ALONE}:
@@ -230,19 +231,19 @@ class RankSaves:
         try:
             self._letters(self._say("ready", pack(step)), _LAST_WORD)
         except CkptError:
-            # Prevents: another rank, which has heard of all, waits for this one's part.
+            # Prevents: another rank, which has every answer, waits for this rank's part.
             self.writer.conclude(step - 1)
             raise
         return step, True
 
     def _say(self, what: str, letter: bytes) -> list[str]:
-        """Post this rank's letter -> where those of all ranks will be."""
+        """Post this rank's message -> the keys of all ranks' messages."""
         keys = [f"ckptstore/{what}/{self.writer.term}/{rank}" for rank in range(self._group.size)]
         post(self._group.mailbox, keys[self._group.rank], letter)
         return keys
 
     def _letters(self, keys: list[str], at_least: float = 0.0) -> list[bytes]:
-        """The letters of all ranks, for which there are so many seconds at least."""
+        """Wait for the messages of all ranks, at least `at_least` seconds."""
         box = self._group.mailbox
         if not self.shutdown_wait.wait(lambda: box.has(keys), self._group.ended, at_least=at_least):
             missing = [str(rank) for rank, key in enumerate(keys) if not box.has([key])]
@@ -252,7 +253,7 @@ class RankSaves:
         return [fetch(box, key) or b"" for key in keys]
 
     def drain(self) -> None:
-        """Return when the writer has everything that was given so far."""
+        """Return when the writer has every state given so far."""
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
@@ -262,10 +263,10 @@ class RankSaves:
         self.writer.close()
 
     def leave(self, *, farewell: bool) -> None:
-        """Leave the other agents, after `close`.
+        """Disconnect from the other agents, after `close`.
 
         Args:
-            farewell: the trainer has closed its writer; else the other agents end, too.
+            farewell: the trainer has closed its writer. False: the other agents end, too.
         """
         if isinstance(self._mailbox, RemoteMailbox):
             self._mailbox.close(farewell=farewell)
@@ -277,16 +278,16 @@ class RankSaves:
 
 
 def _check_trainer(alive: Callable[[], bool]) -> None:
-    """Prevents: a rank's place that is taken for minutes by an agent that waits for others, and has nobody to serve."""
+    """Prevents: an agent without a trainer waits minutes for other ranks, and keeps its rank's address locked."""
     if not alive():
         raise AgentLostError("the trainer ended, or the agent was told to, while the agent was beginning")
 
 
 def _told(error: BaseException) -> BaseException:
-    """Between agents, a mailbox that is gone is an agent that is.
+    """Translate an error: between agents, a lost mailbox means a lost agent.
 
-    A step that is in doubt for another reason, as where rank 0's slot was sent and nobody answered, is left as it is:
-    all agents live then, and the trainers have to hear that their writers are finished.
+    A commit that is in doubt for another reason (rank 0's slot was sent and the medium did not answer) stays as it is.
+    All agents live then, and the trainers have to learn that their writers are finished.
     """
     gone = error.__cause__ if isinstance(error, CommitUnknownError) else error
     return AgentLostError(str(error)) if isinstance(gone, MailboxError) else error

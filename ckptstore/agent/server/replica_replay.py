@@ -1,7 +1,7 @@
-"""A replica: the newest state, made of the one before by taking the optimizers' steps again, and proven by digests.
+"""Computes a replica of the newest state: repeats the optimizers' steps on the state before, and checks digests.
 
-Nothing of it is believed. What the agent makes is compared with digests of what training has; where they differ the
-state is not kept, and the trainer has to hand over a whole one.
+The result is not trusted. The agent compares it with digests of the trainer's tensors. If they differ, it drops the
+state, and the trainer has to hand over a whole one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptstore.write.steps.updates import Update
 __all__ = ["ReplicaReplay", "read_replica", "warmed"]
 
 _LATER: Final = 2
-"""Any count but 1, for who keeps none: the step that makes SGD's buffer is never taken again."""
+"""Any count but 1, for optimizers that keep none: the step that creates SGD's buffer is never repeated."""
 _MOST_AREAS: Final = 16
 _MOST_THREADS: Final = 1 << 12
 _MOST_NAMES: Final = 1000
@@ -40,8 +40,9 @@ class _OptimizerCall:
     """One step of one optimizer.
 
     Attributes:
-        settings: of each group.
-        moved: rows whose parameters had a gradient; None: all of the optimizer's.
+        optimizer: position of the optimizer.
+        settings: settings of each group.
+        moved: rows whose parameters had a gradient; None: all rows of the optimizer.
         scaling: see `TorchSteps.step`.
     """
 
@@ -52,12 +53,12 @@ class _OptimizerCall:
 
 
 class ReplicaReplay:
-    """Makes states by one recipe. The session's thread for what takes time uses it."""
+    """Computes states by one recipe. Only the session's thread for slow work calls it."""
 
     def __init__(self, keeper: SnapshotKeeper, recipe: Recipe, areas: Mapping[int, SharedBuffer]) -> None:
         """
         Args:
-            areas: what the trainer fills, by number.
+            areas: buffers that the trainer fills, by number.
         """
         self._keeper = keeper
         self._recipe = recipe
@@ -66,21 +67,21 @@ class ReplicaReplay:
         self._gradients: dict[int, dict[int, Any]] = {}
 
     def prepare(self) -> None:
-        """Do what the first step would wait for: memory is touched."""
+        """Touch the memory of the areas, so that the first step need not."""
         for area in self._areas.values():
             try:
                 populate(area.shared.memory)
             except MemoryError:
-                return  # whoever needs it will say so
+                return  # the step that needs the memory reports it
 
     def advance(self, body: Mapping[str, Any]) -> UnwrittenState | list[str]:
-        """Make the next state -> what is to be kept, or the names of the tensors that are not training's.
+        """Compute the next state -> the state, or the names of the tensors that differ from the trainer's.
 
         Args:
             body: the ``advance`` message of docs/agent.md.
 
         Raises:
-            AgentError: the message cannot be meant, or the state that it builds on is not the newest.
+            AgentError: the message is invalid, or the state that it builds on is not the newest.
             MemoryError: there is no memory for another state.
         """
         recipe, keeper = self._recipe, self._keeper
@@ -140,11 +141,11 @@ class ReplicaReplay:
         return found
 
     def _updates(self, calls: Sequence[_OptimizerCall], stage: _Stage) -> list[Update]:
-        """What the optimizers did, for who stores steps; what cannot be said is stored as a difference."""
+        """What the optimizers did, for a writer that stores step diffs. Other tensors are stored as differences."""
         by_optimizer: dict[int, _OptimizerCall] = {}
         for call in calls:
             if call.optimizer in by_optimizer:
-                return []  # two steps are no step
+                return []  # two steps at once are not one step
             by_optimizer[call.optimizer] = call
         numbers: dict[tuple[int, int], tuple[optim.Optimizer, float]] = {}
         for call in calls:
@@ -181,11 +182,11 @@ def _update(
 
 
 class _Stage:
-    """A buffer in which states are made, seen as tensors.
+    """A buffer in which states are computed, as tensors.
 
     Attributes:
-        address: of its memory.
-        proof: of what is made in it.
+        address: address of its memory.
+        proof: digests of the tensors that are computed in it.
     """
 
     def __init__(self, recipe: Recipe, buffer: SharedBuffer) -> None:
@@ -204,7 +205,7 @@ class _Stage:
         self._steps = [self._optimizer(kind, groups) for kind, groups in zip(recipe.kinds, self._rows, strict=True)]
 
     def _optimizer(self, kind: str, groups: Sequence[Sequence[int]]) -> Any:
-        """None: the agent moves nothing of it."""
+        """The optimizer over this buffer; None: the agent updates none of its parameters."""
         if not any(groups):
             return None
 
@@ -215,7 +216,7 @@ class _Stage:
         return bridge.stepping().TorchSteps(kind, rows, tensor)
 
     def step(self, call: _OptimizerCall, gradients: Mapping[int, Any]) -> None:
-        """Take an optimizer's step."""
+        """Perform one step of an optimizer."""
         steps = self._steps[call.optimizer]
         if steps is None:
             return
@@ -226,7 +227,7 @@ class _Stage:
         steps.step(call.settings, found, call.scaling)
 
     def sent(self, area: SharedBuffer) -> Gathering:
-        """The copies of what is sent."""
+        """The copies of the tensors that are sent."""
         copies = self._copies.get(area.number)
         if copies is None:
             start, forms = _address(area.shared.memory), self._recipe.layout.tensors
@@ -239,7 +240,7 @@ class _Stage:
         return copies
 
     def count(self, slots: Sequence[tuple[str, int]]) -> int:
-        """How often a parameter was moved."""
+        """How many steps a parameter was updated in."""
         place = dict(slots).get("step")
         if place is None or self._recipe.layout.tensors[place].dtype != "F32" or len(self._images[place]) != 4:
             return _LATER
@@ -248,15 +249,15 @@ class _Stage:
 
 
 def warmed() -> None:
-    """Do what the first replica would wait for: torch is imported, which takes seconds, and has taken a step."""
+    """Import torch and perform a step, which takes seconds, so that the first replica need not wait."""
     bridge.stepping().warmed()
 
 
 def read_replica(body: Mapping[str, Any], layout: StateLayout, keeper: SnapshotKeeper) -> ReplicaReplay:
-    """A replica as the ``replica`` message of docs/agent.md describes it.
+    """Read the ``replica`` message of docs/agent.md.
 
     Raises:
-        AgentError: it cannot be meant.
+        AgentError: it is invalid.
     """
     recipe = read("recipe", body["recipe"], lambda form: read_recipe(form, layout))
     numbers = [whole_number(one) for one in body["areas"]]
@@ -269,7 +270,7 @@ def read_replica(body: Mapping[str, Any], layout: StateLayout, keeper: SnapshotK
 
 
 def _checked(settings: Any) -> dict[str, Any]:
-    """Settings of a group: numbers, flags, lists of numbers."""
+    """Check the settings of a group: numbers, flags, lists of numbers."""
     for name, value in settings.items():
         parts = value if isinstance(value, list) else [value]
         if not all(one is None or isinstance(one, bool | int | float) for one in parts):

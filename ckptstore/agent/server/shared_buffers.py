@@ -1,4 +1,4 @@
-"""The agent's buffers: lent to the trainer to be filled, then held by the writer, and by who keeps the newest state."""
+"""The agent's buffers: the trainer fills them; then the writer and the keeper of the newest state hold them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class SharedBuffer:
     """A piece of shared memory.
 
     Attributes:
-        number: by which it is known; never that of another one.
-        lent: the trainer fills it, or may: nobody believes what is in it.
-        flying: a state is in it, or will be, that is in flight.
-        holders: how many others need its contents.
-        passed: how often it was not what was wanted.
+        number: its identity; never used again.
+        lent: the trainer may write to it, so its contents are not trusted.
+        in_flight: it holds, or will hold, a state in flight.
+        holders: how many need its contents.
+        passed: how many requests it was idle for and did not fit.
     """
 
     number: int
     shared: SharedMemory
     lent: bool = False
-    flying: bool = False
+    in_flight: bool = False
     holders: int = 0
     passed: int = 0
 
     @property
     def nbytes(self) -> int:
-        """How much fits."""
+        """Its size in bytes."""
         return len(self.shared.memory)
 
     @property
@@ -48,9 +48,9 @@ class SharedBuffer:
 
 
 class SharedBuffers:
-    """Buffers for states, of which so many may be in flight, and buffers for what goes with them (gradients).
+    """Buffers for states, of which a limited number may be in flight, and buffers for gradients.
 
-    A state is in flight from the moment that its buffer is lent until it has landed: durable or lost.
+    A state is in flight from the moment its buffer is lent until it is durable or lost.
     """
 
     def __init__(self, limit: int) -> None:
@@ -59,7 +59,7 @@ class SharedBuffers:
             limit: states in flight.
         """
         self._limit = limit
-        self._flying = 0
+        self._in_flight = 0
         self._buffers: dict[int, SharedBuffer] = {}
         self._next = 0
         self._waiting: deque[tuple[int, Callable[[SharedBuffer | MemoryError], None]]] = deque()
@@ -69,18 +69,18 @@ class SharedBuffers:
         """Lend a buffer for a state: now, or once fewer than the limit are in flight.
 
         Args:
-            lent: is given the buffer, or what it is told in its place, by whichever thread has it.
+            lent: called with the buffer, or with the error; by any thread.
         """
         with self._lock:
             self._waiting.append((nbytes, lent))
         self._serve()
 
     def lend_beside(self, nbytes: int) -> SharedBuffer:
-        """Lend a buffer for what goes with a state.
+        """Lend a buffer for gradients.
 
         Raises:
-            AgentError: more of them are lent than states may be.
-            MemoryError: there is not so much.
+            AgentError: too many buffers are lent.
+            MemoryError: there is not enough memory.
         """
         with self._lock:
             if sum(one.lent for one in self._buffers.values()) > 2 * self._limit + 2:
@@ -88,22 +88,22 @@ class SharedBuffers:
             return self._taken(nbytes)
 
     def take(self, nbytes: int) -> SharedBuffer:
-        """A buffer for a state that is made here: as if it were lent, until it is taken or given back.
+        """A buffer for a state that this process computes. It counts as lent until it is taken back or given back.
 
         Raises:
-            MemoryError: there is not so much.
+            MemoryError: there is not enough memory.
         """
         with self._lock:
             return self._taken(nbytes)
 
     def has(self, number: int) -> bool:
-        """Whether a buffer of that number is here still."""
+        """Whether the buffer of this number still exists."""
         return number in self._buffers
 
     def _serve(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting or self._flying >= self._limit:
+                if not self._waiting or self._in_flight >= self._limit:
                     return
                 nbytes, lent = self._waiting.popleft()
                 found: SharedBuffer | MemoryError
@@ -112,14 +112,14 @@ class SharedBuffers:
                 except MemoryError as error:
                     found = error
                 else:
-                    found.flying = True
-                    self._flying += 1
+                    found.in_flight = True
+                    self._in_flight += 1
             lent(found)
 
     def _taken(self, nbytes: int) -> SharedBuffer:
         fitting = [one for one in self._buffers.values() if one.idle and nbytes <= one.nbytes <= 2 * nbytes + (1 << 20)]
         buffer = min(fitting, key=lambda one: one.nbytes) if fitting else self._made(nbytes)
-        # What nobody has wanted for long is of a state that has changed its size.
+        # Buffers unused for a while belong to an old state size: free them.
         for one in list(self._buffers.values()):
             if one.idle and one is not buffer:
                 one.passed += 1
@@ -135,7 +135,7 @@ class SharedBuffers:
         return buffer
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """See that so many buffers are there, and touched, so that filling one costs no more than a copy."""
+        """Allocate and touch buffers until there are `count`, so that filling one costs no more than a copy."""
         with self._lock:
             there = sum(one.nbytes >= nbytes for one in self._buffers.values())
             fresh = [self._made(nbytes) for _ in range(there, count)]
@@ -143,22 +143,22 @@ class SharedBuffers:
             try:
                 populate(one.shared.memory)
             except MemoryError:
-                return  # whoever needs it will say so
+                return  # the request that needs the memory reports it
 
     def lent(self, number: int) -> SharedBuffer:
-        """The buffer of that number, which the trainer has. Raises `AgentError` if it has not."""
+        """The buffer of this number, which is lent. Raises `AgentError` if it is not."""
         buffer = self._buffers.get(number)
         if buffer is None or not buffer.lent:
             raise AgentError(f"buffer {number} is not lent")
         return buffer
 
     def take_back(self, buffer: SharedBuffer) -> None:
-        """The trainer has filled it, and changes it no more: whoever needs it holds it."""
+        """The trainer has filled a buffer, and no longer writes to it."""
         with self._lock:
             buffer.lent = False
 
     def hold(self, buffer: SharedBuffer) -> Callable[[], None]:
-        """One more needs its contents -> what says that it needs them no more; a second time does nothing."""
+        """Hold the contents of a buffer -> a function that releases them; calling it again does nothing."""
         with self._lock:
             buffer.holders += 1
 
@@ -174,21 +174,21 @@ class SharedBuffers:
         return free
 
     def landed(self, buffer: SharedBuffer) -> None:
-        """The state in a buffer is not in flight any more, if it was."""
+        """The state in a buffer is no longer in flight."""
         with self._lock:
-            if not buffer.flying:
+            if not buffer.in_flight:
                 return
-            buffer.flying = False
-            self._flying -= 1
+            buffer.in_flight = False
+            self._in_flight -= 1
         self._serve()
 
     def give_back(self, buffer: SharedBuffer) -> None:
-        """The trainer has not filled it."""
+        """Return a lent buffer that was not filled."""
         self.take_back(buffer)
         self.landed(buffer)
 
     def recall(self) -> None:
-        """The trainer is gone: take everything back that it was filling, and forget what it waited for."""
+        """The trainer is gone: take back every lent buffer, and forget its waiting requests."""
         with self._lock:
             self._waiting.clear()
             lent = [one for one in self._buffers.values() if one.lent]
@@ -196,7 +196,7 @@ class SharedBuffers:
             self.give_back(one)
 
     def close(self) -> None:
-        """Let go of every descriptor."""
+        """Close every descriptor."""
         with self._lock:
             for one in self._buffers.values():
                 one.shared.close()

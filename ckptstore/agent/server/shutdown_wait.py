@@ -1,7 +1,8 @@
-"""An agent that is given no more waits for the others' word: within one bound, and what happens meanwhile shortens it.
+"""Limits how long an agent, whose trainer gives no more states, waits for the other ranks' agents.
 
-The trainers of a job end one after the other: one by an exception, the others when whoever has started them sees that,
-or when a collective gives up. So an agent waits as long as it would for a successor; its trainer does not.
+The trainers of a job end one after the other: one raises an exception; the others end when their launcher notices, or
+when a collective times out. So an agent waits as long as it would for a successor of its trainer. SIGTERM or a
+successor shortens the wait. The trainer itself does not wait.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from typing import Final
 __all__ = ["ShutdownWait", "shutdown_wait_of"]
 
 _RESTARTED: Final = 60.0
-"""Seconds for the others' trainers to be gone, where a successor of this one's says that the job was started again."""
+"""Seconds for the other trainers to end, once a successor of this agent's trainer shows that the job was restarted."""
 _HELD: Final = 2.0
-"""Seconds that a trainer which closes its writer is held by the others': most jobs end on all ranks at once."""
+"""Seconds that `close` of a trainer waits for the other trainers: most jobs end on all ranks at once."""
 _TOLD: Final = 20.0
-"""Seconds after SIGTERM: schedulers send it to all of a job, and kill what is left half a minute later."""
+"""Seconds after SIGTERM: schedulers send it to the whole job, and SIGKILL half a minute later."""
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.1
 
 
 class ShutdownWait:
-    """One agent's wait for the words of others, all of them together.
+    """The time that one agent waits for other agents, over all its waits together.
 
     Attributes:
         wanted: whether a successor of the trainer waits for this agent.
         held_up: called once, when the trainer has waited long enough.
-        spent: seconds that were waited.
+        spent: seconds waited so far.
     """
 
     def __init__(
@@ -36,10 +37,10 @@ class ShutdownWait:
     ) -> None:
         """
         Args:
-            seconds: in all, from the first wait on.
-            restarted: seconds from the moment on at which `wanted` is true.
-            told: whether the agent was told to end.
-            after: seconds from that on.
+            seconds: limit of all waits, from the start of the first.
+            restarted: limit from the moment that `wanted` is true.
+            told: whether the agent has to end.
+            after: limit from the moment that `told` is true.
         """
         self.wanted: Callable[[], bool] = lambda: False
         self.held_up: Callable[[], None] | None = None
@@ -50,11 +51,11 @@ class ShutdownWait:
         self._shorter = [(told, after), (self._is_wanted, restarted)]
 
     def wait(self, done: Callable[[], bool], ended: Callable[[], None], *, at_least: float = 0.0) -> bool:
-        """Whether `done` came true in time; it is asked once at least.
+        """Wait until `done` returns true -> False: the time is over. Asks at least once.
 
         Args:
-            ended: asked at every look; a reason to stop waiting at once is raised by it.
-            at_least: seconds that are given in any case.
+            ended: called at every look; raises what ends the wait at once.
+            at_least: seconds to wait in any case.
         """
         began = time.monotonic()
         if self._began is None:
@@ -88,12 +89,12 @@ class ShutdownWait:
 
 
 def shutdown_wait_of(timeout: float, linger: float = 0.0, told: Callable[[], bool] = lambda: False) -> ShutdownWait:
-    """How long the agent of one of many ranks waits for the others when it is given no more.
+    """The wait of an agent of one of many ranks.
 
     Args:
         timeout: seconds that ranks wait for each other (`RankOptions`).
-        linger: seconds that it waits for a successor.
-        told: whether it was told to end.
+        linger: seconds that the agent waits for a successor of its trainer.
+        told: whether the agent has to end.
     """
-    restarted = min(timeout / 2, _RESTARTED)  # whose other ranks wait for that successor
+    restarted = min(timeout / 2, _RESTARTED)  # the successor's other ranks wait for it that long
     return ShutdownWait(max(linger, restarted), restarted, told)

@@ -1,4 +1,4 @@
-"""What an agent keeps: the writer with its term, the buffers, the newest state. It knows nothing of messages."""
+"""Keeps what an agent owns: the writer with its term, the buffers, the newest state. It knows nothing of messages."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = ["LocalKeeper", "SnapshotKeeper"]
 
 
 class SnapshotKeeper(ABC):
-    """The state of an agent, whatever writer it has: that of one process, or of one rank of many.
+    """What an agent owns, whatever its writer is: that of one process, or of one rank of many.
 
     Attributes:
-        pool: its buffers.
-        run: the store's.
-        newest: the newest state that a trainer has filled and said so, or that was made and proven; None: none yet.
+        pool: the buffers.
+        run: the store's run.
+        newest: the newest state that the trainer has handed over, or that was computed and proven; None: none yet.
         workers: threads that copy and hash.
-        lost: which state was in memory alone, and is not written, and why; None: there is none such.
-        shutdown_wait: how long it waits for the agents of other ranks when it is given no more states.
+        lost: a text that names a state that was only in memory and was not written, and why; None: there is none.
+        shutdown_wait: how long it waits for other ranks' agents once its trainer gives no more states.
     """
 
     def __init__(self, store: Store, writer: Writer, max_in_flight: int, shutdown_wait: ShutdownWait) -> None:
@@ -49,7 +49,7 @@ class SnapshotKeeper(ABC):
         self.pool = SharedBuffers(max_in_flight)
         self.newest: AgentSnapshot | None = None
         self.lost: str | None = None
-        self._before: AgentSnapshot | None = None  # the state before the newest, where two are kept
+        self._before: AgentSnapshot | None = None  # the state before the newest, if two are kept
         self._keeps_two = False
         self.run = store.run
         self._store = store
@@ -77,9 +77,9 @@ class SnapshotKeeper(ABC):
 
     @abstractmethod
     def _drain(self) -> None:
-        """Return when the writer has everything that `_adopt` was given."""
+        """Return when the writer has every state that `_adopt` was given."""
 
-    # -- what is asked of the writer
+    # -- the writer
 
     @property
     def term(self) -> int:
@@ -106,7 +106,7 @@ class SnapshotKeeper(ABC):
         self._writer.untag(name)
 
     def rollback(self, ref: str) -> CheckpointInfo:
-        """See `Writer.rollback`. The newest state is the abandoned branch's: it is kept no more."""
+        """See `Writer.rollback`. The newest state belongs to the abandoned branch, and is dropped."""
         self._drain()
         parent = self._writer.rollback(ref)
         self._keep(None)
@@ -117,13 +117,13 @@ class SnapshotKeeper(ABC):
     # -- saving
 
     def save(self, filled: FilledBuffer, step: int, told: Callable[[PendingSave], None]) -> None:
-        """Have a buffer that was filled written: it is the newest state from now on.
+        """Start to write a filled buffer; it is the newest state from now on.
 
         Args:
-            told: is given the save once it is durable or has failed, by the thread that knows.
+            told: called with the save once it is durable or has failed; by any thread.
 
         Raises:
-            AgentError: what is said of the buffer cannot be.
+            AgentError: the description of the buffer is invalid.
             and what the writer raises. The buffer is free again then.
         """
         buffer = self.pool.lent(filled.buffer)
@@ -158,17 +158,17 @@ class SnapshotKeeper(ABC):
 
         def done(_: bool) -> None:
             self._pending.pop(step, None)
-            if pending.exception() is None:  # asked, so that the writer takes it for seen
+            if pending.exception() is None:  # asking marks the failure as seen
                 self._committed(pending.result())
             told(pending)
 
         pending.when_done(done)
 
     def hold(self, filled: FilledBuffer, step: int) -> None:
-        """Take a buffer that was filled for the newest state, in memory alone (`persist`).
+        """Keep a filled buffer as the newest state, only in memory until `persist`.
 
         Raises:
-            AgentError: what is said of the buffer cannot be. It is free again then.
+            AgentError: the description of the buffer is invalid. The buffer is free again then.
         """
         self.replicates()
         buffer = self.pool.lent(filled.buffer)
@@ -181,7 +181,7 @@ class SnapshotKeeper(ABC):
         self.pool.landed(buffer)
 
     def keep(self, made: UnwrittenState) -> None:
-        """A state that was made is the newest from now on, in memory alone (`persist`)."""
+        """Keep a computed state as the newest, only in memory until `persist`."""
         free = self.pool.hold(made.buffer)
         self.pool.take_back(made.buffer)
         self._keep(AgentSnapshot(made.step, made.filled.layout, made.buffer, made.flat, None, free, made))
@@ -189,7 +189,7 @@ class SnapshotKeeper(ABC):
     def persist(
         self, told: Callable[[PendingSave], None], labels: tuple[Mapping[str, Any] | None, Sequence[str]] | None = None
     ) -> None:
-        """Have the newest state written, if it is in memory alone.
+        """Start to write the newest state, if it is only in memory.
 
         Args:
             told: as for `save`.
@@ -199,13 +199,13 @@ class SnapshotKeeper(ABC):
             what the writer raises.
         """
         newest = self.newest
-        if newest is None or newest.made is None:
+        if newest is None or newest.unwritten is None:
             return
         earlier = newest.pending
         if earlier is not None and not (earlier.done() and earlier.exception() is not None):
             earlier.when_done(lambda _: told(earlier))
             return
-        made = newest.made
+        made = newest.unwritten
         metadata, tags = (made.filled.metadata, made.filled.tags) if labels is None else labels
         free = self.pool.hold(newest.buffer)
         updates = made.updates if self._written == made.step - 1 else ()
@@ -221,11 +221,11 @@ class SnapshotKeeper(ABC):
 
     @abstractmethod
     def forgo(self, step: int, why: BaseException) -> None:
-        """A step that was to be written has no state here. Other ranks, which may have it, need not wait for that."""
+        """This agent has no state of a step that was to be written. Other ranks need not wait for it."""
 
     @abstractmethod
     def replicates(self) -> None:
-        """States are in memory alone from now on."""
+        """From now on the trainer gives states that are only in memory."""
 
     def _keep(self, newest: AgentSnapshot | None) -> None:
         with self._lock:
@@ -248,30 +248,30 @@ class SnapshotKeeper(ABC):
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The newest checkpoint of this term; of one without checkpoints, its parent."""
+        """The newest checkpoint of this term, or the term's parent."""
         return self._latest
 
     def pending(self, step: int) -> PendingSave | None:
-        """The save of a step that is on its way."""
+        """The pending save of a step; None: there is none."""
         return self._pending.get(step)
 
     # -- between two trainers
 
     def settle(self) -> None:
-        """The trainer is gone: what it was filling is nothing, and what waits is written. Raises nothing."""
+        """The trainer is gone: drop buffers that it was filling, and write what is pending. Raises nothing."""
         self.pool.recall()
         self.persist_quietly()
-        with contextlib.suppress(CkptError):  # told to nobody: `AgentSnapshot.durable` says what became of the newest
+        with contextlib.suppress(CkptError):  # no trainer hears it: `AgentSnapshot.durable` says it
             self.wait()
 
     def persist_quietly(self) -> None:
-        """As `persist`, with nobody there who could be told."""
-        if self.newest is not None and self.newest.made is not None:
+        """As `persist`, without a report of the result."""
+        if self.newest is not None and self.newest.unwritten is not None:
             with contextlib.suppress(CkptError):
                 self.persist(lambda _: None)
 
     def stale(self) -> str:
-        """Why a successor should not go on from here; empty: it should."""
+        """Why a successor must not continue with this agent; empty: it may."""
         try:
             catalog = self._store.view().catalog
         except CkptError as error:
@@ -281,7 +281,7 @@ class SnapshotKeeper(ABC):
         return ""
 
     def hash_of(self, kept: AgentSnapshot) -> str:
-        """The hash of the newest state, as the store knows it; of one that it does not have, as it is in memory."""
+        """The hash of the newest state: that of its checkpoint, or else of its memory."""
         info = kept.durable
         if info is not None and not info.lossy and info.step == kept.step:
             return info.state
@@ -290,10 +290,10 @@ class SnapshotKeeper(ABC):
     # -- the end
 
     def close(self, held_up: Callable[[], None] = lambda: None) -> None:
-        """Write what waits, and end. Raises what `Writer.close` raises.
+        """Write what is pending, and close the writer. Raises what `Writer.close` raises.
 
         Args:
-            held_up: called once if agents of other ranks keep this one for so long that its trainer need not wait.
+            held_up: called once if other ranks' agents take so long that the trainer should not wait for them.
         """
         del held_up
         try:
@@ -308,15 +308,15 @@ class SnapshotKeeper(ABC):
 
     @abstractmethod
     def leave(self, *, farewell: bool) -> None:
-        """Leave the agents of other ranks, after `close`.
+        """Disconnect from the other ranks' agents, after `close`.
 
         Args:
-            farewell: the trainer has closed its writer; else the other agents end, too.
+            farewell: the trainer has closed its writer. False: the other agents end, too.
         """
 
 
 class LocalKeeper(SnapshotKeeper):
-    """What the agent of a trainer keeps that saves alone."""
+    """What the agent of a single trainer owns."""
 
     def __init__(self, store: Store, writer: LocalWriter, max_in_flight: int) -> None:
         super().__init__(store, writer, max_in_flight, ShutdownWait(0.0, 0.0))
@@ -335,13 +335,13 @@ class LocalKeeper(SnapshotKeeper):
         return self._local.adopt(snapshot, step, metadata=metadata, tags=tags, updates=updates, gradients=gradients)
 
     def _drain(self) -> None:
-        """`_adopt` itself gives it to the writer."""
+        """Nothing to do: `_adopt` gives each state to the writer."""
 
     def forgo(self, step: int, why: BaseException) -> None:
-        """There are no other ranks."""
+        """Nothing to do: there are no other ranks."""
 
     def replicates(self) -> None:
-        """The newest state is enough."""
+        """Nothing to do: one state is enough."""
 
     def leave(self, *, farewell: bool) -> None:
-        """There are no other agents."""
+        """Nothing to do: there are no other agents."""

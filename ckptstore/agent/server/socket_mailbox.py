@@ -1,9 +1,9 @@
-"""The mailbox of the agents of a job: rank 0's agent has it, the others ask it over sockets. It outlives the trainers.
+"""The mailbox of a job's agents: rank 0's agent serves it, the others use it over sockets. It outlives the trainers.
 
-A request is a length (4 bytes, big-endian), an operation (1 byte), a number of keys (2), each key with its length (2),
-and a value; the answer is a length, a byte (0: no value; 1: one), and the value. One request at a time on a connection.
-Before the first one both ends prove that they know the job's token, which neither sends (HMAC-SHA256 of the other's
-nonce). Whoever connects through a Unix socket has to be the same user besides, by the kernel's word.
+A request is a length (4 bytes, big-endian), an operation (1 byte), a number of keys (2 bytes), each key with its length
+(2 bytes), and a value. The answer is a length, a byte (0: no value; 1: a value), and the value. A connection carries
+one request at a time. Before the first one both ends prove that they know the job's token, which neither sends
+(HMAC-SHA256 of the other's nonce). The peer on a Unix socket also has to be the same user, which the kernel tells.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _HEAD: Final = struct.Struct(">BH")
 _KEY: Final = struct.Struct(">H")
 _NONCE: Final = 32
 _LIMIT: Final = 4 * PIECE
-"""Bytes of a request: a value, and what the keys of a thousand ranks take."""
+"""Most bytes of a request: a value, and the keys of a thousand ranks."""
 _PATIENCE: Final = 30.0
-"""Seconds that a message may stand still once it has begun. After that whoever sends it is broken."""
+"""Seconds that a message may make no progress once it has begun. After that the peer counts as broken."""
 _BEGINNING: Final = 120.0
-"""Seconds that rank 0's agent may take to begin."""
+"""Seconds that rank 0's agent may take to start."""
 _SET, _GET, _HAS, _DELETE, _LEAVE = range(5)
 
 
 class ServedMailbox:
-    """Rank 0's side: the values are here, and whoever knows the token may ask.
+    """Rank 0's side: holds the values, and answers each peer that knows the token.
 
     Attributes:
-        box: for this process.
+        box: the mailbox, for this process.
         here: ranks whose agents are connected.
     """
 
     def __init__(self, listener: socket.socket, token: bytes, size: int, lost: Callable[[str], None]) -> None:
-        """Take a listening socket over.
+        """Take ownership of a listening socket.
 
         Args:
-            size: ranks of the job, this one included.
-            lost: is told why the job's agents are not complete any more, once, by a thread.
+            size: number of ranks of the job, this one included.
+            lost: called once, by a thread, with the reason, if another agent is lost.
         """
         self.box = LocalMailbox()
         self._listener = listener
@@ -68,12 +68,12 @@ class ServedMailbox:
         background_threads.start(self._accept, "agent-mailbox")
 
     def check(self) -> None:
-        """Raise `AgentLostError` if the agent of a rank is gone: what it has not sent will never come."""
+        """Raise `AgentLostError` if the agent of a rank is gone: it will send nothing more."""
         if self._why is not None:
             raise AgentLostError(self._why)
 
     def close(self) -> None:
-        """Take nobody any more. Those who are here hear that this agent is gone."""
+        """Close the listener and all connections. The other agents see that this agent is gone."""
         self._closed = True
         for one in (self._listener, *self._connections.copy()):
             with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ class ServedMailbox:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            with contextlib.suppress(RuntimeError):  # the interpreter is going
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 background_threads.start(partial(self._serve, connection), "agent-mailbox-rank")
 
     def _serve(self, connection: socket.socket) -> None:
@@ -108,7 +108,7 @@ class ServedMailbox:
                     left = request[:1] == bytes([_LEAVE])
                     connection.sendall(_framed(self._answer(request)))
         except (OSError, MailboxError, struct.error, ValueError):
-            pass  # it is gone, or what it sends is no request: the same to us
+            pass  # the peer is gone, or sends no valid request: both end the connection
         finally:
             self._connections.discard(connection)
         if rank is None:
@@ -118,13 +118,13 @@ class ServedMailbox:
             self._is_lost(f"the agent of rank {rank} is gone")
 
     def _met(self, connection: socket.socket) -> int:
-        """The rank at the other end, which has shown that it is of this job. Raises `MailboxError`."""
+        """Check that the peer belongs to this job -> its rank. Raises `MailboxError`."""
         ours = secrets.token_bytes(_NONCE)
         connection.sendall(ours)
         theirs = _exactly(connection, _NONCE)
         rank = int(_LENGTH.unpack(_exactly(connection, _LENGTH.size))[0])
         if not hmac.compare_digest(_exactly(connection, _NONCE), _proof(self._token, b"rank", ours, rank)):
-            raise MailboxError("somebody who is not of this job")
+            raise MailboxError("the peer does not know the token of this job")
         if not 0 < rank < self._size:
             raise MailboxError(f"rank {rank} of {self._size}")
         connection.sendall(_proof(self._token, b"host", theirs, rank))
@@ -162,16 +162,16 @@ class ServedMailbox:
 
 
 class RemoteMailbox:
-    """Another rank's side (`write.ranks.mailbox.Mailbox`), for all threads of a process: one call at a time."""
+    """The side of another rank (a `write.ranks.mailbox.Mailbox`). Any thread may call it; calls wait for each other."""
 
     def __init__(self, connection: socket.socket, token: bytes, rank: int, lost: Callable[[str], None]) -> None:
-        """Take a connected socket over.
+        """Take ownership of a connected socket.
 
         Args:
-            lost: is told why nothing can be sent or heard any more, once, by a thread.
+            lost: called once, by a thread, with the reason, if the connection is lost.
 
         Raises:
-            MailboxError: at the other end is no agent of this job.
+            MailboxError: the peer is not the agent of this job.
         """
         self._socket = connection
         self._lock = threading.Lock()
@@ -184,7 +184,7 @@ class RemoteMailbox:
             ours = secrets.token_bytes(_NONCE)
             connection.sendall(ours + _LENGTH.pack(rank) + _proof(token, b"rank", theirs, rank))
             if not hmac.compare_digest(_exactly(connection, _NONCE), _proof(token, b"host", ours, rank)):
-                raise MailboxError("what answers at rank 0's address is not the agent of this job")
+                raise MailboxError("the process at rank 0's address is not the agent of this job")
             connection.settimeout(_PATIENCE)
         except BaseException as error:
             connection.close()
@@ -213,14 +213,14 @@ class RemoteMailbox:
         self._ask(_DELETE, [key])
 
     def clone(self) -> Self:
-        """See `Mailbox.clone`: itself."""
+        """See `Mailbox.clone`: returns itself."""
         return self
 
     def close(self, *, farewell: bool) -> None:
-        """Ask for nothing any more.
+        """Disconnect.
 
         Args:
-            farewell: this rank has nothing left to do; else its end counts as its agent's death.
+            farewell: this rank has nothing left to do. False: the disconnection counts as its agent's death.
         """
         self._left = True
         with contextlib.suppress(MailboxError):
@@ -241,17 +241,17 @@ class RemoteMailbox:
             except (OSError, MailboxError) as error:
                 self._why = "the agent of rank 0 is gone"
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # `_watch` says so
+                    self._socket.shutdown(socket.SHUT_RDWR)  # `_watch` reports it
                 raise MailboxError(f"{self._why}: {error}") from error
 
     def _watch(self) -> None:
-        """Say so when the other end is gone, also while nobody asks for anything."""
+        """Report the loss of the peer, even while no call is under way."""
         poll = select.poll()
         try:
             poll.register(self._socket.fileno(), select.POLLRDHUP)
             poll.poll()
         except (OSError, ValueError):
-            pass  # it is closed
+            pass  # closed
         with self._lock:
             self._why = self._why or "the agent of rank 0 is gone"
             self._socket.close()

@@ -1,7 +1,7 @@
-"""One trainer's connection, as the agent sees it: what is asked, and what is answered. docs/agent.md lists both.
+"""Answers the requests of one trainer. docs/agent.md lists requests and answers.
 
-Requests are taken one after the other by the agent's main thread, which waits for nothing: what takes time (a buffer
-that is not free yet, a flush, a rollback) is answered later, so that others are not held up.
+The agent's main thread takes requests one after the other, and never blocks. What takes time (a buffer that is not
+free yet, a flush, a rollback) is answered later, by another thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LAYOUTS: Final = 16
 
 
 class SessionEnd(enum.Enum):
-    """Why a session is over."""
+    """Why a session ended."""
 
     CLOSED = "the trainer has closed its writer"
     GONE = "the trainer is gone"
@@ -52,7 +52,7 @@ class TrainerSession:
     def __init__(self, keeper: SnapshotKeeper, channel: Channel, about: dict[str, Any]) -> None:
         """
         Args:
-            about: what the agent was started with, for those who ask.
+            about: members of every greeting: what the agent was started with.
         """
         self._keeper = keeper
         self._channel = channel
@@ -62,7 +62,7 @@ class TrainerSession:
         self._mapped: set[int] = set()  # buffers whose descriptor the trainer has
         self._later: ThreadPoolExecutor = started_pool(1, "ckptstore-agent-later")
         self._over: SessionEnd | None = None
-        self._replicas: dict[int, ReplicaReplay] = {}  # the newest one alone
+        self._replicas: dict[int, ReplicaReplay] = {}  # only the newest
         self._does: dict[str, Callable[[int, dict[str, Any]], None]] = {
             "hello": self._hello,
             "layout": self._layout,
@@ -87,7 +87,7 @@ class TrainerSession:
         }
 
     def serve(self) -> SessionEnd:
-        """Answer until the trainer is gone, or has closed. What is no message of the protocol ends it, too."""
+        """Answer requests until the trainer closes its writer, or is gone, or sends an invalid message."""
         try:
             while self._over is None:
                 found = self._channel.receive()
@@ -99,12 +99,12 @@ class TrainerSession:
             self._channel.post({"event": "broken", "error": error_form(error)})
             self._over = SessionEnd.GONE
         self._later.shutdown()
-        if self._over is not SessionEnd.TOLD:  # what is written on being told is told, too
+        if self._over is not SessionEnd.TOLD:  # else saves are written first, and reported
             self._channel.finish()
         return self._over
 
     def warn(self, category: type[Warning], text: str) -> None:
-        """Pass a warning on."""
+        """Send a warning to the trainer."""
         self._channel.post({"event": "warning", "warning": warning_form(category, text)})
 
     def break_off(self, error: AgentError) -> None:
@@ -112,7 +112,7 @@ class TrainerSession:
         self._channel.post({"event": "broken", "error": error_form(error)})
 
     def finish(self) -> None:
-        """Send what there is still to be said, and close."""
+        """Send what was posted, and close the connection."""
         self._channel.finish()
 
     def _answer(self, message: Message) -> None:
@@ -124,7 +124,7 @@ class TrainerSession:
         work = self._does.get(does)
         try:
             if work is None:
-                raise AgentError(f"{does!r:.40} is nothing that an agent does; it speaks protocol {PROTOCOL}")
+                raise AgentError(f"{does!r:.40}: unknown request; this agent speaks protocol {PROTOCOL}")
             work(number, body)
         except (CkptError, MemoryError) as error:
             self._fail(number, error)
@@ -138,19 +138,19 @@ class TrainerSession:
         self._channel.post({"re": number, "error": error_form(error)})
 
     def _in_turn(self, number: int, work: Callable[[], dict[str, Any] | None]) -> None:
-        """What takes time, in the order of the requests."""
+        """Do what takes time in another thread, in the order of the requests, and answer then."""
 
         def run() -> None:
             try:
                 answer = work()
-            except BaseException as error:  # noqa: BLE001  # whoever asked is told
+            except BaseException as error:  # noqa: BLE001  # the trainer gets it as the answer
                 self._fail(number, error)
             else:
                 self._reply(number, **(answer or {}))
 
         self._later.submit(run)
 
-    # -- what is asked
+    # -- requests
 
     def _hello(self, number: int, body: dict[str, Any]) -> None:
         if body["protocol"] != PROTOCOL:
@@ -158,7 +158,7 @@ class TrainerSession:
         self._in_turn(number, self.greeting)
 
     def greeting(self) -> dict[str, Any]:
-        """What a trainer is told first."""
+        """The answer to ``hello`` and ``start``."""
         keeper = self._keeper
         newest = keeper.newest
         kept = None
@@ -187,7 +187,7 @@ class TrainerSession:
     def _known(self, body: dict[str, Any]) -> StateLayout:
         layout = self._layouts.get(body["layout"])
         if layout is None:
-            raise AgentError(f"layout {body['layout']!r:.20} is not known (any more)")
+            raise AgentError(f"layout {body['layout']!r:.20} is unknown, or no longer known")
         return layout
 
     def _prepare(self, number: int, body: dict[str, Any]) -> None:
@@ -237,11 +237,11 @@ class TrainerSession:
                 return
             try:
                 self._keeper.save(filled, step, self._tell)
-            except AgentError as error:  # of what was said of the buffer: nothing was given to the writer
+            except AgentError as error:  # the request was invalid: the writer was given nothing
                 self._forgone(body, error)
                 raise
 
-        if self._replicas:  # after the steps that the agent is still to take
+        if self._replicas:  # after the steps that the agent still has to take
             self._in_turn(number, work)
             return
         work()
@@ -259,14 +259,14 @@ class TrainerSession:
         self._reply(number, replica=number)
 
     def _quietly(self, work: Callable[[], None]) -> None:
-        """What is done beforehand: who needs it says what is wrong."""
+        """Do preparatory work. If it fails, the request that needs it reports why."""
         with contextlib.suppress(Exception):
             work()
 
     def _advance(self, number: int, body: dict[str, Any]) -> None:
         replica = self._replicas.get(body["replica"])
         if replica is None:
-            raise AgentError(f"replica {body['replica']!r:.20} is not known (any more)")
+            raise AgentError(f"replica {body['replica']!r:.20} is unknown, or no longer known")
 
         def work() -> dict[str, Any]:
             try:
@@ -287,11 +287,11 @@ class TrainerSession:
     def _made(self, replica: ReplicaReplay, body: dict[str, Any]) -> UnwrittenState | list[str]:
         try:
             return read("advance", body, replica.advance)
-        except RuntimeError as error:  # torch's own, of whatever an optimizer cannot do with what it was given
-            raise AgentError(f"the step cannot be taken again: {error}") from error
+        except RuntimeError as error:  # torch's, if an optimizer cannot use what it was given
+            raise AgentError(f"the step cannot be repeated: {error}") from error
 
     def _forgone(self, body: dict[str, Any], why: BaseException) -> None:
-        """A step that was not made is not written, either: other ranks, which may have made it, hear of that."""
+        """A step that was not computed is not written. Tell the other ranks, which may have computed it."""
         if body.get("persist", True) and type(body.get("step")) is int:
             self._keeper.forgo(body["step"], why)
 
@@ -311,7 +311,7 @@ class TrainerSession:
         self._in_turn(number, work)
 
     def _persisted(self, step: int, labels: tuple[Any, Sequence[str]] | None) -> None:
-        """Have the newest state written; what stops that is told as of any save."""
+        """Start to write the newest state. A failure is reported as for any save."""
         try:
             self._keeper.persist(self._tell, labels)
         except (CkptError, MemoryError) as error:
@@ -355,7 +355,7 @@ class TrainerSession:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001  # whoever asked is told
+            except BaseException as error:  # noqa: BLE001  # the trainer gets it as the answer
                 self._fail(number, error)
 
         self._later.submit(run)
@@ -395,7 +395,7 @@ class TrainerSession:
             try:
                 self._keeper.persist_quietly()  # a step that was not due, or that the medium was too slow for
                 self._keeper.close(held_up=stay)
-            except BaseException as error:  # noqa: BLE001  # whoever asked is told, if he is here still
+            except BaseException as error:  # noqa: BLE001  # the trainer gets it as the answer, if it is still here
                 if not answered:
                     self._fail(number, error)
             else:
