@@ -1,4 +1,4 @@
-"""Starting an agent, and finding one that runs."""
+"""Starts an agent, or finds one that runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _END_SECONDS: Final = 30.0
 
 
 class RunningAgent:
-    """An agent that answers.
+    """An agent that has answered.
 
     Attributes:
         link: the connection.
-        greeting: what it said first.
-        process: the process, if this one has started it.
+        greeting: its first answer.
+        process: the process, if this process started it.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class RunningAgent:
         self.process = process
 
     def warnings(self) -> list[tuple[type[Warning], str]]:
-        """What there is to be warned of."""
+        """The warnings in its greeting."""
         return [read_warning(one) for one in self.greeting.get("warnings", ())]
 
     def let_go(self) -> None:
-        """Let go of it: it ends by itself, later than who is here wants to wait."""
+        """Disconnect without a wait: the agent ends later."""
         self.link.close()
         if self.process is not None:
-            with contextlib.suppress(RuntimeError):  # the interpreter is going
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 background_threads.start(self.process.wait, "agent-ending")
 
     def await_exit(self) -> None:
-        """Wait until it has ended, for a while; not for one that is stopped."""
+        """Disconnect, and wait a while until it has ended; not for a stopped one."""
         self.link.close()
         if stopped(self.link.pid) is not None:
             self.let_go()
@@ -81,13 +81,13 @@ def start_agent(
     """Start an agent.
 
     Args:
-        place: where it will be found.
-        body: what it is to do: the ``start`` message of docs/agent.md.
+        place: its address.
+        body: members of the ``start`` message of docs/agent.md.
         told, lost: see `AgentLink`.
-        descriptors: that it gets besides, under their numbers.
+        descriptors: further descriptors to inherit, under their numbers.
 
     Raises:
-        AgentError: it cannot be started, or is another trainer's.
+        AgentError: it cannot be started, or serves another trainer.
         and what opening the store for writing raises.
     """
     startup = Path(__file__).parents[1] / "startup.py"
@@ -119,14 +119,14 @@ def start_agent(
         greeting = link.call("start", protocol=PROTOCOL, **body)
     except AgentSilentError:
         link.close()
-        process.kill()  # it has nothing yet
+        process.kill()  # it has no state yet
         process.wait()
         raise
     except AgentLostError as error:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
         words = place.last_words()
-        raise AgentError(f"the agent ended before it had begun (status {process.returncode}): {words}") from error
+        raise AgentError(f"the agent ended before it answered (status {process.returncode}): {words}") from error
     except BaseException:
         link.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -136,7 +136,7 @@ def start_agent(
 
 
 def _python() -> list[str]:
-    """The interpreter, as this one was started where that decides what is imported; never with a folder of scripts."""
+    """The interpreter with the options of this one that decide what is imported; never with a script's folder."""
     command = [sys.executable, "-P"]
     if sys.flags.isolated:
         command.append("-I")
@@ -148,18 +148,18 @@ def _python() -> list[str]:
 
 
 def _paths() -> list[str]:
-    """Where this process finds packages, for the agent to look in last: without the script's folder."""
+    """The folders where this process finds packages, which the agent searches last; without the script's folder."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     left_out = {Path.cwd(), *([] if main is None else [Path(main).resolve().parent])}
     return [path for path in sys.path if path and Path(path).is_absolute() and Path(path) not in left_out]
 
 
 def find_agent(place: AgentAddress, told: OnEvent, lost: OnLost) -> RunningAgent | None:
-    """The agent that a trainer before has left; None: there is none.
+    """Find the agent that an earlier trainer left; None: there is none.
 
     Raises:
-        AgentBusyError: it serves a trainer that is alive.
-        AgentError: it does not speak as this does.
+        AgentBusyError: it serves a live trainer.
+        AgentError: it speaks another protocol.
     """
     connection = place.connect()
     if connection is None:

@@ -1,4 +1,4 @@
-"""A trainer's connection to its agent: requests, their answers, and what the agent tells unasked."""
+"""The trainer's connection to its agent: requests, answers and events."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from ckptstore.host.caller_warnings import warn
 __all__ = ["AgentLink", "SilentAgentWarning"]
 
 LOOK_SECONDS: Final = 1.0
-"""Seconds between two looks at a process that says nothing."""
+"""Seconds between two looks at a process that sends nothing."""
 SAID_SECONDS: Final = 5.0
-"""Seconds for which it is stopped when that is said."""
+"""Seconds after which a stopped process is warned of."""
 PATIENT_SECONDS: Final = 60.0
-"""Seconds for which it is stopped when what waits for it fails. One that runs is waited for as long as it takes."""
+"""Seconds after which requests to a stopped process fail. A running process is waited for without limit."""
 _LOG: Final = logging.getLogger("ckptstore.agent")
 _open: Final[weakref.WeakSet[AgentLink]] = weakref.WeakSet()
 
 
 class SilentAgentWarning(UserWarning):
-    """The agent does not answer: it is stopped, or has been silent for long. Names process, state and remedy."""
+    """The agent does not answer: it is stopped, or has sent nothing for long. Names process, state and remedy."""
 
 
 class AgentLink:
-    """One connection. Any thread asks; a thread of its own hears, and looks at the process while it says nothing.
+    """One connection. Any thread sends requests. A separate thread receives, and watches the process meanwhile.
 
     Attributes:
         pid: the agent's process.
-        silent: why nothing is asked at present: the process has been stopped for long; None: it is not.
-        quiet: is told when that begins. What the agent has taken, it may still do once it is continued.
-        late: is given each answer that nobody waits for any more.
+        silent: why requests fail at present: the process has been stopped for too long. None: it has not.
+        quiet: called when that begins. The agent may still do what it has accepted once it is continued.
+        late: called with each answer that nobody waits for any more.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class AgentLink:
     ) -> None:
         """
         Args:
-            told: is given each event, by the thread that hears.
-            lost: is told why nothing more will be heard, once, after everything else.
+            told: called with each event, by the thread that receives.
+            lost: called once, after everything else, with the reason why the connection ended.
         """
         self.pid = channel.pid
         self._channel = channel
@@ -76,19 +76,19 @@ class AgentLink:
 
     @property
     def lost(self) -> AgentError | None:
-        """Why nothing more is heard, once everybody is told so; None: it is open."""
+        """Why the connection ended, once `lost` was called; None: it is open."""
         if self._lost is not None:
             self._over.wait()
         return self._lost
 
     def ask(self, do: str, **fields: Any) -> Future[Message]:
-        """Ask for something -> what answers. It fails with what the agent says, or with `AgentLostError`."""
+        """Send a request -> its answer. It fails with the agent's error, `AgentLostError` or `AgentSilentError`."""
         answer: Future[Message] = Future()
         with self._lock:
             if self._lost is not None:
                 answer.set_exception(self._lost)
                 return answer
-            if self.silent is not None and do != "release":  # which is for when it goes on
+            if self.silent is not None and do != "release":  # which may wait until it is continued
                 answer.set_exception(self._silence())
                 return answer
             if not self._asked:
@@ -104,13 +104,13 @@ class AgentLink:
         return answer
 
     def call(self, do: str, **fields: Any) -> dict[str, Any]:
-        """Ask, and wait. A descriptor that comes is closed."""
+        """Send a request and wait for the answer. Closes a descriptor that comes with it."""
         message = self.answer(self.ask(do, **fields))
         message.close()
         return message.body
 
     def answer(self, asked: Future[Message]) -> Message:
-        """Wait for an answer. Ctrl-C gives everything up that waits for an agent that is stopped."""
+        """Wait for an answer. Ctrl-C makes all requests to a stopped agent fail."""
         try:
             return asked.result()
         except (KeyboardInterrupt, SystemExit):
@@ -118,7 +118,7 @@ class AgentLink:
             raise
 
     def give_up(self) -> None:
-        """Whoever waits does not want to: what waits for a stopped agent fails now. One that runs goes on."""
+        """Make all requests fail now, if the agent is stopped. Requests to a running agent continue."""
         if self._lost is None and (why := stopped(self.pid)) is not None:
             self._fail(why)
 
@@ -138,19 +138,17 @@ class AgentLink:
         )
 
     def _look(self) -> None:
-        """Called by the thread that hears while nothing comes."""
+        """Look at the process. The thread that receives calls this while nothing arrives."""
         now = time.monotonic()
         why = stopped(self.pid)
         if why is None:
             self._stopped_since, self.silent = None, None
             if self._remarked and not self._asleep:
                 self._remarked = False
-                _LOG.info("the agent (process %d) goes on", self.pid)
+                _LOG.info("the agent (process %d) continues", self.pid)
             if self._asked and not self._asleep and now - self._heard > PATIENT_SECONDS:
-                self._asleep = True  # said once until it is heard again
-                self._say(
-                    f"has said nothing for {PATIENT_SECONDS:g} s while an answer is waited for: {state_of(self.pid)}"
-                )
+                self._asleep = True  # one warning until it sends again
+                self._say(f"has not answered a request for {PATIENT_SECONDS:g} s: {state_of(self.pid)}")
             return
         since = self._stopped_since = self._stopped_since or now
         if now - since >= SAID_SECONDS and not self._remarked:
@@ -177,7 +175,7 @@ class AgentLink:
                 self._take(found)
         except AgentError as error:
             self._why = error
-        except BaseException as error:  # noqa: BLE001  # a thread's last words: who waits must not wait for ever
+        except BaseException as error:  # noqa: BLE001  # else requests would wait for ever
             self._why = AgentError(f"{type(error).__name__}: {error}")
         self._end()
 
@@ -221,11 +219,11 @@ class AgentLink:
             self._over.set()
 
     def close(self) -> None:
-        """Hang up; everything that is asked still fails."""
+        """Shut the connection down; all open requests fail."""
         self._channel.hang_up()
 
     def leave(self) -> None:
-        """In a fork, which has none of the threads: let go of the connection, which is the parent's."""
+        """Close a forked process's copy of the connection, which is the parent's."""
         self._channel.leave()
 
 
@@ -235,5 +233,5 @@ def _leave_all() -> None:
             link.leave()
 
 
-# Prevents: a child that keeps the connection of a trainer open that was killed.
+# Prevents: a child process keeps the connection of a killed trainer open.
 os.register_at_fork(after_in_child=_leave_all)

@@ -1,11 +1,11 @@
-"""The trainers of a job agree, once, where their agents meet: through the mailbox of their process group.
+"""Lets the trainers of a job agree, once, on how their agents find each other, through their group's mailbox.
 
-1. They find each other (`write.ranks.finding`), and each says where it is, what stands in its way, and which step it
-   has of a trainer that died.
-2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job, and whether all have the same step; or why not.
+1. The ranks find each other (`write.ranks.finding`). Each reports its machine, what keeps it from having an agent, and
+   which step its former agent kept.
+2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job and whether all kept the same step, or an error.
 
-From then on the agents talk through a mailbox of their own, which rank 0's agent has and which does not die with the
-trainers. That of the process group does, with its host: rank 0's trainer, or who has started it.
+From then on the agents use their own mailbox, which rank 0's agent serves and which outlives the trainers. The mailbox
+of the process group ends with its host: rank 0's trainer, or its launcher.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ckptstore.write.ranks.parts import pack, unpack
 __all__ = ["AgentRendezvous", "KeptStep"]
 
 KeptStep: TypeAlias = tuple[str, int, int]
-"""Run, term and step of a state in the memory of an agent."""
+"""Run, term and step of a state in an agent's memory."""
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class _RankReport:
-    """What a rank says of itself.
+    """What a rank reports of itself.
 
     Attributes:
-        where: machine and runtime folder: agents find each other in the folder.
-        size: of its group.
+        where: machine and runtime folder; agents find each other in that folder.
+        size: size of its group.
         flaw: why it can have no agent; None: it can.
-        kept: what the agent has kept that was left to it: run, term and step; None: nothing.
+        kept: the state that its former agent kept; None: none.
     """
 
     where: str
@@ -50,12 +50,12 @@ class _RankReport:
     kept: KeptStep | None
 
     def packed(self) -> bytes:
-        """As a letter."""
+        """Its form as a mailbox value."""
         return pack([self.where, self.size, self.flaw, self.kept])
 
     @classmethod
     def unpacked(cls, letter: bytes, where: str) -> _RankReport:
-        """The inverse of `packed`."""
+        """Read a report: the inverse of `packed`."""
         place, size, flaw, kept = unpack(letter, where)
         return cls(place, size, flaw, None if kept is None else tuple(kept))
 
@@ -65,8 +65,8 @@ class AgentRendezvous:
     """The ranks whose agents save together.
 
     Attributes:
-        group: the trainers' own, which dies with them.
-        options: how they save together.
+        group: the group of the trainers.
+        options: how the ranks save together.
     """
 
     group: Group
@@ -81,19 +81,19 @@ class AgentRendezvous:
         flaw: BaseException | None,
         kept: KeptStep | None,
     ) -> tuple[RankJob, bool]:
-        """What this rank's agent has to know, once every rank is there -> and whether all have kept the same step.
+        """Agree with the other ranks -> the job for this rank's agent, and whether all kept the same step.
 
         Args:
-            url, name: of the store and the trainers, by which their agents are found.
-            place: of this rank's agent.
-            listening: closes this process's copy of the socket that rank 0's agent takes over.
-            flaw: why this rank can have no agent: all ranks are told, and here it is raised.
-            kept: what it has of a trainer that died.
+            url, name: of the store and of the trainers; they give the agents' addresses.
+            place: address of this rank's agent.
+            listening: closes this process's copy of the listening socket that rank 0's agent inherits.
+            flaw: why this rank can have no agent. All ranks are told; here it is raised.
+            kept: the state that this rank's former agent kept; None: none.
 
         Raises:
             MissingRankError: a rank did not come in time.
             AgentBusyError, FailedRankError, RankMismatchError: a rank can have no agent, or is on another machine. No
-                agent was begun.
+                agent was started.
         """
         group, base = self.group, f"ckptstore/agents/{xxh3_128(f'{url}{chr(0)}{name}'.encode())}"
         said = _RankReport(_here(), group.size, None if flaw is None else f"{type(flaw).__name__}: {flaw}", kept)
@@ -115,17 +115,17 @@ class AgentRendezvous:
         return RankJob(0, group.size, self.options, token, url, name, listener.fileno()), same
 
     def _joined(self, base: str, said: _RankReport, flaw: BaseException | None) -> tuple[bytes, bool]:
-        """Another rank's side -> the token, and whether all have kept the same step."""
+        """The side of a rank above 0 -> the token, and whether all kept the same step."""
         session, _ = unpack(self._awaited(joined(self.group, base), self.options.timeout), "invite")
         say_here(self.group, base, session, said.packed())
         if flaw is not None:
             raise flaw
         key = f"{base}/answer/{session}/{self.group.rank}"
-        # Others may come late, until rank 0 gives up: that is the longest this can take.
+        # Rank 0 waits for late ranks, at most for its own timeout.
         token, same, reason = unpack(self._awaited(key, 2 * self.options.timeout), "answer")
         withdraw(self.group.mailbox, [key])
         if reason is not None:
-            raise FailedRankError(f"no agents were begun: {reason}")
+            raise FailedRankError(f"no agents were started: {reason}")
         return bytes.fromhex(token), same
 
     def _awaited(self, key: str, seconds: float) -> bytes:
@@ -133,17 +133,17 @@ class AgentRendezvous:
         if Deadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
             letter = fetch(self.group.mailbox, key)
         if letter is None:
-            raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was begun")
+            raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was started")
         return letter
 
     def _gathered(self, base: str, session: str) -> dict[int, _RankReport]:
-        """Rank 0's side, until every other rank is there -> what they say."""
-        told = "no agents were begun", "this"
+        """Rank 0's side: wait for the other ranks -> their reports."""
+        told = "no agents were started", "this"
         letters = gathered(self.group, base, session, self.options.timeout, told, lambda _rank, _size: None)
         return {rank: _RankReport.unpacked(letter, f"rank {rank}") for rank, letter in letters.items()}
 
     def _answer(self, base: str, session: str, answer: list[Any]) -> None:
-        with contextlib.suppress(CkptError):  # who hears nothing gives up in time
+        with contextlib.suppress(CkptError):  # a rank without an answer times out
             for rank in range(1, self.group.size):
                 post(self.group.mailbox, f"{base}/answer/{session}/{rank}", pack(answer))
 
@@ -154,7 +154,7 @@ def _here() -> str:
 
 
 def _check(own: _RankReport, others: Mapping[int, _RankReport]) -> None:
-    """Raise what keeps the ranks from having agents."""
+    """Raise an error if a rank can have no agent."""
     for rank, one in others.items():
         if one.flaw is not None:
             kind = AgentBusyError if one.flaw.startswith(AgentBusyError.__name__) else FailedRankError
@@ -164,6 +164,6 @@ def _check(own: _RankReport, others: Mapping[int, _RankReport]) -> None:
         if one.where != own.where:
             raise RankMismatchError(
                 f"rank {rank} is on another machine than rank 0, or has another runtime folder "
-                "(CKPTSTORE_RUNTIME_DIR): agents of many ranks save together on one machine alone; without an agent "
-                "store.writer(group=...) does on several"
+                "(CKPTSTORE_RUNTIME_DIR): agents of many ranks save together only on one machine; without an agent "
+                "store.writer(group=...) works on several"
             )

@@ -1,4 +1,4 @@
-"""One save whose work an agent does, as the trainer sees it."""
+"""The trainer's record of one save that an agent does."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ __all__ = ["AgentSave"]
 
 
 class AgentSave(Job):
-    """A save that the agent has, or will be given: the agent decides whether it is committed, fails or is cancelled."""
+    """A save that the agent does or will do. The agent decides whether it is committed, fails or is cancelled."""
 
     def __init__(self, saves: Saves, step: int, labels: Labels, cancel: Callable[[int], bool]) -> None:
         """
         Args:
-            cancel: asks the agent to cancel a step -> whether it has.
+            cancel: asks the agent to cancel a step -> whether it did.
         """
         super().__init__(saves, step, labels)
         self._ask = cancel
 
     def cancel(self) -> bool:
-        """See `Job.cancel`. If the agent has cancelled it, `done` is done when this returns."""
+        """See `Job.cancel`. If the agent cancelled the save, `done` has its error when this returns."""
         cancelled = self._ask(self.step)
         if cancelled:
-            wait([self.done])  # the agent says so in an event, too
+            wait([self.done])  # until the agent's event has arrived
         return cancelled
 
     def move(self, saves: Saves) -> None:
-        """The agent died before it had the state: save it in the term of the next agent. Raises `StepOrderError`."""
+        """Save it in the next agent's term: the agent died before it had the state. Raises `StepOrderError`."""
         saves.check(self.step)
         saves.take(self.step)
         saves.watch(self.step, self.done)

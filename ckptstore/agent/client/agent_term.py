@@ -1,6 +1,6 @@
-"""The terms of one `AgentWriter`: the agent that keeps the newest, another one when that has died, what it tells.
+"""The open term of an `AgentWriter`: its agent, a new agent when that dies, and the events that the agent sends.
 
-What becomes of steps that an agent has is known here; how states get to it is in `state_transfer`.
+This knows the result of each save that an agent has; `state_transfer` brings states to the agent.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
 __all__ = ["AgentRestartWarning", "AgentTerm", "Begin"]
 
 Begin = Callable[[int, Callable[[dict[str, Any]], None], Callable[[BaseException], None]], RunningAgent]
-"""Starts another agent in place of one that died: the term that has to be the newest, what is told, what is lost."""
+"""Starts another agent when one died. Arguments: the term that must be the newest, callbacks for events and loss."""
 
 
 class AgentRestartWarning(UserWarning):
-    """The agent had died; another one is started, and its first checkpoint is a full."""
+    """The agent died. Another one was started; its first checkpoint is a full."""
 
 
 class AgentTerm:
-    """The term that an agent keeps for this process; another one after `rollback`, and after the agent had died.
+    """The term that an agent writes for this process; another one after `rollback`, and after an agent died.
 
     Attributes:
         url, term, parent, rank, inherited: see `AgentWriter`.
-        saves: the term's steps, as their savers know them.
-        failures: what failed unseen, in this term and in those before.
+        saves: the steps of the term.
+        failures: failures that no call has raised yet, in this term and in those before.
         buffers: the agent's buffers.
-        beside: a thread for what waits, for those who must not.
+        beside: a thread for calls that wait.
     """
 
     def __init__(self, url: str, begin: Begin, rank: int | None) -> None:
-        """Until `attach` there is no agent, and no term."""
+        """Without an agent and a term, until `attach`."""
         self.url = url
         self.term = -1
         self.parent: CheckpointInfo | None = None
@@ -75,22 +75,22 @@ class AgentTerm:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ended: Future[None] | None = None
-        self._stays = False  # the agent, which waits for those of other ranks
+        self._stays = False  # the agent stays, and waits for those of other ranks
 
     # -- the agent
 
     def attach(self, agent: RunningAgent, inherited: Inherited | None) -> None:
-        """Go on with an agent that has answered, and with what it has kept."""
+        """Use an agent that has answered, and the state that it kept."""
         self._agent = agent
         agent.link.quiet, agent.link.late = self.silent, self.buffers.late
         self.inherited = inherited
         self.parent = self._serve(agent.greeting)
 
     def go_back(self, answer: Mapping[str, Any]) -> CheckpointInfo:
-        """The agent has begun a term at an earlier checkpoint -> that."""
+        """The agent has opened a term at an earlier checkpoint -> that checkpoint."""
         self.inherited = None
         self.parent = self._serve(answer)
-        assert self.parent is not None  # it was gone back to
+        assert self.parent is not None  # the checkpoint that `rollback` named
         return self.parent
 
     def _serve(self, greeting: Mapping[str, Any]) -> CheckpointInfo | None:
@@ -101,22 +101,22 @@ class AgentTerm:
 
     @property
     def agent(self) -> RunningAgent:
-        """That which has answered last, dead or alive."""
+        """The agent that answered last, dead or alive."""
         assert self._agent is not None  # `attach` comes first
         return self._agent
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a fork: threads and connection are its parent's."""
+        """Whether this is a forked process: threads and connection are its parent's."""
         return self._process != os.getpid()
 
     def connected(self) -> RunningAgent:
-        """The agent; another one where it has died, with a term of its own that begins with a full.
+        """Return the agent. If it died, start another one, with a new term that begins with a full.
 
         Raises:
-            WriterClosedError: it is closed, or the agent of one of many ranks has died.
-            AgentError: no other can be started.
-            FencedError, StoreReplacedError: others have gone on, and the term is over.
+            WriterClosedError: the writer is closed, or the agent of one of many ranks died.
+            AgentError: no other agent can be started.
+            FencedError, StoreReplacedError: another writer has opened a term, or another store is there.
         """
         self.check_open()
         agent = self.agent
@@ -141,13 +141,13 @@ class AgentTerm:
         self._serve(following.greeting)
         told = "".join(f"; {text}" for _, text in following.warnings())
         warn(
-            f"{self.url}: {lost}; term {before} is over, and an agent of term {self.term} goes on, with a full{told}",
+            f"{self.url}: {lost}; term {before} is over, and an agent continues with term {self.term} and a full{told}",
             AgentRestartWarning,
         )
         return agent
 
     def check_open(self) -> None:
-        """Raise what ended the term, or `WriterClosedError`: nothing is taken any more."""
+        """Raise what ended the term, or `WriterClosedError` if the writer is closed or this is a fork."""
         if self.is_forked:
             raise WriterClosedError(
                 f"the writer of term {self.term} belongs to process {self._process}, not to its fork"
@@ -160,29 +160,29 @@ class AgentTerm:
             )
             raise WriterClosedError(f"the writer of term {self.term} is closed{why}")
 
-    # -- steps that it has
+    # -- saves that the agent has
 
     def begin_save(self, step: int, labels: Labels) -> AgentSave:
-        """A save of a step that nobody else may save from now on. Raises `StepOrderError`."""
+        """Begin a save of a step that no other save may have. Raises `StepOrderError`."""
         self.saves.check(step)
         self.saves.take(step)
         return AgentSave(self.saves, step, labels, self._cancel)
 
     def expect(self, save: AgentSave) -> Callable[[BaseException], None]:
-        """The agent will say what became of a save -> what is told if it refuses the save."""
+        """Expect an event with the result of a save -> a callback for the agent's refusal of the save."""
         self._jobs[save.step] = save
         return partial(self._failed, save.step)
 
     def forget(self, save: AgentSave) -> None:
-        """The agent was not given a save, and will say nothing."""
+        """Expect no event: the agent was not given the save."""
         self._jobs.pop(save.step, None)
 
     def pending(self, save: AgentSave) -> PendingSave:
-        """What its caller gets."""
+        """The `PendingSave` for the caller."""
         return save.pending(partial(self._hurry, save.step), None)
 
     def _hurry(self, step: int) -> None:
-        with contextlib.suppress(AgentError, RuntimeError):  # what is lost is told where it is waited for
+        with contextlib.suppress(AgentError, RuntimeError):  # a loss is reported where the save is awaited
             self.beside.submit(self._ask_quietly, "hurry", step)
 
     def _ask_quietly(self, do: str, step: int) -> bool:
@@ -195,10 +195,10 @@ class AgentTerm:
     def _cancel(self, step: int) -> bool:
         return self._ask_quietly("cancel", step)
 
-    # -- what the agent tells
+    # -- events
 
     def told(self, body: dict[str, Any]) -> None:
-        """An event of the agent's; called by the thread that hears."""
+        """Handle an event of the agent. The thread that receives calls this."""
         step = body.get("step", -1)
         if body.get("event") == "saved":
             save = self._jobs.pop(step, None)
@@ -217,7 +217,7 @@ class AgentTerm:
             self._over = error
         if save is None:
             return
-        if isinstance(error, CancelledError | UnmadeStateError):  # as was asked for, or training goes on without it
+        if isinstance(error, CancelledError | UnmadeStateError):  # asked for, or training continues without it
             save.give_up(error)
             return
         if isinstance(error, AgentLostError):
@@ -227,25 +227,25 @@ class AgentTerm:
         save.fail(error)
 
     def lost(self, error: BaseException) -> None:
-        """The agent is gone; called by the thread that hears."""
+        """The agent is gone: all pending saves fail. The thread that receives calls this."""
         self.buffers.forget()
         for step in sorted(self._jobs.copy()):
             self._failed(step, error)
 
     def silent(self, error: AgentSilentError) -> None:
-        """The agent has been stopped for long: nobody waits for it any more."""
+        """The agent has been stopped for too long: all pending saves fail."""
         for step in sorted(self._jobs.copy()):
             self._failed(step, error)
 
     def give_up(self) -> None:
-        """Ctrl-C: what waits for an agent that is stopped fails now."""
+        """Ctrl-C: requests to a stopped agent fail now."""
         if self._agent is not None:
             self._agent.link.give_up()
 
     # -- the end
 
     def end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is, and the term is closed."""
+        """Accept no more saves -> done when every earlier save is, and the term is closed."""
         with self._lock:
             if self._ended is None:
                 ended: Future[None] = Future()
@@ -255,7 +255,7 @@ class AgentTerm:
 
     def _finish(self, ended: Future[None]) -> None:
         def answered(answer: Future[Message]) -> None:
-            error = answer.exception()  # that the agent is lost its saves say
+            error = answer.exception()  # if the agent is lost, its saves report that
             if error is None:
                 message = answer.result()
                 self._stays = bool(message.body.get("stays"))
@@ -268,13 +268,13 @@ class AgentTerm:
             ended.set_result(None)
             return
         try:
-            # No thread of a pool waits for the answer: the interpreter, ending, would wait for it.
+            # No pool thread waits for the answer: the ending interpreter would wait for that thread.
             self._agent.link.ask("close").add_done_callback(answered)
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the end need not
+        except BaseException as error:  # noqa: BLE001  # `ended` carries it
             ended.set_exception(error)
 
     def gone(self) -> None:
-        """Wait until the agent has ended, for a while; not for one that waits for those of other ranks."""
+        """Wait a while until the agent has ended; not for one that waits for agents of other ranks."""
         if self._agent is not None:
             if self._stays:
                 self._agent.let_go()

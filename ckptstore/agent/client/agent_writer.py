@@ -1,4 +1,4 @@
-"""`AgentWriter`: a `Writer` whose work an agent does. The trainer's thread copies its state once, and goes on."""
+"""`AgentWriter`: a `Writer` whose work an agent does. The training thread only copies its state once."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = ["AgentWriter"]
 
 
 class AgentWriter(Writer):
-    """A term of a store, kept by an agent, as `ckptstore.agent.writer` opens it. Use it in a ``with``.
+    """A term of a store that an agent writes, as `ckptstore.agent.writer` opens it. Use it in a ``with``.
 
-    `save_async` raises `AgentError` besides: the agent had died, and no other can be started; and `AgentLostError`: an
-    earlier save was on its way when the agent died, which may or may not be in the store, and nobody has been told yet.
-    The next call continues.
+    `save_async` also raises `AgentError` (the agent died, and no other can be started) and `AgentLostError` (the agent
+    died during an earlier save, which may or may not be in the store, and no call has raised that yet). The next call
+    works again.
 
     Attributes:
-        term: the number of this term; another one after `rollback`, and after the agent had died.
-        rank: which of the ranks this is that save one checkpoint together; None: this process alone saves.
-        inherited: the state that the agent has kept of a trainer that died, which is `parent` or newer, until the first
-            save; None: there is none. `load` takes it where it can. All ranks have that of one step, or none has one.
+        term: the number of this term. It changes with `rollback`, and when another agent replaces a dead one.
+        rank: the rank of this process, if several save one checkpoint together; None: this process saves alone.
+        inherited: the state that the agent kept of a trainer that died: `parent`, or newer. None: there is none, or a
+            save was made. `load` returns it. Either all ranks have the state of one step, or no rank has one.
     """
 
     takes_copies = True
@@ -52,29 +52,29 @@ class AgentWriter(Writer):
         """Use `ckptstore.agent.writer`, which calls `attach` as well.
 
         Args:
-            begin: starts another agent where one has died.
-            rank: which of the ranks this is that save together; None: this process alone saves.
+            begin: starts another agent when one has died.
+            rank: see `AgentWriter`.
         """
         self._store = store
         self._agent_term = AgentTerm(store.url, begin, rank)
         self._transfer = StateTransfer(self._agent_term, options)
 
     def attach(self, agent: RunningAgent, inherited: Inherited | None = None) -> None:
-        """Go on with an agent that has answered."""
+        """Use an agent that has answered."""
         self._agent_term.attach(agent, inherited)
         interpreter_exit.watch(self)
 
     def told(self, body: dict[str, Any]) -> None:
-        """An event of the agent's; called by the thread that hears."""
+        """Handle an event of the agent. The thread that receives calls this."""
         self._agent_term.told(body)
 
     def lost(self, error: BaseException) -> None:
-        """The agent is gone; called by the thread that hears."""
+        """The agent is gone. The thread that receives calls this."""
         self._agent_term.lost(error)
 
     @property
     def url(self) -> str:
-        """The store's."""
+        """The store's URL."""
         return self._agent_term.url
 
     @property
@@ -89,27 +89,27 @@ class AgentWriter(Writer):
 
     @property
     def rank(self) -> int | None:
-        """Which of the ranks this is; None: there are no others."""
+        """The rank of this process; None: it saves alone."""
         return self._agent_term.rank
 
     @property
     def inherited(self) -> Inherited | None:
-        """The state that the agent has kept, until the first save."""
+        """The state that the agent kept of an earlier trainer, until the first save."""
         return self._agent_term.inherited
 
     @property
     def agent_pid(self) -> int:
-        """The agent's process."""
+        """The agent's process id."""
         return self._agent_term.agent.link.pid
 
-    # -- what is restored
+    # -- restore
 
     @warns_last
     def load(self, *, framework: Literal["torch", "numpy"] | None = None, into: Any = None, device: Any = None) -> Any:
-        """The state to go on from: what the agent has kept, or else `parent` from the store. None: a new run.
+        """Load the state to continue from: the one that the agent kept, or `parent` from the store. None: a new run.
 
-        What the agent has kept and is damaged is warned of, and `parent` taken in its place; of one rank of many it was
-        checked already, when all of them agreed on it.
+        If the state that the agent kept is damaged, this warns and loads `parent`. With several ranks it was checked
+        before, when they agreed on it.
 
         Args:
             framework, into, device: as for `Store.load`.
@@ -122,8 +122,8 @@ class AgentWriter(Writer):
                 return self.inherited.load(framework=framework, into=into, device=device)
             except CorruptionError as error:
                 if self.rank is not None:
-                    raise  # the other ranks go on from that step
-                warn(f"{error}: going on from {self.parent and self.parent.ref}", UserWarning)
+                    raise  # the other ranks continue from that step
+                warn(f"{error}: continuing from {self.parent and self.parent.ref}", UserWarning)
                 self._agent_term.inherited = None
         if self.parent is None:
             return None
@@ -131,7 +131,7 @@ class AgentWriter(Writer):
 
     @property
     def step(self) -> int:
-        """Optimizer steps done in what `load` gives; 0 for a new run."""
+        """Optimizer steps done in the state that `load` returns; 0 for a new run."""
         if self.inherited is not None:
             return self.inherited.step
         return 0 if self.parent is None else self.parent.step
@@ -141,7 +141,7 @@ class AgentWriter(Writer):
     def _save(
         self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
-        """See `Writer.save`. The state is copied first: it may change when this is interrupted."""
+        """See `Writer.save`. The state is copied first, so it may change if this is interrupted."""
         flat = self._transfer.flattened(state)
         info = self._transfer.save(flat, step, labels, updates).result()
         Tally(progress, flat.nbytes).advance(flat.nbytes)
@@ -162,13 +162,13 @@ class AgentWriter(Writer):
         tags: str | Sequence[str] = (),
         began: float | None = None,
     ) -> PendingSave:
-        """`save_async` of a state that its owner copies, to where its segments will have it: without another copy.
+        """As `save_async`, of a state that the caller copies itself, straight to the agent's buffer.
 
         Args:
-            flat: the state; the same dict of tensors says that they are of the same names, types and shapes as before.
-            fill: copies it.
+            flat: the state. The same dict of tensors as before means the same names, dtypes and shapes.
+            fill: copies the state.
             step, metadata, tags: as for `save_async`.
-            began: since when training has waited (``time.monotonic()``), for `on_metrics`.
+            began: when training began to wait (``time.monotonic()``), for `on_metrics`; None: now.
 
         Raises:
             as `save_async`, and what `fill` raises.
@@ -181,46 +181,46 @@ class AgentWriter(Writer):
     def hold(
         self, flat: FlatState, step: int, *, metadata: Mapping[str, Any] | None = None, tags: str | Sequence[str] = ()
     ) -> None:
-        """Hand a state over that the agent keeps in memory alone, until `ReplicaClient.persist` has it written.
+        """Give the agent a state that it keeps only in memory until `ReplicaClient.persist`.
 
         Args:
             flat, step, metadata, tags: as for `save_filled`.
 
         Raises:
-            AgentError, MemoryError, WriterError: it cannot.
+            AgentError, MemoryError, WriterError: the agent cannot take it.
         """
         refuse_within(self, self._WAIT)
         self._transfer.hold(flat, step, Labels.of(metadata, tags))
 
     def prepare_replica(self) -> None:
-        """Say that `replicate` will come: the agent loads what it needs for that. Returns at once."""
+        """Announce `replicate`, so that the agent loads what it needs. Returns at once."""
         self._agent_term.connected().link.ask("warm")
 
     def replicate(self, recipe: Recipe, areas: int = AREAS) -> ReplicaClient:
-        """Have the agent keep a replica of the state that was saved last: from now on it takes the steps itself.
+        """Make the agent keep a replica of the state saved last: from now on it repeats the optimizers' steps itself.
 
         Args:
-            recipe: whose steps, and what is sent beside them.
-            areas: steps that may wait for the agent.
+            recipe: which steps it repeats, and which tensors are sent.
+            areas: how many steps may wait for the agent.
 
         Raises:
-            AgentError: it cannot, or had died.
-            MemoryError: there is no memory.
+            AgentError: the agent cannot, or died.
+            MemoryError: there is not enough memory.
         """
         agent = self._agent_term.connected()
         return ReplicaClient.begun(agent.link, self._agent_term.buffers, recipe, areas, self._transfer.promise)
 
     def prepare(self, state: Any) -> None:
-        """See `Writer.prepare`: the agent makes and touches its buffers. Returns at once."""
+        """See `Writer.prepare`: the agent allocates and touches its buffers. Returns at once."""
         self._transfer.prepare(state)
 
     def _begin_layers(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool) -> LayeredSave:
-        """See `Writer.begin`: the layers are copied to the agent's buffer. `direct` it cannot be."""
+        """See `Writer.begin`: the layers are copied to the agent's buffer. `direct` is not available."""
         if direct:
             raise UsageError("direct: an agent's writer copies into the agent's memory; leave it out")
         return self._transfer.begin(state, step, layers)
 
-    # -- everything else
+    # -- tags, rollback, waiting
 
     @property
     def _needs_caller(self) -> bool:
@@ -259,16 +259,16 @@ class AgentWriter(Writer):
 
     @warns_last
     def close(self) -> None:
-        """See `Writer.close`: the agent writes what waits, and ends.
+        """See `Writer.close`: the agent writes pending saves and ends.
 
-        Of one of many ranks it may stay, for a while, where a state is in memory alone: until it knows which of these
-        the other ranks have, whose trainers have not ended yet. Nobody waits for that here.
+        The agent of one of many ranks may stay for a while, if it has a state only in memory: until it knows which of
+        these states the other ranks have, whose trainers still run. This does not wait for that.
         """
         if self._agent_term.is_forked:
             return  # a fork: threads and connection are the parent's
         if self._interrupted or isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
             steps = self._unfinished()
-            self._agent_term.give_up()  # one Ctrl-C is enough where nobody would answer
+            self._agent_term.give_up()  # one Ctrl-C is enough if the agent is stopped
             if lost := [step for step in steps if step not in self._unfinished()]:
                 interpreter_exit.interrupted(self, lost)
         interpreter_exit.await_end(self, interrupted=self._interrupted)
@@ -280,19 +280,19 @@ class AgentWriter(Writer):
         self._agent_term.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
-        """Take no more saves -> done when every earlier one is, and the term is closed."""
+        """Accept no more saves -> done when every earlier save is, and the term is closed."""
         return self._agent_term.end()
 
     def _unfinished(self) -> list[int]:
-        """The steps that are on their way, ascending (`host.interpreter_exit`)."""
+        """The steps that are pending, ascending (`host.interpreter_exit`)."""
         return self._agent_term.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
-        """The steps that failed and nobody has asked for (`host.interpreter_exit`)."""
+        """The steps that failed and that no call has raised yet (`host.interpreter_exit`)."""
         return sorted(self._agent_term.failures.take(), key=lambda one: one[0])
 
     def _settle(self) -> None:
-        """The agent does that by itself."""
+        """Nothing to do: the agent handles SIGTERM itself."""
 
 
 AgentWriter._WAIT = Writer._WAIT | codes_of(AgentWriter.save_filled, AgentWriter.hold)

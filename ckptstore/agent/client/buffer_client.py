@@ -1,4 +1,4 @@
-"""The trainer's side of the buffers: borrowed from the agent, mapped once, filled, and given back by saving them."""
+"""Borrows buffers of the agent: maps each once, lets the trainer fill it, and returns it with a save."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class BorrowedBuffer:
     """A buffer that this process may fill, until it is saved or given back.
 
     Attributes:
-        link: to the agent that has lent it.
-        number: by which the agent knows it.
-        memory: all of it.
-        layout: of the state that it is for.
-        waited: seconds that it was waited for.
+        link: the connection to the agent that lent it.
+        number: its number at the agent.
+        memory: its memory.
+        layout: layout of the state that it is for.
+        waited: seconds until the agent lent it.
     """
 
     def __init__(
@@ -46,29 +46,29 @@ class BorrowedBuffer:
 
     @property
     def offsets(self) -> Sequence[int]:
-        """Where each tensor begins, in their order; the same list as long as the agent knows the layout."""
+        """First byte of each tensor, in their order; the same list as long as the agent knows the layout."""
         assert self._known is not None  # of a state
         return self._known.offsets
 
     def place(self, name: str) -> Bytes:
-        """Where a tensor goes."""
+        """The memory of a tensor."""
         assert self._known is not None  # of a state
         start = self._known.offsets[self.layout.numbers[name]]
         return self.memory[start : start + self.layout.tensors[self.layout.numbers[name]].nbytes]
 
     def snapshot(self, flat: FlatState) -> Snapshot:
-        """It as a snapshot of `flat` that is not filled yet; giving it back is not the snapshot's business."""
+        """The buffer as an unfilled snapshot of `flat`. Freeing the snapshot does not give the buffer back."""
         tensors: dict[str, TensorSource] = {
             name: HostTensor(one, self.place(name)) for name, one in flat.tensors.items()
         }
         return Snapshot(LaidOutState(flat.tree, tensors, ()), lambda: None, lambda: None)
 
     def save(self, body: dict[str, Any], failed: Callable[[BaseException], None]) -> None:
-        """Say what it was filled with; from now on it is the agent's.
+        """Give the filled buffer to the agent.
 
         Args:
             body: members of the ``save`` message.
-            failed: is told what the agent answers, if it refuses.
+            failed: called with the error, if the agent refuses.
         """
         assert self._known is not None  # of a state
 
@@ -81,14 +81,14 @@ class BorrowedBuffer:
         asked.add_done_callback(answered)
 
     def give_back(self) -> None:
-        """It was not filled. Does nothing to one that was saved; raises nothing."""
+        """Return the buffer unfilled. Does nothing if it was saved; raises nothing."""
         if self._open:
             self._open = False
             self.link.ask("release", buffer=self.number)
 
 
 class _KnownLayout:
-    """A layout that the agent knows."""
+    """A layout that the agent knows: its number, and the first byte of each tensor."""
 
     def __init__(self, number: int, offsets: list[int]) -> None:
         self.number = number
@@ -96,7 +96,7 @@ class _KnownLayout:
 
 
 class BufferClient:
-    """What is mapped of one agent's buffers, and the layout that it was told last; for any thread."""
+    """The mapped buffers of one agent, and the layout that it was sent last. Any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,27 +105,27 @@ class BufferClient:
         self._known: _KnownLayout | None = None
 
     def forget(self) -> None:
-        """The agent is gone, and the memory is nobody's any more."""
+        """The agent is gone: drop the mappings and the layout."""
         with self._lock:
             self._maps.clear()
             self._layout = self._known = None
 
     def number_of(self, link: AgentLink, layout: StateLayout) -> int:
-        """By which the agent knows a layout. Raises as `lend`."""
+        """The agent's number of a layout. Raises as `lend`."""
         return self._told(link, layout).number
 
     def prepare(self, link: AgentLink, layout: StateLayout, count: int) -> None:
-        """Have so many buffers made and touched; returns when that is asked for."""
+        """Ask the agent to allocate and touch `count` buffers. Does not wait for that."""
         known = self._told(link, layout)
         link.ask("prepare", layout=known.number, count=count)
 
     def lend(self, link: AgentLink, layout: StateLayout) -> BorrowedBuffer:
-        """A buffer for a state, once there is one.
+        """Wait for a buffer for a state.
 
         Raises:
             AgentLostError: the agent is gone.
-            AgentError: it gave something else.
-            MemoryError: there is no memory.
+            AgentError: its answer is invalid.
+            MemoryError: there is not enough memory.
         """
         began = time.monotonic()
         known = self._told(link, layout)
@@ -133,12 +133,12 @@ class BufferClient:
         if len(lent.memory) < max(
             (start + one.nbytes for start, one in zip(known.offsets, layout.tensors, strict=True)), default=0
         ):
-            raise AgentError("the agent's buffer is too small for the layout that it was told")
+            raise AgentError("the agent's buffer is too small for the layout")
         lent.waited = time.monotonic() - began
         return lent
 
     def lend_beside(self, link: AgentLink, nbytes: int) -> BorrowedBuffer:
-        """A buffer for what goes with a state. Raises as `lend`."""
+        """Wait for a buffer for gradients. Raises as `lend`."""
         lent = self._lent(link, link.ask("beside", nbytes=nbytes), StateLayout(()), None)
         if len(lent.memory) < nbytes:
             raise AgentError("the agent's buffer is too small")
@@ -149,7 +149,7 @@ class BufferClient:
             if self._known is None or self._layout != layout:
                 answer = link.call("layout", tensors=layout.rows())
                 if len(answer["offsets"]) != len(layout.tensors):
-                    raise AgentError("the agent laid out other tensors than it was told")
+                    raise AgentError("the agent answered for another layout")
                 self._layout, self._known = layout, _KnownLayout(answer["layout"], answer["offsets"])
             return self._known
 
@@ -160,17 +160,17 @@ class BufferClient:
             message = link.answer(asked)
         except (AgentLostError, AgentSilentError):
             raise
-        except BaseException:  # Ctrl-C: it comes all the same, and nobody wants it any more
+        except BaseException:  # Ctrl-C: the buffer still comes, and is given back then
             asked.add_done_callback(partial(self._unwanted, link))
             raise
         number = self._mapped(message)
         mapped = self._maps.get(number)
-        if mapped is None:  # forgotten: it died after it had answered, and whoever hears of that was quicker
+        if mapped is None:  # `forget` was quicker: the agent died after its answer
             raise AgentLostError(f"the agent (process {link.pid}) is gone")
         return BorrowedBuffer(link, number, mapped.memory, layout, known)
 
     def _mapped(self, message: Message) -> int:
-        """The number of the buffer that came. Its memory comes the first time alone."""
+        """Map the buffer of an answer -> its number. Its descriptor comes only the first time."""
         number: int = message.body["buffer"]
         if message.descriptor is not None:
             descriptor, message.descriptor = message.descriptor, None
@@ -184,6 +184,6 @@ class BufferClient:
             self.late(link, answer.result())
 
     def late(self, link: AgentLink, message: Message) -> None:
-        """A buffer came for which nobody waits any more: give it back, and know its memory."""
+        """Give back a buffer that nobody waits for any more, and keep its mapping."""
         if "buffer" in message.body:
             link.ask("release", buffer=self._mapped(message))

@@ -1,4 +1,4 @@
-"""The state that an agent has kept of a trainer that died: checked, and restored at the speed of memory."""
+"""The state that an agent kept of a trainer that died: checks its hash, and restores it from memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LINE: Final = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inherited:
-    """What a trainer that died had reached.
+    """The newest state of a trainer that died.
 
     Attributes:
         step: optimizer steps done.
@@ -47,16 +47,16 @@ class Inherited:
 
     @property
     def nbytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of its tensors."""
         return sum(one.nbytes for one in self._flat.tensors.values())
 
     @property
     def is_whole(self) -> bool:
-        """Whether none of its tensors is a shard of another."""
+        """Whether every tensor is whole, none a shard."""
         return all(place_of(one) == (None, None) for one in self._flat.tensors.values())
 
     def check(self) -> None:
-        """Raise `CorruptionError` if it is not what the trainer had handed over."""
+        """Raise `CorruptionError` if it differs from what the trainer handed over."""
         with workers(default_threads(), "agent-read") as readers:
             self._check(readers)
 
@@ -67,7 +67,7 @@ class Inherited:
             framework, into, device: as for `Store.load`.
 
         Raises:
-            CorruptionError: it is not what the trainer had handed over. Nothing was copied.
+            CorruptionError: it differs from what the trainer handed over. Nothing was copied.
             UsageError: as `Store.load`.
         """
         options = LoadOptions(framework=framework, into=into, device=device)
@@ -102,7 +102,7 @@ class Inherited:
             )
 
     def _copied(self, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
-        """Copies in new memory: the agent's will be filled again."""
+        """Copies in new memory: the agent will overwrite its own."""
         data = _memories(self._flat)
         run_all(readers.pool, copy_jobs([(one, data[name]) for name, one in self._flat.tensors.items()]))
 
@@ -117,7 +117,7 @@ class Inherited:
 
 
 def _memories(flat: FlatState) -> dict[str, Bytes]:
-    """New memory for each tensor; small ones share some, because a process has only so many mappings."""
+    """New memory for each tensor. Small tensors share a block: the number of mappings of a process is limited."""
     small = {name: -(-one.nbytes // _LINE) * _LINE for name, one in flat.tensors.items() if one.nbytes < _SHARED}
     block, at = aligned(sum(small.values())), 0
     found: dict[str, Bytes] = {}
@@ -137,14 +137,14 @@ def _image(source: TensorSource) -> Bytes:
 
 
 def read_inherited(message: Message) -> Inherited:
-    """What an agent answers to ``newest``.
+    """Read an agent's answer to ``newest``.
 
     Raises:
-        AgentError: it is not as it should be.
+        AgentError: the answer is invalid.
     """
     body, descriptor = message.body, message.descriptor
     if descriptor is None:
-        raise AgentError("the agent gave no memory with its newest state")
+        raise AgentError("the agent sent no memory with its newest state")
     message.descriptor = None
     shared = SharedMemory(descriptor, read("newest", body, lambda form: whole_number(form["nbytes"], 1 << 46)))
     shared.close()

@@ -1,4 +1,4 @@
-"""Opening a store for writing by an agent: the one that a trainer before has left, or a new one."""
+"""Opens a store for writing by an agent: one that an earlier trainer left, or a new one."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ __all__ = ["writer"]
 _LINGER: Final = 300.0
 _LONGEST: Final = 200
 _BEGINNING: Final = 60.0
-"""Seconds to wait for an agent that is beginning, or ending."""
+"""Seconds to wait for an agent that starts or ends."""
 _PAUSE: Final = 0.02
 
 
 class AgentSettings(TypedDict, total=False):
-    """What `Store.writer` takes, too; see there."""
+    """Options that `Store.writer` has, too; see there."""
 
     staging_bytes: int
     threads: int
@@ -67,25 +67,25 @@ def writer(
     ranks: RankOptions | None = None,
     **settings: Unpack[AgentSettings],
 ) -> AgentWriter:
-    """Open a store for writing by a process of its own, which owns the buffers and survives this one.
+    """Open a store for writing by a separate process, which owns the buffers and survives this one.
 
-    If a trainer before was killed, and its agent still lives and holds `parent`, that one goes on, in its term, and
-    `AgentWriter.inherited` is the state that the trainer had reached. Else a new agent begins a new term.
+    If an earlier trainer was killed, and its agent still lives and continues from `parent`, that agent continues in its
+    term, and `AgentWriter.inherited` is the newest state of that trainer. Otherwise a new agent opens a new term.
 
     Args:
-        store: one, or its path or URL; not ``memory://``, which other processes do not see.
-        parent: as for `Store.writer`. With another one than the newest checkpoint the agent that is left is ended.
-        name: which of the run's trainers this is (its rank): each has an agent of its own.
-        linger_seconds: how long the agent waits for a successor once this process is gone; it keeps whole states in
+        store: a store, its path or URL; not ``memory://``, which another process cannot open.
+        parent: as for `Store.writer`. If it is not the newest checkpoint, a running agent is ended.
+        name: which of the run's trainers this is (for example its rank); each has its own agent.
+        linger_seconds: how long the agent waits for a successor once this process is gone. It keeps whole states in
             memory until then.
-        group, ranks: as for `Store.writer`: each rank of the group calls this and gets an agent of its own, all on one
-            machine; they save one checkpoint together. If all agents have kept the same, successors go on from that.
+        group, ranks: as for `Store.writer`. Each rank of the group calls this and gets its own agent, all on one
+            machine; they save one checkpoint together. If all agents kept the same step, successors continue from it.
         settings: `staging_bytes`, `threads`, `max_in_flight`, `poll_seconds`, `deltas`, `diffs`, `on_metrics`, `keep`
             as for `Store.writer`.
 
     Raises:
-        AgentBusyError: the agent of this store and name serves another process, which is alive.
-        AgentError: none can be started.
+        AgentBusyError: the agent of this store and name serves another live process.
+        AgentError: no agent can be started.
         and what `Store.writer` raises.
     """
     interpreter_exit.check()
@@ -95,7 +95,7 @@ def writer(
         raise UsageError(f"name: {name!r:.80}; a text is needed, of at most {_LONGEST} letters")
     linger = seconds("linger_seconds", linger_seconds)
     if linger is None:
-        raise UsageError("linger_seconds: a time is needed: an agent without a trainer ends after it")
+        raise UsageError("linger_seconds: give a number of seconds, after which an agent without a trainer ends")
     options = _options(settings)
     opener: _Opener = _Opener(opened, url, name, linger, options)
     if group is not None:
@@ -117,7 +117,7 @@ def writer(
 
 
 def _options(settings: AgentSettings) -> WriterOptions:
-    """What the agent's writer may use. Raises `UsageError`."""
+    """The options of the agent's writer. Raises `UsageError`."""
     if unknown := sorted(settings.keys() - AgentSettings.__annotations__.keys()):
         known = ", ".join(AgentSettings.__annotations__)
         raise UsageError(f"{unknown[0]}: an agent's writer has no such option; it has {known}")
@@ -138,11 +138,11 @@ def _options(settings: AgentSettings) -> WriterOptions:
 
 
 def _remark(made: AgentWriter, agent: RunningAgent) -> None:
-    """Warn of what there is to be warned of."""
+    """Pass the agent's warnings on, and warn of a changed environment."""
     for category, text in agent.warnings():
         warn(text, category)
     if differences := bridge.environment_differences(agent.greeting["environment"], bridge.environment()):
-        what = f"going on from step {made.step}: the run will not be bit-identical to one that never stopped: "
+        what = f"continuing from step {made.step}: the run will not be bit-identical to one that never stopped: "
         warn(what + "; ".join(differences), DeterminismWarning)
 
 
@@ -150,7 +150,7 @@ class _Opener:
     """Finds or starts the agents of one writer.
 
     Attributes:
-        rank: which of many ranks it opens for; None: there are no others.
+        rank: the rank of this process; None: it saves alone.
     """
 
     def __init__(self, store: Store, url: str, name: str, linger: float, options: WriterOptions) -> None:
@@ -166,7 +166,7 @@ class _Opener:
     def first(
         self, parent: str | int | CheckpointInfo | None, told: OnEvent, lost: OnLost
     ) -> tuple[RunningAgent, Inherited | None]:
-        """The agent to begin with, and what it has kept."""
+        """The first agent, and the state that it kept."""
         place = AgentAddress(self._url, self._name)
         until = time.monotonic() + _BEGINNING
         inherited: Inherited | None = None
@@ -181,14 +181,14 @@ class _Opener:
                 try:
                     return self._start(place, parent, None, told, lost), inherited
                 except AgentBusyError:
-                    # One that was starting when its trainer died has claimed its place, and is not found there yet.
+                    # An agent whose trainer died while it started holds the lock, and does not listen yet.
                     if time.monotonic() > until:
                         raise
         finally:
             place.close()
 
     def again(self, after: int, told: OnEvent, lost: OnLost) -> RunningAgent:
-        """Another agent, in place of one that died in term `after`."""
+        """Start another agent after one died in term `after`."""
         self._options |= {"keep": None}  # the store's rules may have been changed since
         place = AgentAddress(self._url, self._name)
         try:
@@ -197,13 +197,13 @@ class _Opener:
             place.close()
 
     def _goes_on(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> bool:
-        """Whether an agent that is left continues from what is wanted, in this store, with these options."""
+        """Whether a running agent continues from `parent`, in this store, with these options."""
         greeting = left.greeting
-        # Who speaks this protocol without knowing of rules leaves `keep` out.
+        # An older agent of this protocol leaves `keep` out.
         if other := other_package(greeting):
             warn(
-                f"{self._url}: the agent that a trainer before has left (process {left.link.pid}) {other}: it writes "
-                "what it has, and another agent is started",
+                f"{self._url}: the agent that an earlier trainer left (process {left.link.pid}) {other}: it writes "
+                "pending saves and ends, and another agent is started",
                 AgentRestartWarning,
             )
             return False
@@ -222,7 +222,7 @@ class _Opener:
         return wanted.ref == latest.ref and wanted.state == latest.state
 
     def _taken(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
-        """What it has kept, if that is what is wanted."""
+        """The state that it kept, if it continues from `parent`."""
         try:
             if left.greeting["newest"] is None or not self._fits(left, parent):
                 return None
@@ -264,7 +264,7 @@ class _Opener:
 
 
 class _RankOpener(_Opener):
-    """Starts the agent of one rank, with those of the others."""
+    """Starts the agent of one rank, together with those of the others."""
 
     def __init__(
         self, store: Store, url: str, name: str, linger: float, options: WriterOptions, together: AgentRendezvous
@@ -277,7 +277,7 @@ class _RankOpener(_Opener):
     def first(
         self, parent: str | int | CheckpointInfo | None, told: OnEvent, lost: OnLost
     ) -> tuple[RunningAgent, Inherited | None]:
-        """The agent to begin with. One that a trainer before has left writes what waits, and ends."""
+        """The first agent. One that an earlier trainer left writes pending saves and ends."""
         place = AgentAddress(self._url, self._name)
         try:
             flaw: BaseException | None = None
@@ -296,16 +296,16 @@ class _RankOpener(_Opener):
     def _cleared(
         self, place: AgentAddress, parent: str | int | CheckpointInfo | None
     ) -> tuple[Inherited | None, KeptStep | None]:
-        """See that no agent is there -> what one has kept that was.
+        """Wait until no agent is there -> the state that one kept.
 
         Raises:
-            AgentBusyError: one is that serves a trainer, or does not end.
+            AgentBusyError: an agent serves a trainer, or does not end.
         """
         until: float | None = None
         inherited: Inherited | None = None
         kept: KeptStep | None = None
         while True:
-            left = find_agent(place, told=_heard, lost=_heard)  # which waits for one that parts from the others
+            left = find_agent(place, told=_heard, lost=_heard)  # waits for an agent that still agrees with the others
             until = until or time.monotonic() + _BEGINNING
             if left is not None:
                 inherited, kept = self._left(left, parent), None
@@ -315,12 +315,12 @@ class _RankOpener(_Opener):
             elif not place.taken():
                 return inherited, kept
             elif time.monotonic() > until:
-                raise AgentBusyError(f"an agent that is beginning, or ending, did not do so within {_BEGINNING:g} s")
+                raise AgentBusyError(f"an agent that starts or ends did not do so within {_BEGINNING:g} s")
             else:
                 time.sleep(_PAUSE)
 
     def _left(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
-        """What an agent has kept, if all ranks may go on from that: a checkpoint of as many ranks, in whole tensors."""
+        """The state that an agent kept, if all ranks may use it: a checkpoint of as many ranks, without shards."""
         if parent != "latest" or left.greeting.get("size") != self._together.group.size:
             return None
         inherited = self._taken(left, parent)
@@ -329,13 +329,13 @@ class _RankOpener(_Opener):
         try:
             inherited.check()
         except CorruptionError as error:
-            warn(f"{error}: all ranks go on from the store", UserWarning)
+            warn(f"{error}: all ranks continue from the store", UserWarning)
             return None
         return inherited
 
 
 def _heard(_: object) -> None:
-    """Nobody is to be told."""
+    """Ignore an event or a loss."""
 
 
 def _text(parent: str | int | None) -> str | None:
@@ -343,30 +343,30 @@ def _text(parent: str | int | None) -> str | None:
 
 
 def _end(left: RunningAgent) -> None:
-    """Have an agent that nobody goes on with write what waits, and end."""
+    """Make an agent that is not used any more write pending saves, and end."""
     try:
         left.link.call("close")
     except CkptError as error:
         if not isinstance(error, AgentLostError):
-            warn(f"the agent of the trainer before ended with: {error}", UserWarning)
+            warn(f"the agent of the earlier trainer ended with: {error}", UserWarning)
     left.await_exit()
 
 
 def _portable(backend: Backend) -> dict[str, Any]:
-    """What the agent needs to reach the store. It goes through the socket alone, and is kept nowhere else."""
+    """The store's `storage_options`. They are sent through the socket only, and stored nowhere."""
     options = dict(backend.storage_options)
     try:
         json.dumps(options)
     except (TypeError, ValueError):
-        raise UsageError(f"{backend.url}: storage_options that are no JSON, which an agent cannot be told") from None
+        raise UsageError(f"{backend.url}: storage_options for an agent may hold only JSON values") from None
     return options
 
 
 def _address(backend: Backend) -> str:
-    """What the agent opens the store by. Raises `UsageError` where it would find another store, or none."""
+    """The URL by which the agent opens the store. Raises `UsageError` if it would find another store, or none."""
     if (address := backend.address) is None:
         raise UsageError(
-            f"{backend.url}: an agent, a process of its own, cannot open this store: it is in this one's memory, or "
+            f"{backend.url}: an agent, a separate process, cannot open this store: it is in this process's memory, or "
             "was opened with filesystem= or by a URL with a user, password or query. Open it by a path, or by a URL "
             "with storage_options=; or save without an agent"
         )

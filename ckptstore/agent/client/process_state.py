@@ -1,4 +1,4 @@
-"""Whether another process is stopped, and by what: it answers nobody until it is continued."""
+"""Says whether another process is stopped, and by what. A stopped process answers nothing until it is continued."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _STATES: Final = {
 
 
 def stopped(pid: int) -> str | None:
-    """Why a process answers nobody, and how it is continued; None: it is not stopped, or the system cannot say."""
+    """Why a process is stopped, and how to continue it; None: it is not stopped, or the system does not say."""
     state = _letter(pid)
     if state == "T":
         return f"it is stopped by a signal (state T): `kill -CONT {pid}` continues it"
     if state == "t":
         return "a debugger has stopped it (state t): continue it there, or detach"
     if state and (group := _frozen(pid)):
-        return f"its control group {group} is frozen: thaw that"
+        return f"its control group {group} is frozen: thaw it"
     return None
 
 
 def state_of(pid: int) -> str:
-    """In words what a process does, as the system says."""
+    """The state of a process, as the system reports it, as a text."""
     letter = _letter(pid)
     return stopped(pid) or (f"{_STATES[letter]} (state {letter})" if letter in _STATES else f"state {letter or '?'}")
 
 
 def _letter(pid: int) -> str:
     try:
-        # The name before may hold anything.
+        # The process name before may hold any byte.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode("ascii", "replace")
     except (OSError, IndexError):
         return ""

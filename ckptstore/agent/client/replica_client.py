@@ -1,7 +1,7 @@
-"""The trainer's side of a replica: areas that it fills with gradients, steps that the agent is told of, and its word.
+"""The trainer's side of a replica: fills areas with gradients, sends steps, and receives the agent's answers.
 
-An answer comes when the agent has taken the step, so the trainer knows a little later whether its arithmetic was right.
-Where it was not, or anything else went wrong, `ReplicaClient.lost` says so from then on, and a whole state is due.
+An answer comes once the agent has repeated the step, so the trainer learns a little later whether the result was the
+same. If it was not, or anything else failed, `ReplicaClient.lost` says why, and the next state has to be sent whole.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from ckptstore.write.ledger import Labels, PendingSave
 __all__ = ["AREAS", "Failed", "Promise", "ReplicaClient", "ReplicaStep"]
 
 AREAS: Final = 3
-"""One that is filled, and two for an agent that is behind."""
+"""One that is being filled, and two for an agent that is behind."""
 
 Failed: TypeAlias = Callable[[BaseException], None]
 Promise: TypeAlias = Callable[[FlatState, int, float], tuple[PendingSave, Failed]]
-"""Of a state, its step, and since when training has waited: the save, and who is told that it becomes nothing."""
+"""Takes a state, its step, and when training began to wait -> the save, and a callback for its failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStep:
-    """What the agent is told of a step, beside what is in its area.
+    """What the agent is sent of a step, besides its area.
 
     Attributes:
-        step, after: its number, and that of the state it builds on.
-        calls: optimizer, settings of its groups, rows that were moved (None: all), scaling; of each optimizer's step.
-        threads: how many the optimizers' kernels used.
+        step, after: its number, and the step that it builds on.
+        calls: for each optimizer's step: optimizer, settings of its groups, rows updated (None: all), scaling.
+        threads: how many threads the optimizers' kernels used.
         flat: the state, for its tree.
-        labels: what is said of it.
-        persist: write it now; else it is in memory alone, and written on closing if it is the newest then.
-        began: since when training has waited (``time.monotonic()``).
+        labels: its metadata and tags.
+        persist: write it now. False: keep it in memory, and write it on `close` if it is the newest then.
+        began: when training began to wait (``time.monotonic()``).
     """
 
     step: int
@@ -56,11 +56,11 @@ class ReplicaStep:
 
 
 class ReplicaClient:
-    """A replica, as the trainer sees it. The script's thread uses it; answers come by another.
+    """A replica, as the trainer sees it. The training thread calls it; another thread receives the answers.
 
     Attributes:
-        recipe: by which it is made.
-        lost: why the next state has to be handed over whole; None: the agent follows.
+        recipe: how the agent computes it.
+        lost: why the next state has to be sent whole; None: the agent follows.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class ReplicaClient:
 
     @classmethod
     def begun(cls, link: AgentLink, buffers: BufferClient, recipe: Recipe, areas: int, promise: Promise) -> Self:
-        """Tell the agent.
+        """Begin a replica at the agent.
 
         Raises:
-            AgentError, MemoryError: it cannot.
+            AgentError, MemoryError: the agent cannot.
         """
         known = buffers.number_of(link, recipe.layout)
         lent: list[BorrowedBuffer] = []
@@ -99,30 +99,30 @@ class ReplicaClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the agent is there still."""
+        """Whether the agent is still there."""
         return self._link.lost is None
 
     def again(self) -> None:
-        """A whole state was handed over: the agent goes on from that. What it still says of before does not count."""
+        """A whole state was handed over: the agent continues from it. Answers to earlier steps no longer count."""
         with self._changed:
             self._epoch += 1
             self.lost = "it was given up" if self._closed else None
 
     def differing(self) -> list[str]:
-        """Names of the tensors that were found to differ since the last time."""
+        """Names of the tensors found to differ since the last call."""
         with self._changed:
             found, self._differing = self._differing, []
         return found
 
     def area(self, *, wait: bool) -> BorrowedBuffer | None:
-        """An area to be filled. None: none is free, or (with `wait`) none ever will be."""
+        """Take an area to fill. None: none is free, or with `wait` none will be."""
         with self._changed:
             while wait and not self._free and self.lost is None:
                 self._changed.wait()
             return self._free.pop() if self._free else None
 
     def leave(self, area: BorrowedBuffer) -> None:
-        """It is not needed after all."""
+        """Return an area that was not used."""
         with self._changed:
             if not self._closed:
                 self._free.append(area)
@@ -131,10 +131,10 @@ class ReplicaClient:
         area.give_back()
 
     def advance(self, area: BorrowedBuffer, told: ReplicaStep) -> PendingSave | None:
-        """Say that an area is filled: the agent takes the step -> its save; None: it is in memory alone.
+        """Send a step whose area is filled -> its save; None: the state stays in memory.
 
         Raises:
-            as `Writer.save_async`, of a step that is to be written.
+            as `Writer.save_async`, for a step that is to be written.
         """
         pending: PendingSave | None = None
         failed: Failed | None = None
@@ -147,7 +147,7 @@ class ReplicaClient:
         return pending
 
     def persist(self, flat: FlatState, step: int, labels: Labels, began: float) -> PendingSave:
-        """Have the newest state written, which was in memory alone.
+        """Write the newest state, which was only in memory.
 
         Raises:
             as `Writer.save_async`.
@@ -190,7 +190,7 @@ class ReplicaClient:
         asked.add_done_callback(answered)
 
     def close(self) -> None:
-        """Give the areas back: what the agent is still to look at, when it has answered."""
+        """Give the areas back; those that the agent still reads, when it has answered."""
         with self._changed:
             self._closed = True
             self.lost = self.lost or "it was given up"

@@ -33,12 +33,12 @@ from ckptstore.write.steps.updates import Explaining, Update, Updates
 __all__ = ["Fill", "FilledByOwner", "StateTransfer"]
 
 Fill: TypeAlias = Callable[[Bytes, Sequence[int]], Sequence[Update]]
-"""Copies a state to memory, each tensor to where it begins there (in their order) -> what the optimizers did."""
+"""Copies a state to memory, each tensor to its first byte there (in their order) -> what the optimizers did."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilledByOwner:
-    """How a state is copied by its owner: what copies it, its layout, since when training has waited."""
+    """A state that its owner copies: the function, the layout, and when training began to wait (None: now)."""
 
     fill: Fill
     layout: StateLayout
@@ -46,7 +46,7 @@ class FilledByOwner:
 
 
 class StateTransfer:
-    """Brings states to the agent of a agent_term, for the thread that trains."""
+    """Copies states to the agent of a term, in the training thread."""
 
     def __init__(self, agent_term: AgentTerm, options: WriterOptions) -> None:
         self._agent_term = agent_term
@@ -67,16 +67,16 @@ class StateTransfer:
         updates: Updates | None,
         filling: FilledByOwner | None = None,
     ) -> PendingSave:
-        """Copy a state and hand it over, to be written.
+        """Copy a state, and give it to the agent to write.
 
         Args:
-            filling: how its owner copies it; None: it is copied here.
+            filling: how the owner of the state copies it; None: it is copied here.
 
         Raises:
             as `AgentWriter.save_async`, and what `filling` raises.
         """
         if filling is None:
-            self._laid_out = {}, StateLayout(())  # who has planned no more lets go of its tensors
+            self._laid_out = {}, StateLayout(())  # keeps no tensors of a planned state alive
         step = step_number(step)
         began = time.monotonic() if filling is None or filling.began is None else filling.began
         agent, save, flat = self._admit(state, step, labels)
@@ -110,7 +110,7 @@ class StateTransfer:
             save.measured.returned()
 
     def layout_of(self, flat: FlatState) -> StateLayout:
-        """Of a state that its owner copies; the same dict of tensors has the layout that it had."""
+        """The layout of a state that its owner copies. The same dict of tensors has the same layout."""
         tensors, layout = self._laid_out
         if tensors is not flat.tensors:
             layout = StateLayout.of(flat.tensors)
@@ -118,27 +118,27 @@ class StateTransfer:
         return layout
 
     def hold(self, flat: FlatState, step: int, labels: Labels) -> None:
-        """Copy a state and hand it over, to be kept in memory alone. Raises as `AgentWriter.hold`."""
+        """Copy a state, and give it to the agent to keep only in memory. Raises as `AgentWriter.hold`."""
         agent_term = self._agent_term
         agent_term.failures.raise_unseen()
         agent = agent_term.connected()
         lent = agent_term.buffers.lend(agent.link, StateLayout.of(flat.tensors))
         try:
             self._copy(flat, lent)
-            agent_term.inherited = None  # its memory may be filled again from now on
+            agent_term.inherited = None  # the agent may overwrite its memory from now on
             lent.save({"step": step, "tree": flat.tree, "persist": False, **labels_form(labels)}, lambda _: None)
         except BaseException:
             lent.give_back()
             raise
 
     def prepare(self, state: Any) -> None:
-        """Have as many buffers made and touched as may be filled at once."""
+        """Make the agent allocate and touch as many buffers as may be filled at once."""
         agent = self._agent_term.connected()
         flat = self.flattened(state)
         self._agent_term.buffers.prepare(agent.link, StateLayout.of(flat.tensors), 1 + self._options.max_in_flight)
 
     def promise(self, flat: FlatState, step: int, began: float) -> tuple[PendingSave, Failed]:
-        """A step that the agent is to write of its own memory -> its save, and who is told if that becomes nothing."""
+        """A save of a state in the agent's own memory -> the save, and a callback for its failure."""
         agent_term = self._agent_term
         agent_term.check_open()
         agent_term.failures.raise_unseen()
@@ -149,7 +149,7 @@ class StateTransfer:
         return agent_term.pending(save), refused
 
     def flattened(self, state: Any) -> FlatState:
-        """A state, taken apart."""
+        """Flatten a state."""
         return (
             state
             if isinstance(state, FlatState)
@@ -157,7 +157,7 @@ class StateTransfer:
         )
 
     def _admit(self, state: Any, step: int, labels: Labels) -> tuple[RunningAgent, AgentSave, FlatState]:
-        """Everything that can be refused is refused here."""
+        """Check everything that can be refused -> the agent, the save, the flattened state."""
         agent_term = self._agent_term
         agent_term.check_open()
         self.settle()
@@ -172,7 +172,7 @@ class StateTransfer:
         try:
             return agent_term.buffers.lend(agent.link, layout)
         except AgentLostError:
-            # It died after it had been found alive: nothing is lost but this call's time.
+            # It died after `connected` found it alive. It had nothing of this save yet.
             agent = agent_term.connected()
             save.move(agent_term.saves)
             return agent_term.buffers.lend(agent.link, layout)
@@ -181,9 +181,9 @@ class StateTransfer:
         run_all(self._copiers, copy_jobs([(one, lent.place(name)) for name, one in flat.tensors.items()]))
 
     def _send(self, lent: BorrowedBuffer, tree: Any, save: AgentSave, changes: dict[str, Any]) -> None:
-        """Say that a buffer is filled, and what with: from now on it is the newest state."""
+        """Tell the agent what a buffer holds: from now on that is the newest state."""
         refused = self._agent_term.expect(save)
-        self._agent_term.inherited = None  # its memory may be filled again from now on
+        self._agent_term.inherited = None  # the agent may overwrite its memory from now on
         try:
             lent.save({"step": save.step, "tree": tree, **labels_form(save.labels), **changes}, refused)
         except BaseException:
@@ -195,7 +195,7 @@ class StateTransfer:
     def _changes(
         self, lent: BorrowedBuffer, updates: Updates | None, flat: FlatState
     ) -> tuple[dict[str, Any], BorrowedBuffer | None]:
-        """What the optimizers did, as a message says it, and the buffer with copies of the gradients."""
+        """What the optimizers did, as members of a message, and the buffer with copies of the gradients."""
         found = self._explaining.found(updates, flat)
         if not found:
             return {}, None
@@ -214,7 +214,7 @@ class StateTransfer:
     # -- layer by layer
 
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]]) -> LayeredSave:
-        """Begin a save whose layers are copied to the agent's buffer. Raises as `AgentWriter.begin`."""
+        """Begin a save whose layers are copied to the agent's buffer. Raises as `Writer.begin`."""
         agent, save, flat = self._admit(state, step_number(step), Labels())
         try:
             checked_layers(flat, layers)
@@ -252,21 +252,21 @@ class StateTransfer:
         return begun
 
     def settle(self) -> None:
-        """Something else begins. Raises `UsageError`: a layer-wise save is not over."""
+        """Check that no layer-wise save is unfinished. Raises `UsageError`."""
         if self._begun is not None:
             self._begun.settle()
 
     def _layered(
         self, lent: BorrowedBuffer, now: FlatState, save: AgentSave, updates: Updates | None, filling: Filling
     ) -> PendingSave:
-        """Hand a layer-wise save over once its last layer is copied, which a thread waits for."""
+        """Give a layer-wise save to the agent, in a thread, once its last layer is copied."""
         changes, beside = self._changes(lent, updates, now)
 
         def work() -> None:
             try:
                 filling.check()
                 self._send(lent, now.tree, save, changes)
-            except BaseException as error:  # noqa: BLE001  # its saver hears of it
+            except BaseException as error:  # noqa: BLE001  # the save reports it
                 filling.stop()
                 for one in (lent, beside):
                     if one is not None:
@@ -285,11 +285,11 @@ class StateTransfer:
     # -- the end
 
     def abandon(self) -> None:
-        """No save begins any more: give up what was begun layer by layer."""
+        """Accept no more saves: abandon an unfinished layer-wise save."""
         if self._begun is not None:
             self._begun.abandon()
 
     def close(self) -> None:
-        """Let go of threads, and tell of every save."""
+        """End the threads, and report the metrics of every save."""
         self._copiers.shutdown()
         self._meter.close()
