@@ -249,7 +249,7 @@ def test_an_agent_that_alone_is_told_to_end_does_so_and_says_what_is_lost(
         return str(caught.value)
 
     told = as_ranks(2, work)
-    assert f"step 1 was in memory alone, and is not written: rank {1 - rank} has not ended" in told[rank]
+    assert f"step 1 was only in memory, and is not written: rank {1 - rank} has not ended" in told[rank]
 
 
 @long_only  # as above

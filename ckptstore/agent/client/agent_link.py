@@ -133,8 +133,8 @@ class AgentLink:
 
     def _silence(self) -> AgentSilentError:
         return AgentSilentError(
-            f"the agent (process {self.pid}) does not answer: {self.silent}; `kill -KILL {self.pid}` ends it, and what "
-            "it has in memory alone is lost then"
+            f"the agent (process {self.pid}) does not answer: {self.silent}; `kill -KILL {self.pid}` ends it, and "
+            "loses what it has only in memory"
         )
 
     def _look(self) -> None:

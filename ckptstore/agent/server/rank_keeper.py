@@ -101,7 +101,7 @@ class RankKeeper(SnapshotKeeper):
             if agreed[1]:
                 self._write_alone()
         elif waits and newest is not None and newest.durability == ALONE:
-            self.lost = f"step {newest.step} was in memory alone, and is not written: {why}"
+            self.lost = f"step {newest.step} was only in memory, and is not written: {why}"
 
     def _go_back_to(self, kept: AgentSnapshot) -> None:
         """Keep one of two states. The newer one is missing on another rank, and stays so."""
@@ -119,7 +119,7 @@ class RankKeeper(SnapshotKeeper):
         newest = self.newest
         if newest is not None and newest.durable is None:
             why = None if newest.pending is None else newest.pending.exception()
-            self.lost = f"step {newest.step} was in memory alone, and could not be written: {why}"
+            self.lost = f"step {newest.step} was only in memory, and could not be written: {why}"
 
     def close(self, held_up: Callable[[], None] = lambda: None) -> None:
         """See `SnapshotKeeper.close`. First all ranks write the newest state that is only in memory, if all have it."""
