@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptstore.agent import starting
+from ckptstore.agent.client import agent_launch
 from tests import warmth
 
 __all__ = ["start_warm"]
@@ -29,4 +29,4 @@ def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:
         return warmth.start([sys.executable, "-c", _MAIN, "0"], stdin=socket, stdout=stdout, stderr=stderr)
 
     replaced = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
-    monkeypatch.setattr(starting, "subprocess", replaced)
+    monkeypatch.setattr(agent_launch, "subprocess", replaced)

@@ -1,4 +1,4 @@
-"""The agent: a process of its own that owns buffers, term and newest state, and saves for a trainer; and its client.
+"""The agent: a separate process that owns buffers, term and newest state, and saves for a trainer. And its client.
 
 Imports `store`, `write`, `restore`, `segments` and what is below; importing the package itself imports nothing.
 """
@@ -9,18 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptstore.agent.client import AgentWriter
-    from ckptstore.agent.handing import AgentRestartWarning
-    from ckptstore.agent.inherited import Inherited
-    from ckptstore.agent.link import SilentAgentWarning
-    from ckptstore.agent.opening import writer
+    from ckptstore.agent.client.agent_link import SilentAgentWarning
+    from ckptstore.agent.client.agent_term import AgentRestartWarning
+    from ckptstore.agent.client.agent_writer import AgentWriter
+    from ckptstore.agent.client.inherited_state import Inherited
+    from ckptstore.agent.client.open_agent_writer import writer
 
 _HOME = {
-    "AgentRestartWarning": "handing",
-    "AgentWriter": "client",
-    "Inherited": "inherited",
-    "SilentAgentWarning": "link",
-    "writer": "opening",
+    "AgentRestartWarning": "agent_term",
+    "AgentWriter": "agent_writer",
+    "Inherited": "inherited_state",
+    "SilentAgentWarning": "agent_link",
+    "writer": "open_agent_writer",
 }
 
 __all__ = ["AgentRestartWarning", "AgentWriter", "Inherited", "SilentAgentWarning", "writer"]
@@ -29,7 +29,7 @@ __all__ = ["AgentRestartWarning", "AgentWriter", "Inherited", "SilentAgentWarnin
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'ckptstore.agent' has no attribute {name!r}")
-    value = getattr(import_module(f"ckptstore.agent.{_HOME[name]}"), name)
+    value = getattr(import_module(f"ckptstore.agent.client.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

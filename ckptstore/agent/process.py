@@ -1,7 +1,7 @@
-"""The agent's process, which `beginning` starts with a socket that its trainer has made.
+"""Runs an agent's process from its trainer's ``start`` message to its end. `startup` passes the trainer's socket.
 
-It begins with the trainer's first message, ``start``, and ends when the trainer closes its writer, when it is told to
-(SIGTERM: what waits is written first), or when no successor has come within the time that it was given.
+The process ends when the trainer closes its writer, on SIGTERM (after pending saves are written), or when no successor
+of the trainer connects within ``linger_seconds``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from ckptstore.agent.forms import error_form, number, read, read_info, read_options, texts, warning_form
-from ckptstore.agent.frames import Channel, End, peer_of
-from ckptstore.agent.keeper import Keeper
-from ckptstore.agent.parting import Parting
-from ckptstore.agent.place import Place
-from ckptstore.agent.ranks import Job, RankSaves, parting_of
-from ckptstore.agent.session import PROTOCOL, Over, Session
+from ckptstore.agent.protocol.agent_address import AgentAddress
+from ckptstore.agent.protocol.frames import PROTOCOL, Channel, End, peer_of
+from ckptstore.agent.protocol.message_fields import (
+    error_form,
+    number,
+    read,
+    read_info,
+    read_options,
+    texts,
+    warning_form,
+)
+from ckptstore.agent.protocol.rank_job import RankJob
+from ckptstore.agent.server.rank_keeper import RankKeeper
+from ckptstore.agent.server.rank_saves import RankSaves
+from ckptstore.agent.server.shutdown_wait import shutdown_wait_of
+from ckptstore.agent.server.snapshot_keeper import LocalKeeper, SnapshotKeeper
+from ckptstore.agent.server.trainer_session import SessionEnd, TrainerSession
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
 from ckptstore.host import background_threads
 from ckptstore.store import open as open_store
@@ -34,12 +44,12 @@ __all__ = ["main"]
 
 _CLAIM_SECONDS: Final = 1.0
 
-_Why: TypeAlias = Callable[[], "str | None"]
+_Why: TypeAlias = Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What the trainer that starts an agent wants of it."""
+    """The members of the ``start`` message."""
 
     url: str
     name: str
@@ -49,12 +59,14 @@ class _Start:
     options: dict[str, Any]
     environment: dict[str, Any]
     linger: float
-    job: Job | None
+    job: RankJob | None
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> _Start:
         if body["do"] != "start" or body["protocol"] != PROTOCOL:
-            raise AgentError(f"{body['do']!r:.20} of protocol {body['protocol']!r:.20}; {PROTOCOL} begins with start")
+            raise AgentError(
+                f"{body['do']!r:.20} of protocol {body['protocol']!r:.20}; version {PROTOCOL} begins with start"
+            )
         url, name = texts([body["url"], body["name"]])
         parent = body["parent"]
         if isinstance(parent, dict):
@@ -63,16 +75,16 @@ class _Start:
             (parent,) = texts([parent])
         run, after = body.get("run"), body.get("after")
         options, environment = dict(body["options"]), dict(body["environment"])
-        job = None if body.get("ranks") is None else Job.read(body["ranks"])
+        job = None if body.get("ranks") is None else RankJob.read(body["ranks"])
         return cls(url, name, run, parent, after, options, environment, number(body["linger_seconds"]), job)
 
 
 class _Ending:
-    """Whether the agent was told to end (SIGTERM).
+    """Whether the agent has to end (SIGTERM, or a lost agent of another rank).
 
     Attributes:
-        wake: a descriptor that is readable from then on.
-        why: what has told it, beside a signal; None: a signal, or nothing yet.
+        wake: a descriptor that is readable once it has to.
+        why: the reason, if it is not a signal.
     """
 
     def __init__(self) -> None:
@@ -82,7 +94,7 @@ class _Ending:
         self._ends = reading, writing  # kept open
         self.why: str | None = None
         self.wake = reading.fileno()
-        signal.signal(signal.SIGTERM, lambda *_: None)  # what counts is the byte that follows
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup descriptor below is what counts
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
@@ -90,26 +102,26 @@ class _Ending:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
     def told(self) -> bool:
-        """Whether it was; for any thread."""
+        """Whether the agent has to end. Any thread may call it."""
         poll = select.poll()
         poll.register(self.wake, select.POLLIN)
         return bool(poll.poll(0))
 
     def end(self, why: str) -> None:
-        """Have the agent end; for any thread."""
+        """Make the agent end. Any thread may call it."""
         self.why = why
-        with contextlib.suppress(BlockingIOError):  # it is told so already
+        with contextlib.suppress(BlockingIOError):  # the byte is there already
             self._ends[1].send(b"!")
 
 
 class _Listener:
-    """Takes connections, in a thread: one trainer is served at a time, others are refused.
+    """Accepts connections in a thread. One trainer is served at a time; others are refused.
 
     Attributes:
-        serving: the trainer that is served; None: none is.
+        serving: the trainer that is served now; None: no trainer.
     """
 
-    def __init__(self, place: Place, wake: int, serving: Channel) -> None:
+    def __init__(self, place: AgentAddress, wake: int, serving: Channel) -> None:
         self.serving: Channel | None = serving
         self._socket = place.listen()
         self._wake = wake
@@ -125,7 +137,7 @@ class _Listener:
             except OSError:
                 return  # closed
             if peer_of(connection)[1] != os.getuid():
-                connection.close()  # root reaches it all the same, and has no business here
+                connection.close()  # root may connect in spite of the file mode
                 continue
             channel = Channel(connection, wake=self._wake)
             if not self._admitted(channel):
@@ -133,12 +145,12 @@ class _Listener:
                 channel.finish(1.0)
 
     def _admitted(self, channel: Channel) -> bool:
-        """Whether a trainer is served next: none is that is alive, and none waits that has not given up."""
+        """Accept a trainer as the next one -> False: a live trainer is served, or another one waits."""
         with self._lock:
             serving, before = self.serving, self._arrived
             if serving is not None and serving.alive():
                 return False
-            # Prevents: a trainer refused for one that hung up while this process was stopped.
+            # Prevents: a trainer refused because of one that hung up while this process was stopped.
             if before is not None and before.alive():
                 return False
             self._arrived = channel
@@ -149,11 +161,11 @@ class _Listener:
         return True
 
     def waits(self) -> bool:
-        """Whether a trainer has come that is not served yet; for any thread."""
+        """Whether a trainer has connected that is not served yet. Any thread may call it."""
         return self._arrived is not None
 
     def next(self, seconds: float) -> Channel | None:
-        """The next trainer; None: none has come within so many seconds, or the agent was told to end."""
+        """Wait for the next trainer; None: none came within `seconds`, or the agent has to end."""
         bell = self._bell.fileno()
         ready = select.select([bell, self._wake], [], [], seconds)[0]
         if bell not in ready or self._wake in ready:
@@ -164,7 +176,7 @@ class _Listener:
             return self.serving
 
     def close(self) -> None:
-        """Take no more."""
+        """Accept no more connections."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -180,24 +192,23 @@ _BUSY: Final = (
 
 def _opened(
     start: _Start, storage: dict[str, Any], channel: Channel, ending: _Ending
-) -> tuple[Keeper, RankSaves | None, list[list[str]]]:
-    """The store, open for writing -> also as a rank's, if it is one of many; and what there is to be warned of."""
-    ranked: RankSaves | None = None
+) -> tuple[SnapshotKeeper, list[list[str]]]:
+    """Open the store for writing -> the keeper of the agent's states, and warnings for the trainer."""
+    keeper: SnapshotKeeper
     options = read("options", start.options, read_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         store = open_store(start.url, storage_options=storage)
         if start.run is not None and store.run != start.run:
             raise StoreReplacedError(
-                f"{start.url}: another run's store ({store.run}) is where that of run {start.run} was; nothing was "
-                "written"
+                f"{start.url}: holds the store of run {store.run} instead of run {start.run}; nothing was written"
             )
         if start.job is None:
             made = open_writer(store.journal, start.parent, options, environment=start.environment, after=start.after)
-            keeper = Keeper(store, made, options.max_in_flight)
+            keeper = LocalKeeper(store, made, options.max_in_flight)
         else:
-            parting = parting_of(start.job, start.linger, ending.told)
-            ranked = RankSaves.opened(
+            shutdown_wait = shutdown_wait_of(start.job.options.timeout, start.linger, ending.told)
+            saves = RankSaves.opened(
                 store,
                 start.parent,
                 options,
@@ -205,56 +216,55 @@ def _opened(
                 start.environment,
                 ending.end,
                 lambda: channel.alive() and not ending.told(),
-                parting,
+                shutdown_wait,
             )
-            keeper = Keeper(store, ranked, options.max_in_flight, ranked)
+            keeper = RankKeeper(store, saves, options.max_in_flight)
     told = [warning_form(one.category, str(one.message)) for one in caught]
-    return keeper, ranked, told
+    return keeper, told
 
 
 def _serve(
     start: _Start,
-    place: Place,
+    place: AgentAddress,
     channel: Channel,
-    keeper: Keeper,
-    ranked: RankSaves | None,
+    keeper: SnapshotKeeper,
     told: list[list[str]],
     why: _Why,
-) -> Over:
-    """Serve one trainer after another -> why it is over.
+) -> SessionEnd:
+    """Serve one trainer after another -> why the last session ended.
 
     Args:
-        why: what has made the agent end, if that is neither its trainer nor a signal.
+        why: returns why the agent ends, if neither its trainer nor a signal is the reason.
     """
     about: dict[str, Any] = {"options": start.options, "environment": start.environment}
     if start.job is not None:
         about["size"] = start.job.size
-    session = Session(keeper, channel, about)
+    session = TrainerSession(keeper, channel, about)
     assert channel.wake is not None  # `main` gives it
     listener = _Listener(place, channel.wake, channel)
-    parting = Parting(0.0, 0.0) if ranked is None else ranked.parting
-    parting.wanted = listener.waits
+    shutdown_wait = keeper.shutdown_wait
+    shutdown_wait.wanted = listener.waits
 
     def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         session.warn(category, str(message))
 
     warnings.simplefilter("always")
-    warnings.showwarning = show  # what the writer warns of is for the trainer to see
+    warnings.showwarning = show  # the trainer shows what the writer warns of
     try:
         channel.post({"re": 0, "pid": os.getpid(), "warnings": told, **session.greeting()})
-        while (over := session.serve()) is Over.GONE:
+        while (over := session.serve()) is SessionEnd.GONE:
             listener.serving = None
-            waited = parting.spent
+            waited = shutdown_wait.spent
             keeper.settle()
-            # What others were waited for is part of the time.
-            successor = listener.next(max(0.0, start.linger - (parting.spent - waited)))
+            # The time that the agent waited for other ranks counts, too.
+            successor = listener.next(max(0.0, start.linger - (shutdown_wait.spent - waited)))
             if successor is None:
                 break
-            session = Session(keeper, successor, about)
-        if over is not Over.CLOSED:
+            session = TrainerSession(keeper, successor, about)
+        if over is not SessionEnd.CLOSED:
             keeper.persist_quietly()
-            with contextlib.suppress(CkptError):  # whose save failed was told so, if he is there
-                keeper.close(parts=True)
+            with contextlib.suppress(CkptError):  # a failed save was reported to the trainer, if it is there
+                keeper.close()
             if reasons := [one for one in (why(), keeper.lost) if one is not None]:
                 session.break_off(AgentLostError("; ".join(reasons)))
         session.finish()
@@ -264,18 +274,18 @@ def _serve(
 
 
 def run(channel: Channel, ending: _Ending) -> int:
-    """Be an agent, for the trainer at the other end -> the exit status."""
+    """Run an agent for the trainer at the other end of `channel` -> the exit status."""
     found = channel.receive()
     if isinstance(found, End):
         return 0
     found.close()
-    place: Place | None = None
+    place: AgentAddress | None = None
     try:
-        storage = dict(found.body.pop("storage_options", {}))  # holds credentials: no part of what errors quote
+        storage = dict(found.body.pop("storage_options", {}))  # holds credentials, which errors must not quote
         start = read("start", found.body, _Start.of)
-        place = Place(start.url, start.name)
+        place = AgentAddress(start.url, start.name)
         place.claim(_CLAIM_SECONDS)
-        keeper, ranked, told = _opened(start, storage, channel, ending)
+        keeper, told = _opened(start, storage, channel, ending)
     except (CkptError, MemoryError, RuntimeError) as error:
         channel.post({"re": 0, "error": error_form(error)})
         channel.finish()
@@ -283,19 +293,18 @@ def run(channel: Channel, ending: _Ending) -> int:
             place.vacate()
         return 1
     try:
-        over = _serve(start, place, channel, keeper, ranked, told, lambda: ending.why)
-        if ranked is not None:
-            ranked.leave(farewell=over is Over.CLOSED)
+        over = _serve(start, place, channel, keeper, told, lambda: ending.why)
+        keeper.leave(farewell=over is SessionEnd.CLOSED)
     finally:
         place.vacate()
     return 0
 
 
 def main() -> int:
-    """What `beginning` and ``python -m ckptstore.agent.process FD`` run."""
+    """Entry point of `startup` and of ``python -m ckptstore.agent.process FD``."""
     ending = _Ending()
     descriptor = int(sys.argv[1])
-    os.chdir("/")  # holds no mount busy but the store's
+    os.chdir("/")  # keeps no mount busy but the store's
     return run(Channel(socket.socket(fileno=descriptor), wake=ending.wake), ending)
 
 

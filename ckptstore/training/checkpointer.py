@@ -363,7 +363,7 @@ class Checkpointer:
     def _read(self, tenure: Tenure, parent: CheckpointInfo | None, asked: _Asked) -> tuple[Any, Comparison, str]:
         """The state, and how it compares with the script's."""
         if parent is None:
-            from ckptstore.agent.client import AgentWriter
+            from ckptstore.agent.client.agent_writer import AgentWriter
 
             writer = tenure.writer
             assert isinstance(writer, AgentWriter)

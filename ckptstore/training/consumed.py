@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import torch
 
-from ckptstore.agent.lending import Lent
-from ckptstore.agent.replicating import Replicated
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
+from ckptstore.agent.client.replica_client import ReplicaClient
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
@@ -41,12 +41,12 @@ class Step:
 
     Attributes:
         area: where its gradients are; None: nowhere yet.
-        calls: of the optimizers' steps, as `agent.replicating.Step` has them.
+        calls: of the optimizers' steps, as `agent.client.replica_client.ReplicaStep` has them.
         why: why the agent cannot take it again; None: it can.
         early: of each row whose gradient was copied during backward, where that was, and in which version.
     """
 
-    area: Lent | None = None
+    area: BorrowedBuffer | None = None
     calls: list[Any] = field(default_factory=list)
     why: str | None = None
     early: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Consumed:
         self._pool = pool
         self._hooks: list[Any] = []
         self._early_hooks: list[Any] = []
-        self._replicated: Replicated | None = None
+        self._replicated: ReplicaClient | None = None
         self._rows: list[list[tuple[int, torch.Tensor, bool]]] = []
         self._rooms: dict[int, dict[int, torch.Tensor]] = {}
         self._step = Step()
@@ -73,7 +73,7 @@ class Consumed:
         self._process = os.getpid()
         self._in_vain = 0 if early else _IN_VAIN
 
-    def attach(self, replicated: Replicated, form: Replicable) -> None:
+    def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
         """Bring what is consumed from now on there."""
         self.detach()
         self._replicated = replicated
@@ -143,7 +143,7 @@ class Consumed:
             target.copy_(gradient)
         self._step.early[row] = (gradient.data_ptr(), counted_changes(gradient))
 
-    def _room(self, area: Lent) -> dict[int, torch.Tensor]:
+    def _room(self, area: BorrowedBuffer) -> dict[int, torch.Tensor]:
         """Where each gradient goes."""
         room = self._rooms.get(area.number)
         if room is None:

@@ -33,7 +33,7 @@ from ckptstore.write.steps.updates import Explaining, Update
 from ckptstore.write.writer import Writer
 
 if TYPE_CHECKING:
-    from ckptstore.agent.client import AgentWriter
+    from ckptstore.agent.client.agent_writer import AgentWriter
 
 __all__ = ["Labels", "PlannedSaves", "plannable"]
 

@@ -1,4 +1,4 @@
-"""What an agent can make of a script's state by itself (`agent.recipes`), or why not, where an optimizer forbids it."""
+"""What an agent can make of a script's state by itself (`agent.protocol.replica_recipe`), or why it cannot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from ckptstore.agent.forms import Layout
-from ckptstore.agent.recipes import Recipe, Row
+from ckptstore.agent.protocol.message_fields import StateLayout
+from ckptstore.agent.protocol.replica_recipe import Recipe, Row
 from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats.optim import KINDS
 from ckptstore.formats.state import FlatState
@@ -80,7 +80,7 @@ class Replicable:
         Args:
             refused: names of tensors that the agent has made wrongly before: they are sent.
         """
-        layout = Layout.of(flat.tensors)
+        layout = StateLayout.of(flat.tensors)
         sources = tuple(flat.tensors.values())
         numbers = {source.identity: number for number, source in enumerate(sources)}
         found = list(_rows(captured.optimizers, numbers, sources))
@@ -102,7 +102,7 @@ class Replicable:
     def fits(self, flat: FlatState) -> bool:
         """Whether another state has this form, and what the agent makes is where it was."""
         now = list(flat.tensors.values())
-        return Layout.of(flat.tensors) == self.recipe.layout and all(
+        return StateLayout.of(flat.tensors) == self.recipe.layout and all(
             now[number].identity == self.sources[number].identity for number in self._watched
         )
 

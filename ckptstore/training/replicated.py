@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import torch
 
-from ckptstore.agent.client import AgentWriter
-from ckptstore.agent.lending import Lent
-from ckptstore.agent.recipes import Proof
-from ckptstore.agent.replicating import Replicated
-from ckptstore.agent.replicating import Step as Told
+from ckptstore.agent.client.agent_writer import AgentWriter
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
+from ckptstore.agent.client.replica_client import ReplicaClient
+from ckptstore.agent.client.replica_client import ReplicaStep as Told
+from ckptstore.agent.protocol.replica_recipe import Proof
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
 from ckptstore.formats.byte_text import size
 from ckptstore.formats.state import FlatState
@@ -72,7 +72,7 @@ class ReplicaSaving(Saving):
         # Of ranks gradients are final when they were averaged, which a parameter's hook does not see.
         early = not self._captured.scaled and not self._ranked
         self._consumed = Consumed(self._captured.optimizers, self._pool, early=early)
-        self._replicated: Replicated | None = None
+        self._replicated: ReplicaClient | None = None
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
         self._plans_left = _PLANS
@@ -160,7 +160,7 @@ class ReplicaSaving(Saving):
         """See `Saving.ended`.
 
         Ranks may end after different steps, as where one of them failed. What is in memory alone their agents write:
-        the newest step that all have (`agent.keeper`).
+        the newest step that all have (`agent.server.snapshot_keeper`).
         """
         if self._ranked:
             super().wait()
@@ -225,7 +225,7 @@ class ReplicaSaving(Saving):
             self._remark(f"{consumed.why}: such a step is handed over as a whole state, as without strategy='replica'")
         return self._whole(step, flat, said, persist=persist or not self._ranked)
 
-    def _persisted(self, replicated: Replicated, step: int, labels: Labels, began: float) -> PendingSave | None:
+    def _persisted(self, replicated: ReplicaClient, step: int, labels: Labels, began: float) -> PendingSave | None:
         held, self._held = self._held, None
         if held is None:
             # Prevents: a run that ends with an error, because its last step was given to the medium before it was due.
@@ -234,8 +234,8 @@ class ReplicaSaving(Saving):
 
     def _advanced(
         self,
-        replicated: Replicated,
-        area: Lent,
+        replicated: ReplicaClient,
+        area: BorrowedBuffer,
         step: int,
         flat: FlatState,
         what: tuple[Step, Labels, bool, float],
@@ -275,7 +275,7 @@ class ReplicaSaving(Saving):
             self._held = None if persist else flat
         return pending
 
-    def _begun(self, flat: FlatState, refused: set[str]) -> Replicated | None:
+    def _begun(self, flat: FlatState, refused: set[str]) -> ReplicaClient | None:
         """Tell the agent how the next states are made. None: it cannot; they are handed over whole."""
         self._consumed.detach()
         before, self._replicated, self._form = self._replicated, None, None
@@ -358,7 +358,7 @@ class _Form:
         self._copies.clear()
         return True
 
-    def fill(self, area: Lent, flat: FlatState, pool: Any) -> None:
+    def fill(self, area: BorrowedBuffer, flat: FlatState, pool: Any) -> None:
         """Copy what is sent to an area, and the digests of what is not."""
         copies, others = self._standing(area)
         copies.run(pool)
@@ -367,7 +367,7 @@ class _Form:
             source.read(0, area.memory[start : start + source.nbytes])
         self._proof.into(self._recipe.digests_in(area.memory), pool)
 
-    def _standing(self, area: Lent) -> tuple[Gathering, list[int]]:
+    def _standing(self, area: BorrowedBuffer) -> tuple[Gathering, list[int]]:
         """The copies of tensors that are the same in every step, and the positions of all others that are sent."""
         found = self._copies.get(area.number)
         if found is not None:

@@ -9,9 +9,9 @@ __all__ = ["answers", "delivered"]
 
 def delivered(writer: AgentWriter, step: int) -> None:
     """Return when all saves up to `step` have reached the agent. What is public waits until they are durable."""
-    writer._tenure.agent.link.call("hurry", step=step)
+    writer._agent_term.agent.link.call("hurry", step=step)
 
 
 def answers(writer: AgentWriter) -> bool:
     """Whether an agent that was stopped is heard again. In public only a save would tell, and fail before."""
-    return writer._tenure.agent.link.silent is None
+    return writer._agent_term.agent.link.silent is None

@@ -122,7 +122,7 @@ def agents(folder: Path) -> list[int]:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (process / "cmdline").read_bytes()
-            is_agent = b"agent/beginning.py" in command or b"ckptstore.agent.process" in command
+            is_agent = b"agent/startup.py" in command or b"ckptstore.agent.process" in command
             if is_agent and wanted in (process / "environ").read_bytes().split(b"\0"):
                 found.append(int(process.name))
     return [pid for pid in found if alive(pid)]

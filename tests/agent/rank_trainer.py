@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import ckptstore.agent
-from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
+from ckptstore.agent.server.socket_mailbox import RemoteMailbox, ServedMailbox
 from ckptstore.formats.sources import BoxSource
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge

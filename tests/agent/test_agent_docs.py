@@ -53,7 +53,7 @@ def test_the_example_goes_on_where_a_killed_run_was(tmp_path: Path, runtime: Pat
 
 def test_every_request_is_on_the_page() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    source = (PAGE.parents[1] / "ckptstore/agent/session.py").read_text(encoding="utf-8")
+    source = (PAGE.parents[1] / "ckptstore/agent/server/trainer_session.py").read_text(encoding="utf-8")
     does = re.findall(r'^            "(\w+)": self\._', source, re.MULTILINE)
     assert len(does) > 12
     assert [one for one in does if f"`{one}`" not in page] == []

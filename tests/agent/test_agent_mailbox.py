@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.agent.mailboxes import RemoteMailbox, ServedMailbox
+from ckptstore.agent.server.socket_mailbox import RemoteMailbox, ServedMailbox
 from ckptstore.errors import AgentLostError, MailboxError
 from tests.agent.lives import until
 from tests.write.mailbox_conformance import Boxes, MailboxConformance

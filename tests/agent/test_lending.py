@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore.agent.forms import Layout
-from ckptstore.agent.frames import Message
-from ckptstore.agent.lending import Lending
+from ckptstore.agent.client.buffer_client import BufferClient
+from ckptstore.agent.protocol.frames import Message
+from ckptstore.agent.protocol.message_fields import StateLayout
 from ckptstore.errors import AgentLostError
 
 
@@ -18,7 +18,7 @@ class Dying:
 
     pid = 4711
 
-    def __init__(self, lending: Lending) -> None:
+    def __init__(self, lending: BufferClient) -> None:
         self._lending = lending
 
     def call(self, do: str, **fields: Any) -> dict[str, Any]:
@@ -37,9 +37,9 @@ class Dying:
 
 
 def test_an_agent_that_is_gone_once_it_has_lent_a_buffer_is_lost() -> None:
-    lending = Lending()
+    lending = BufferClient()
     link: Any = Dying(lending)
     with pytest.raises(AgentLostError, match=r"process 4711\) is gone"):
-        lending.lend(link, Layout(()))
+        lending.lend(link, StateLayout(()))
     with pytest.raises(AgentLostError, match=r"process 4711\) is gone"):
         lending.lend_beside(link, 10)

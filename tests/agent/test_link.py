@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptstore.agent.forms import error_form
-from ckptstore.agent.frames import Channel, Message
-from ckptstore.agent.link import Link
-from ckptstore.agent.stopped import stopped
+from ckptstore.agent.client.agent_link import AgentLink
+from ckptstore.agent.client.process_state import stopped
+from ckptstore.agent.protocol.frames import Channel, Message
+from ckptstore.agent.protocol.message_fields import error_form
 from ckptstore.errors import AgentLostError, AgentSilentError, StorageError
 from tests.agent.lives import until
 
@@ -35,7 +35,7 @@ class Ends:
     def __init__(self, pid: int) -> None:
         ours, theirs = socket.socketpair()
         self.lost: list[BaseException] = []
-        self.link = Link(Channel(ours, pid=pid), lambda _: None, self.lost.append)
+        self.link = AgentLink(Channel(ours, pid=pid), lambda _: None, self.lost.append)
         self.agent = Channel(theirs)
 
     def heard(self) -> dict[str, Any]:

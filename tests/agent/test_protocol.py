@@ -18,7 +18,7 @@ import pytest
 
 import ckptstore
 import ckptstore.agent
-from ckptstore.agent.shared import SharedMemory
+from ckptstore.agent.protocol.shared_memory import SharedMemory
 from tests.agent.lives import agents, alive, until
 from tests.agent.shim import Shim
 
@@ -60,7 +60,7 @@ def test_what_changes_after_it_was_handed_over_is_noticed(shim: Shim, tmp_path: 
         assert writer.inherited is not None
         with pytest.raises(ckptstore.CorruptionError, match="not what was handed over"):
             writer.inherited.load()
-        with pytest.warns(UserWarning, match="going on from 1@1"):
+        with pytest.warns(UserWarning, match="continuing from 1@1"):
             assert (writer.load()["x"] == 1).all()
 
 

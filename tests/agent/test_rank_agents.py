@@ -22,9 +22,10 @@ import pytest
 import ckptstore
 import ckptstore.agent
 from ckptstore.agent import AgentWriter
-from ckptstore.agent.parting import Parting
-from ckptstore.agent.place import Place
-from ckptstore.agent.ranks import ENDING, Job, RankSaves, place_name
+from ckptstore.agent.protocol.agent_address import AgentAddress
+from ckptstore.agent.protocol.rank_job import MAILBOX_ENDING, RankJob, place_name
+from ckptstore.agent.server.rank_saves import RankSaves
+from ckptstore.agent.server.shutdown_wait import ShutdownWait
 from ckptstore.errors import (
     AgentBusyError,
     AgentLostError,
@@ -248,7 +249,7 @@ def test_an_agent_that_alone_is_told_to_end_does_so_and_says_what_is_lost(
         return str(caught.value)
 
     told = as_ranks(2, work)
-    assert f"step 1 was in memory alone, and is not written: rank {1 - rank} has not ended" in told[rank]
+    assert f"step 1 was only in memory, and is not written: rank {1 - rank} has not ended" in told[rank]
 
 
 @long_only  # as above
@@ -265,16 +266,16 @@ def test_an_agent_that_waits_for_the_word_of_another_hears_that_it_shall_end(tmp
 def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path) -> None:
     """By SIGTERM, and by a successor of the trainer; who came late to the first letter gets no more for the second."""
     never, told = (lambda: False), threading.Event()
-    parting = Parting(3600, 3600, told.is_set, after=0.1)
+    parting = ShutdownWait(3600, 3600, told.is_set, after=0.1)
     threading.Timer(0.1, told.set).start()
     assert not parting.wait(never, lambda: None), "SIGTERM"
     assert not parting.wait(never, lambda: None), "its time is over"
     assert parting.wait(lambda: True, lambda: None)
-    again = Parting(3600, 0.1)
+    again = ShutdownWait(3600, 0.1)
     again.wanted = lambda: True
     assert not again.wait(never, lambda: None), "a successor"
     calls: list[int] = []
-    short = Parting(0.2, 3600)
+    short = ShutdownWait(0.2, 3600)
     short.held_up = lambda: calls.append(1)
     late = threading.Event()
     threading.Timer(0.1, late.set).start()
@@ -361,8 +362,8 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
     """
     url = str(tmp_path / "store")
     ckptstore.open(url, create=True)
-    place, token = Place(url, place_name("", 0)), Job.new_token()
-    listener = place.listen(ENDING).detach()
+    place, token = AgentAddress(url, place_name("", 0)), RankJob.new_token()
+    listener = place.listen(MAILBOX_ENDING).detach()
     saved = threading.Barrier(2, timeout=60)
 
     def silent(key: str, _data: bytes) -> None:
@@ -370,7 +371,7 @@ def test_a_commit_in_doubt_is_not_an_agent_that_is_gone(
 
     def work(group: Group) -> list[type[BaseException] | None]:
         rank = group.rank
-        job = Job(rank, 2, OPTIONS, token, url, "", None if rank else listener)
+        job = RankJob(rank, 2, OPTIONS, token, url, "", None if rank else listener)
         store = ckptstore.open(url)
         options = WriterOptions(poll_seconds=None)
         saves = RankSaves.opened(store, "latest", options, job, {}, lambda _: None, lambda: True)

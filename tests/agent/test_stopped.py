@@ -20,10 +20,11 @@ import pytest
 import ckptstore
 import ckptstore.agent
 from ckptstore import AgentSilentError
-from ckptstore.agent import SilentAgentWarning, link
-from ckptstore.agent.place import Place
-from ckptstore.agent.starting import found
-from ckptstore.agent.stopped import state_of, stopped
+from ckptstore.agent import SilentAgentWarning
+from ckptstore.agent.client import agent_link
+from ckptstore.agent.client.agent_launch import find_agent
+from ckptstore.agent.client.process_state import state_of, stopped
+from ckptstore.agent.protocol.agent_address import AgentAddress
 from tests.agent.inside import answers
 from tests.agent.lives import ROOT, advance, alive, begun, kill, truth, until
 
@@ -31,9 +32,9 @@ from tests.agent.lives import ROOT, advance, alive, begun, kill, truth, until
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that a test can wait for."""
-    monkeypatch.setattr(link, "LOOK_SECONDS", 0.1)
-    monkeypatch.setattr(link, "SAID_SECONDS", 0.5)
-    monkeypatch.setattr(link, "PATIENT_SECONDS", 2.0)
+    monkeypatch.setattr(agent_link, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(agent_link, "SAID_SECONDS", 0.5)
+    monkeypatch.setattr(agent_link, "PATIENT_SECONDS", 2.0)
 
 
 def _stop(pid: int) -> None:
@@ -223,19 +224,19 @@ def test_one_that_was_left_and_is_stopped_is_named(tmp_path: Path) -> None:
 def test_a_trainer_is_not_refused_for_those_that_gave_up_while_the_agent_was_stopped(tmp_path: Path) -> None:
     pid = _left(tmp_path / "s")
     _stop(pid)
-    place = Place(str(tmp_path / "s"), "")
+    place = AgentAddress(str(tmp_path / "s"), "")
     for _ in range(3):
         connection = place.connect()
         assert connection is not None
         connection.close()
     timer = threading.Timer(0.5, os.kill, (pid, signal.SIGCONT))
     timer.start()
-    agent = found(place, lambda *_: None, lambda *_: None)
+    agent = find_agent(place, lambda *_: None, lambda *_: None)
     timer.join()
     assert agent is not None
     assert agent.greeting["newest"]["step"] == 0
     agent.link.call("close")
-    agent.left()
+    agent.let_go()
     until(lambda: not alive(pid))
 
 
@@ -296,7 +297,7 @@ def test_one_ctrl_c_ends_the_wait_of_a_trainer(tmp_path: Path) -> None:
 
 
 _HURRIED = """
-from ckptstore.agent import link
+from ckptstore.agent.client import agent_link as link
 link.LOOK_SECONDS, link.SAID_SECONDS, link.PATIENT_SECONDS = 0.1, 0.5, 2.0
 """
 
@@ -399,7 +400,7 @@ def test_a_vendored_package_is_the_agent_s_as_well(tmp_path: Path) -> None:
         [sys.executable, "-P", "-c", script, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(vendored / "agent" / "beginning.py")
+    assert done.stdout.strip() == str(vendored / "agent" / "startup.py")
     assert "Warning" not in done.stderr
 
 
@@ -414,7 +415,7 @@ def test_an_agent_of_a_package_in_an_archive_is_refused_with_what_to_do(tmp_path
         [sys.executable, "-P", "-c", script, tmp_path / "s"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert f"{archive}/ckptstore/agent/beginning.py is no file" in done.stderr
+    assert f"{archive}/ckptstore/agent/startup.py is no file" in done.stderr
     assert "install ckptstore, or unpack the archive, or save without an agent" in done.stderr
 
 
@@ -434,7 +435,7 @@ os._exit(9)
         [sys.executable, "-c", script, tmp_path / "s"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     pid = int(done.stdout)
-    monkeypatch.setattr("ckptstore.agent.package.__version__", "0.0.9")
+    monkeypatch.setattr("ckptstore.agent.protocol.package_version.__version__", "0.0.9")
     with pytest.warns(ckptstore.agent.AgentRestartWarning) as told:
         writer = ckptstore.agent.writer(tmp_path / "s")
     texts = [str(one.message) for one in told]

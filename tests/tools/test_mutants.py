@@ -227,8 +227,8 @@ def test_every_kind_is_found_in_the_tree() -> None:
         ("formats/optim/step_settings.py", "Reader.names", "bounds"),
         ("ckptstore/restore/chain_link.py", "check_decoded", "checksum"),
         ("ckptstore/tiers/remote_check.py", "_check_slot", "fence"),
-        ("ckptstore/agent/link.py", "Link.ask", "fence"),
-        ("ckptstore/agent/opening.py", "_Opener._fits", "fence"),
+        ("ckptstore/agent/client/agent_link.py", "AgentLink.ask", "fence"),
+        ("ckptstore/agent/client/open_agent_writer.py", "_Opener._fits", "fence"),
         ("ckptstore/log/term.py", "Term._check_not_opened_over", "fence"),
     }
     for path in sorted({site.path for site in sites})[:: short_or(4, 1)]:

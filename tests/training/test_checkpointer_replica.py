@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
-from ckptstore.agent.recipes import Proof  # noqa: E402
+from ckptstore.agent.protocol.replica_recipe import Proof  # noqa: E402
 from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
 from ckptstore.host.batched_copies import Gathering  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402

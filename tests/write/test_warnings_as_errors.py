@@ -20,7 +20,7 @@ import pytest
 import ckptstore
 import ckptstore.agent
 import ckptstore.training
-from ckptstore.agent.client import AgentWriter
+from ckptstore.agent.client.agent_writer import AgentWriter
 from ckptstore.frameworks import bridge
 from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import WarningsLast, warn, warns_last

@@ -82,14 +82,20 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/backends/folders.py": (*_some("local_backend", "replaced", "hostile_keys", "backends"), *_CRASHES),
     "ckptstore/backends/directio.py": (*_some("local_backend", "backends", "recycling", "direct"), *_CRASHES),
     "ckptstore/backends/*": (*_some("recycling", "space", "local_backend", "backends"), *_CRASHES),
-    "ckptstore/agent/inherited.py": _some("handover"),
-    "ckptstore/agent/link.py": _some("agent/test_stopped", "protocol", "agent/test_saving", "agent/test_rank_agents"),
-    "ckptstore/agent/opening.py": _some("handover", "agent/test_stopped", "agent/test_rank_agents"),
-    **{f"ckptstore/agent/{name}.py": _some("protocol", "handover", "saving") for name in ("process", "session")},
+    "ckptstore/agent/client/inherited_state.py": _some("handover"),
+    "ckptstore/agent/client/agent_link.py": _some(
+        "agent/test_stopped", "protocol", "agent/test_saving", "agent/test_rank_agents"
+    ),
+    "ckptstore/agent/client/open_agent_writer.py": _some("handover", "agent/test_stopped", "agent/test_rank_agents"),
     **{
-        f"ckptstore/agent/{name}.py": _some("agent/test_rank_agents", "handover")
-        for name in ("mailboxes", "parting", "ranks", "together")
+        f"ckptstore/agent/{name}.py": _some("protocol", "handover", "saving")
+        for name in ("process", "server/trainer_session")
     },
+    **{
+        f"ckptstore/agent/server/{name}.py": _some("agent/test_rank_agents", "handover")
+        for name in ("socket_mailbox", "shutdown_wait", "rank_saves", "rank_keeper")
+    },
+    "ckptstore/agent/client/agent_rendezvous.py": _some("agent/test_rank_agents", "handover"),
     "ckptstore/agent/*": _some("agent/test_saving", "handover", "protocol", "place"),
     "ckptstore/doctor/*": _some("doctor"),
     "ckptstore/exchange/weight_files.py": _some("weight_files", "import_files"),

@@ -61,8 +61,8 @@ _KERNELS: Final = frozenset({"formats/kernel_choice.py", "formats/kernel_cache.p
 """What decides whether compiled code is run, and believed."""
 _DISTRUSTING: Final = frozenset({"distrust", "drop", "drop_torn", "note", "_compared"})
 _ANSWERING: Final = {
-    "ckptstore/agent/link.py": "fence",  # whose requests an agent gets
-    "ckptstore/agent/opening.py": "fence",  # which agents a trainer continues with
+    "ckptstore/agent/client/agent_link.py": "fence",  # whose requests an agent gets
+    "ckptstore/agent/client/open_agent_writer.py": "fence",  # which agents a trainer continues with
     "ckptstore/backends/sharing.py": "rule",  # which save has space, and which waits
     "ckptstore/training/loader_contents.py": "rule",  # whether an epoch goes on in the samples that it had
 }

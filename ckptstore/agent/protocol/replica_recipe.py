@@ -1,0 +1,202 @@
+"""The recipe by which an agent computes a step's state from the state before, and the digests that prove it.
+
+Trainer and agent compute the same layout of an *area*, the shared memory of one step. It holds gradients, then the
+tensors that are sent whole, then digests of the tensors that the agent computes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.agent.protocol.message_fields import StateLayout, whole_number
+from ckptstore.errors import AgentError
+from ckptstore.formats.checksums import xxh3_64
+from ckptstore.host.batched_copies import shared_out
+from ckptstore.host.buffers import Bytes
+
+__all__ = ["Digests", "Proof", "Recipe", "Row", "read_recipe"]
+
+Digests: TypeAlias = npt.NDArray[np.uint64]
+
+_LINE: Final = 128
+_PIECE: Final = 4 << 20
+"""Bytes that one digest covers: enough work for a thread."""
+_MOST_SLOTS: Final = 16
+_TEXT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter that an optimizer updates.
+
+    Attributes:
+        optimizer, group: positions of its optimizer and group.
+        slots: positions in the layout, by the optimizer's names. The parameter comes first, as ``weight``.
+        made: the agent updates it, and gets its gradient. False: all its tensors are sent.
+    """
+
+    optimizer: int
+    group: int
+    slots: tuple[tuple[str, int], ...]
+    made: bool
+
+    @property
+    def weight(self) -> int:
+        """The parameter's position in the layout."""
+        return self.slots[0][1]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The recipe for states of one layout.
+
+    Attributes:
+        layout: the tensors.
+        kinds: kinds of the optimizers.
+        groups: number of groups of each optimizer.
+        rows: the parameters that they update.
+        made: positions of the tensors that the agent computes or leaves unchanged; digests prove them. All others are
+            sent.
+    """
+
+    layout: StateLayout
+    kinds: tuple[str, ...]
+    groups: tuple[int, ...]
+    rows: tuple[Row, ...]
+    made: tuple[int, ...]
+
+    @cached_property
+    def sent(self) -> tuple[int, ...]:
+        """Positions of the tensors that are sent."""
+        made = set(self.made)
+        return tuple(number for number in range(len(self.layout.tensors)) if number not in made)
+
+    @cached_property
+    def gradients(self) -> dict[int, int]:
+        """First byte in an area of the gradient of each row that the agent updates."""
+        return self._plan[0]
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """First byte in an area of each tensor that is sent."""
+        return self._plan[1]
+
+    @cached_property
+    def digests(self) -> tuple[int, int]:
+        """First byte of the digests in an area, and their number."""
+        return self._plan[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an area."""
+        start, count = self.digests
+        return start + 8 * count
+
+    @cached_property
+    def _plan(self) -> tuple[dict[int, int], dict[int, int], tuple[int, int]]:
+        at = 0
+
+        def place(number: int) -> int:
+            nonlocal at
+            start, at = at, -(-(at + self.layout.tensors[number].nbytes) // _LINE) * _LINE
+            return start
+
+        gradients = {number: place(row.weight) for number, row in enumerate(self.rows) if row.made}
+        places = {number: place(number) for number in self.sent}
+        count = sum(len(_cut(self.layout.tensors[number].nbytes)) for number in self.made)
+        return gradients, places, (at, count)
+
+    def digests_in(self, memory: Bytes) -> Digests:
+        """The digests in an area."""
+        start, count = self.digests
+        return memory[start : start + 8 * count].view(np.uint64)
+
+    def form(self) -> dict[str, Any]:
+        """Its form as JSON, without the layout."""
+        return {
+            "kinds": list(self.kinds),
+            "groups": list(self.groups),
+            "rows": [[row.optimizer, row.group, [list(slot) for slot in row.slots], row.made] for row in self.rows],
+            "made": list(self.made),
+        }
+
+
+def read_recipe(form: Any, layout: StateLayout) -> Recipe:
+    """Read a recipe.
+
+    Raises:
+        AgentError, ValueError, TypeError, LookupError: the form is invalid.
+    """
+    kinds = tuple(str(kind)[:_TEXT] for kind in form["kinds"])
+    groups = tuple(whole_number(count, 1 << 20) for count in form["groups"])
+    if len(kinds) != len(groups):
+        raise AgentError(f"{len(kinds)} optimizers with groups for {len(groups)}")
+    last = len(layout.tensors) - 1
+    rows = []
+    for optimizer, group, slots, made in form["rows"]:
+        named = tuple((str(name)[:_TEXT], whole_number(number, last)) for name, number in slots)
+        if not 0 < len(named) <= _MOST_SLOTS or named[0][0] != "weight":
+            raise AgentError(f"slots {slots!r:.80}")
+        owner = whole_number(optimizer, len(kinds) - 1)
+        rows.append(Row(owner, whole_number(group, groups[owner] - 1), named, made is True))
+    numbers = tuple(whole_number(number, last) for number in form["made"])
+    if len(set(numbers)) != len(numbers):
+        raise AgentError("a position occurs twice in 'made'")
+    return Recipe(layout, kinds, groups, tuple(rows), numbers)
+
+
+def _cut(nbytes: int) -> list[tuple[int, int]]:
+    """The pieces of a tensor that have a digest each; an empty tensor has none."""
+    return [(start, min(start + _PIECE, nbytes)) for start in range(0, nbytes, _PIECE)]
+
+
+class Proof:
+    """Computes the digests of tensors in memory, as often as wanted."""
+
+    def __init__(self, images: Sequence[Bytes]) -> None:
+        """
+        Args:
+            images: bytes of each tensor; they must stay where they are.
+        """
+        self._pieces = [image[start:end] for image in images for start, end in _cut(len(image))]
+        self._owners = [number for number, image in enumerate(images) for _ in _cut(len(image))]
+        self._jobs = _parted([len(piece) for piece in self._pieces])
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def into(self, out: Digests, pool: ThreadPoolExecutor) -> None:
+        """Compute the digests into `out`, in this thread and those of `pool`."""
+
+        def job(part: range) -> None:
+            for number in part:
+                out[number] = xxh3_64(self._pieces[number].data)
+
+        shared_out(pool, [partial(job, part) for part in self._jobs])
+
+    def differs(self, wanted: Digests, pool: ThreadPoolExecutor) -> list[int]:
+        """Positions of the tensors whose digests differ from `wanted`, ascending."""
+        found = np.empty(len(self._pieces), np.uint64)
+        self.into(found, pool)
+        return sorted({self._owners[piece] for piece in np.flatnonzero(found != wanted).tolist()})
+
+
+def _parted(lengths: Sequence[int]) -> list[range]:
+    """Ranges of about `_PIECE` bytes each."""
+    parts: list[range] = []
+    begin, size = 0, 0
+    for number, length in enumerate(lengths):
+        if size and size + length > _PIECE:
+            parts.append(range(begin, number))
+            begin, size = number, 0
+        size += length
+    if begin < len(lengths):
+        parts.append(range(begin, len(lengths)))
+    return parts

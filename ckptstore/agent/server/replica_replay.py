@@ -1,0 +1,291 @@
+"""Computes a replica of the newest state: repeats the optimizers' steps on the state before, and checks digests.
+
+The result is not trusted. The agent compares it with digests of the trainer's tensors. If they differ, it drops the
+state, and the trainer has to hand over a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ckptstore.agent.protocol.message_fields import StateLayout, number, read, read_labels, whole_number
+from ckptstore.agent.protocol.replica_recipe import Proof, Recipe, read_recipe
+from ckptstore.agent.server.agent_snapshot import FilledBuffer, UnwrittenState, state_in_buffer
+from ckptstore.agent.server.shared_buffers import SharedBuffer
+from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
+from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
+from ckptstore.formats import optim
+from ckptstore.formats.optim.step_settings import MAX_COUNT
+from ckptstore.frameworks import bridge
+from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.buffers import Bytes
+from ckptstore.host.prefault import populate
+from ckptstore.write.steps.updates import Update
+
+__all__ = ["ReplicaReplay", "read_replica", "warmed"]
+
+_LATER: Final = 2
+"""Any count but 1, for optimizers that keep none: the step that creates SGD's buffer is never repeated."""
+_MOST_AREAS: Final = 16
+_MOST_THREADS: Final = 1 << 12
+_MOST_NAMES: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerCall:
+    """One step of one optimizer.
+
+    Attributes:
+        optimizer: position of the optimizer.
+        settings: settings of each group.
+        moved: rows whose parameters had a gradient; None: all rows of the optimizer.
+        scaling: see `TorchSteps.step`.
+    """
+
+    optimizer: int
+    settings: list[dict[str, Any]]
+    moved: frozenset[int] | None
+    scaling: tuple[float | None, float | None]
+
+
+class ReplicaReplay:
+    """Computes states by one recipe. Only the session's thread for slow work calls it."""
+
+    def __init__(self, keeper: SnapshotKeeper, recipe: Recipe, areas: Mapping[int, SharedBuffer]) -> None:
+        """
+        Args:
+            areas: buffers that the trainer fills, by number.
+        """
+        self._keeper = keeper
+        self._recipe = recipe
+        self._areas = dict(areas)
+        self._stages: dict[int, _Stage] = {}
+        self._gradients: dict[int, dict[int, Any]] = {}
+
+    def prepare(self) -> None:
+        """Touch the memory of the areas, so that the first step need not."""
+        for area in self._areas.values():
+            try:
+                populate(area.shared.memory)
+            except MemoryError:
+                return  # the step that needs the memory reports it
+
+    def advance(self, body: Mapping[str, Any]) -> UnwrittenState | list[str]:
+        """Compute the next state -> the state, or the names of the tensors that differ from the trainer's.
+
+        Args:
+            body: the ``advance`` message of docs/agent.md.
+
+        Raises:
+            AgentError: the message is invalid, or the state that it builds on is not the newest.
+            MemoryError: there is no memory for another state.
+        """
+        recipe, keeper = self._recipe, self._keeper
+        step, after = whole_number(body["step"]), whole_number(body["after"])
+        area = self._areas[whole_number(body["area"])]
+        calls = read("calls", body["calls"], self._calls)
+        base = keeper.newest
+        if base is None or base.step != after or base.layout != recipe.layout:
+            raise AgentError(f"the replica is not at step {after}: a whole state is needed")
+        size = recipe.layout.plan.size
+        buffer = keeper.pool.take(size)
+        try:
+            stage = self._stage(buffer)
+            Gathering([(stage.address, _address(base.buffer.shared.memory), size)]).run(keeper.workers)
+            bridge.stepping().with_threads(max(1, whole_number(body["threads"], _MOST_THREADS)))
+            for call in calls:
+                stage.step(call, self._gradients_of(area))
+            stage.sent(area).run(keeper.workers)
+            wrong = stage.proof.differs(recipe.digests_in(area.shared.memory), keeper.workers)
+            if wrong:
+                keeper.pool.give_back(buffer)
+                return [recipe.layout.tensors[recipe.made[one]].name for one in wrong[:_MOST_NAMES]]
+            filled = FilledBuffer(buffer.number, recipe.layout, body["tree"], *read_labels(body))
+            return UnwrittenState(step, filled, buffer, state_in_buffer(filled, buffer), self._updates(calls, stage))
+        except BaseException:
+            keeper.pool.give_back(buffer)
+            raise
+
+    def _calls(self, form: Any) -> list[_OptimizerCall]:
+        found = []
+        for optimizer, settings, moved, scaling in form:
+            place = whole_number(optimizer, len(self._recipe.kinds) - 1)
+            if len(settings) != self._recipe.groups[place]:
+                raise AgentError(f"settings of {len(settings)} groups for {self._recipe.groups[place]}")
+            scale, infinity = (None if one is None else number(one) for one in scaling)
+            rows = None if moved is None else frozenset(whole_number(row) for row in moved)
+            found.append(_OptimizerCall(place, [_checked(one) for one in settings], rows, (scale, infinity)))
+        return found
+
+    def _stage(self, buffer: SharedBuffer) -> _Stage:
+        for gone in [one for one in self._stages if not self._keeper.pool.has(one)]:
+            del self._stages[gone]
+        stage = self._stages.get(buffer.number)
+        if stage is None:
+            stage = self._stages[buffer.number] = _Stage(self._recipe, buffer)
+        return stage
+
+    def _gradients_of(self, area: SharedBuffer) -> dict[int, Any]:
+        """The gradients in an area, by row, as torch sees them."""
+        found = self._gradients.get(area.number)
+        if found is None:
+            layout, rows = self._recipe.layout, self._recipe.rows
+            found = self._gradients[area.number] = {
+                row: _tensor(layout, rows[row].weight, area.shared.memory, start)
+                for row, start in self._recipe.gradients.items()
+            }
+        return found
+
+    def _updates(self, calls: Sequence[_OptimizerCall], stage: _Stage) -> list[Update]:
+        """What the optimizers did, for a writer that stores step diffs. Other tensors are stored as differences."""
+        by_optimizer: dict[int, _OptimizerCall] = {}
+        for call in calls:
+            if call.optimizer in by_optimizer:
+                return []  # two steps at once are not one step
+            by_optimizer[call.optimizer] = call
+        numbers: dict[tuple[int, int], tuple[optim.Optimizer, float]] = {}
+        for call in calls:
+            for group, its in enumerate(call.settings):
+                try:
+                    settings = optim.from_group(self._recipe.kinds[call.optimizer], its)
+                    numbers[call.optimizer, group] = settings, float(its["lr"])
+                except (CkptError, LookupError, TypeError, ValueError):
+                    continue
+        found: list[Update] = []
+        for place, row in enumerate(self._recipe.rows):
+            known, its_call = numbers.get((row.optimizer, row.group)), by_optimizer.get(row.optimizer)
+            if known is None or its_call is None or (its_call.moved is not None and place not in its_call.moved):
+                continue
+            skipped = bool(its_call.scaling[1])
+            update = _update(self._recipe.layout, dict(row.slots), known, stage.count(row.slots), skipped)
+            if update is not None:
+                found.append(update)
+        return found
+
+
+def _update(
+    layout: StateLayout, slots: Mapping[str, int], numbers: tuple[optim.Optimizer, float], count: int, skipped: bool
+) -> Update | None:
+    settings, lr = numbers
+    try:
+        step = optim.Step(count, lr, skipped=skipped)
+        forms = [layout.tensors[slots[name]] for name in settings.rule(step).slots]
+    except (LookupError, ValueError):
+        return None
+    if any(one.dtype != "F32" or one.shape != forms[0].shape or not one.nbytes for one in forms):
+        return None
+    return Update(tuple(one.name for one in forms), settings, step)
+
+
+class _Stage:
+    """A buffer in which states are computed, as tensors.
+
+    Attributes:
+        address: address of its memory.
+        proof: digests of the tensors that are computed in it.
+    """
+
+    def __init__(self, recipe: Recipe, buffer: SharedBuffer) -> None:
+        self._recipe = recipe
+        self._memory = buffer.shared.memory
+        self.address = _address(self._memory)
+        offsets, forms = recipe.layout.plan.offsets, recipe.layout.tensors
+        self._starts = [offsets[one.name] for one in forms]
+        self._images = [self._memory[at : at + one.nbytes] for at, one in zip(self._starts, forms, strict=True)]
+        self.proof = Proof([self._images[number] for number in recipe.made])
+        self._copies: dict[int, Gathering] = {}
+        self._rows: list[list[list[int]]] = [[[] for _ in range(count)] for count in recipe.groups]
+        for place, row in enumerate(recipe.rows):
+            if row.made:
+                self._rows[row.optimizer][row.group].append(place)
+        self._steps = [self._optimizer(kind, groups) for kind, groups in zip(recipe.kinds, self._rows, strict=True)]
+
+    def _optimizer(self, kind: str, groups: Sequence[Sequence[int]]) -> Any:
+        """The optimizer over this buffer; None: the agent updates none of its parameters."""
+        if not any(groups):
+            return None
+
+        def tensor(place: int) -> Any:
+            return _tensor(self._recipe.layout, place, self._memory, self._starts[place])
+
+        rows = [[dict(self._recipe.rows[number].slots) for number in group] for group in groups]
+        return bridge.stepping().TorchSteps(kind, rows, tensor)
+
+    def step(self, call: _OptimizerCall, gradients: Mapping[int, Any]) -> None:
+        """Perform one step of an optimizer."""
+        steps = self._steps[call.optimizer]
+        if steps is None:
+            return
+        found = [
+            [gradients[row] if call.moved is None or row in call.moved else None for row in group]
+            for group in self._rows[call.optimizer]
+        ]
+        steps.step(call.settings, found, call.scaling)
+
+    def sent(self, area: SharedBuffer) -> Gathering:
+        """The copies of the tensors that are sent."""
+        copies = self._copies.get(area.number)
+        if copies is None:
+            start, forms = _address(area.shared.memory), self._recipe.layout.tensors
+            copies = self._copies[area.number] = Gathering(
+                [
+                    (self.address + self._starts[number], start + place, forms[number].nbytes)
+                    for number, place in self._recipe.places.items()
+                ]
+            )
+        return copies
+
+    def count(self, slots: Sequence[tuple[str, int]]) -> int:
+        """How many steps a parameter was updated in."""
+        place = dict(slots).get("step")
+        if place is None or self._recipe.layout.tensors[place].dtype != "F32" or len(self._images[place]) != 4:
+            return _LATER
+        value = float(self._images[place].view(np.float32)[0])
+        return min(max(int(value), 1), MAX_COUNT) if np.isfinite(value) else _LATER
+
+
+def warmed() -> None:
+    """Import torch and perform a step, which takes seconds, so that the first replica need not wait."""
+    bridge.stepping().warmed()
+
+
+def read_replica(body: Mapping[str, Any], layout: StateLayout, keeper: SnapshotKeeper) -> ReplicaReplay:
+    """Read the ``replica`` message of docs/agent.md.
+
+    Raises:
+        AgentError: it is invalid.
+    """
+    recipe = read("recipe", body["recipe"], lambda form: read_recipe(form, layout))
+    numbers = [whole_number(one) for one in body["areas"]]
+    if not 0 < len(numbers) <= _MOST_AREAS:
+        raise AgentError(f"{len(numbers)} areas")
+    areas = {one: keeper.pool.lent(one) for one in numbers}
+    if any(area.nbytes < recipe.nbytes for area in areas.values()):
+        raise AgentError(f"an area has less than {recipe.nbytes} bytes")
+    return ReplicaReplay(keeper, recipe, areas)
+
+
+def _checked(settings: Any) -> dict[str, Any]:
+    """Check the settings of a group: numbers, flags, lists of numbers."""
+    for name, value in settings.items():
+        parts = value if isinstance(value, list) else [value]
+        if not all(one is None or isinstance(one, bool | int | float) for one in parts):
+            raise AgentError(f"setting {name!r:.40}: {value!r:.80}")
+    return dict(settings)
+
+
+def _tensor(layout: StateLayout, place: int, memory: Bytes, start: int) -> Any:
+    form = layout.tensors[place]
+    try:
+        return bridge.tensors().from_buffer(form.dtype, form.shape, memory[start : start + form.nbytes])
+    except (UnsupportedStateError, ValueError) as error:
+        raise AgentError(f"tensor {form.name!r:.80}: {error}") from error
+
+
+def _address(memory: Bytes) -> int:
+    address: int = memory.__array_interface__["data"][0]
+    return address
