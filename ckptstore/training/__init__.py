@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckptstore.training.checkpointer import Checkpointer
     from ckptstore.training.gates import Gate, LayerwiseReport
     from ckptstore.training.layerwise import LayerwiseSnapshots
-    from ckptstore.training.optimizers import OptimizerStep, clip_factor
+    from ckptstore.training.optimizer_step import OptimizerStep, clip_factor
     from ckptstore.training.settings import CheckpointerOptions, SlowSavesWarning, UnsavedStepWarning
     from ckptstore.training.topk import TopKHook
 
@@ -24,11 +24,11 @@ _HOME = {
     "Gate": "gates",
     "LayerwiseReport": "gates",
     "LayerwiseSnapshots": "layerwise",
-    "OptimizerStep": "optimizers",
+    "OptimizerStep": "optimizer_step",
     "SlowSavesWarning": "settings",
     "TopKHook": "topk",
     "UnsavedStepWarning": "settings",
-    "clip_factor": "optimizers",
+    "clip_factor": "optimizer_step",
 }
 
 __all__ = [

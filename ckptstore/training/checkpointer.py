@@ -38,12 +38,12 @@ from ckptstore.training.explained import Explained
 from ckptstore.training.fitting import some
 from ckptstore.training.offering import Offering
 from ckptstore.training.opening import Opening
+from ckptstore.training.optimizer_tracker import LossScale, OptimizerTracker
 from ckptstore.training.overlooked import Overlooked
 from ckptstore.training.pacing import Pacing
 from ckptstore.training.replicas import check_replicable
 from ckptstore.training.resume_checks import Comparison, check_parts
 from ckptstore.training.settings import CheckpointerOptions, Settings
-from ckptstore.training.taken import Scale, TakenSteps
 from ckptstore.training.tenure import Tenure
 from ckptstore.training.unsaved import Unsaved
 from ckptstore.training.urgency import Urgency
@@ -99,10 +99,10 @@ class Checkpointer:
         if self._settings.strategy == "replica":
             check_replicable(self._captured)
         self.loader = self._captured.loader
-        self._scale = Scale(options.get("scaler"))
+        self._scale = LossScale(options.get("scaler"))
         self.store = store if isinstance(store, Store) else stores.open(store)
         self._owns_store = not isinstance(store, Store)
-        self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
+        self._taken = OptimizerTracker(self._captured.optimizers, self._settings.compressor)
         self._urgency = Urgency(self._settings, self._flush)
         self._pacing = Pacing(self._settings.save_every)
         self._unsaved = Unsaved(self.store.url, self._settings)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ckptstore.errors import MissingRankError
 from ckptstore.training.captured import Captured
+from ckptstore.training.optimizer_tracker import LossScale, OptimizerTracker
 from ckptstore.training.pacing import Pacing
-from ckptstore.training.taken import Scale, TakenSteps
 from ckptstore.training.unsaved import Unsaved
 from ckptstore.training.urgency import Urgency
 
@@ -35,8 +35,8 @@ class Deciding:
     def __init__(
         self,
         captured: Captured,
-        taken: TakenSteps,
-        scale: Scale,
+        taken: OptimizerTracker,
+        scale: LossScale,
         urgency: Urgency,
         pacing: Pacing,
         unsaved: Unsaved,

@@ -10,11 +10,11 @@ from ckptstore.errors import UsageError
 from ckptstore.store import Store
 from ckptstore.training import strategies
 from ckptstore.training.captured import Captured
+from ckptstore.training.optimizer_tracker import OptimizerTracker
 from ckptstore.training.replicated import ReplicaSaving
 from ckptstore.training.retention import Retention
 from ckptstore.training.saving import Saving, ranks_of
 from ckptstore.training.settings import Settings
-from ckptstore.training.taken import TakenSteps
 from ckptstore.training.tenure import Tenure
 from ckptstore.training.unbounded import Unbounded
 from ckptstore.write.metrics import OnMetrics, SaveMetrics
@@ -34,7 +34,7 @@ class Opening:
     """
 
     def __init__(
-        self, store: Store, settings: Settings, captured: Captured, taken: TakenSteps, on_metrics: OnMetrics
+        self, store: Store, settings: Settings, captured: Captured, taken: OptimizerTracker, on_metrics: OnMetrics
     ) -> None:
         """
         Args:

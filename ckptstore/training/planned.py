@@ -23,9 +23,9 @@ from ckptstore.host.buffers import aligned
 from ckptstore.host.prefault import Touching
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads
 from ckptstore.training.captured import Captured
-from ckptstore.training.foreseen import Foreseen
+from ckptstore.training.optimizer_tracker import CollectedSteps
 from ckptstore.training.plan import Place, PlannedState, StatePlan
-from ckptstore.training.taken import Collected
+from ckptstore.training.predicted_updates import PredictedUpdates
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.local import LocalWriter
 from ckptstore.write.snapshot import Snapshot
@@ -79,8 +79,8 @@ class PlannedSaves:
         self._pool = SleepingPool(default_threads(), "ckptstore-copy")
         self._explaining = Explaining(wanted=predict)
         self._plan: StatePlan | None = None
-        self._foreseen: Foreseen | None = None
-        self._former: Foreseen | None = None  # of the plan before
+        self._predicted: PredictedUpdates | None = None
+        self._former: PredictedUpdates | None = None  # of the plan before
         self._free: list[Place] = []
         self._made = 0
         self._offsets: Sequence[int] = ()  # where a writer that lends its memory will have the tensors
@@ -90,12 +90,7 @@ class PlannedSaves:
         self._looked = False  # ahead
         self._touching: dict[int, Touching] = {}
 
-    @property
-    def predicts(self) -> bool:
-        """Whether only numbers need be noted of the next step."""
-        return self._foreseen is not None
-
-    def save(self, step: int, ranks: int, collected: Collected, labels: Labels) -> PendingSave | None:
+    def save(self, step: int, ranks: int, collected: CollectedSteps, labels: Labels) -> PendingSave | None:
         """Copy the state of `step`, and hand it over -> None: it cannot be planned, and nothing is done.
 
         Raises:
@@ -133,7 +128,7 @@ class PlannedSaves:
         writer: LocalWriter,
         planned: tuple[StatePlan, FlatState],
         step: int,
-        collected: Collected,
+        collected: CollectedSteps,
         labels: Labels,
         began: float,
     ) -> PendingSave:
@@ -168,7 +163,7 @@ class PlannedSaves:
         writer: AgentWriter,
         planned: tuple[StatePlan, FlatState],
         step: int,
-        collected: Collected,
+        collected: CollectedSteps,
         labels: Labels,
         began: float,
     ) -> PendingSave:
@@ -206,17 +201,17 @@ class PlannedSaves:
         _LOG.info("%r", plan)
         return plan, light
 
-    def _updates(self, plan: StatePlan, collected: Collected, place: Place) -> Sequence[Update]:
-        """What is foreseen of this step."""
+    def _updates(self, plan: StatePlan, collected: CollectedSteps, place: Place) -> Sequence[Update]:
+        """The predicted updates of this step."""
         if not self._predict:
             return ()
         noted = collected.noted
-        if self._foreseen is None or (noted is not None and not self._foreseen.fits(noted)):
-            self._foreseen = Foreseen(self._captured.optimizers, plan, self._foreseen or self._former)
+        if self._predicted is None or (noted is not None and not self._predicted.fits(noted)):
+            self._predicted = PredictedUpdates(self._captured.optimizers, plan, self._predicted or self._former)
             self._former = None
-        foreseen = self._foreseen.updates(noted, place.memory)
+        predicted = self._predicted.updates(noted, place.memory)
         if noted is not None:
-            return foreseen
+            return predicted
         return self._explaining.found(collected.updates, FlatState(None, plan.tensors))
 
     # -- memory
@@ -283,7 +278,7 @@ class PlannedSaves:
 
     def _forget(self) -> None:
         with self._lock:
-            self._former, self._plan, self._foreseen = self._foreseen or self._former, None, None
+            self._former, self._plan, self._predicted = self._predicted or self._former, None, None
             self._free.clear()
             for touching in self._touching.values():
                 touching.stop()

@@ -20,12 +20,12 @@ from ckptstore.formats.step_text import named_steps
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
 from ckptstore.training.captured import Captured
+from ckptstore.training.optimizer_tracker import CollectedSteps, OptimizerTracker
 from ckptstore.training.planned import Labels, PlannedSaves, plannable
 from ckptstore.training.retention import Retention
 from ckptstore.training.settings import Settings, UnsavedStepWarning
 from ckptstore.training.slowed import Slowed
 from ckptstore.training.strategies import Strategy
-from ckptstore.training.taken import Collected, TakenSteps
 from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.lost import first_of
 from ckptstore.write.ranks.mailbox import Group
@@ -54,7 +54,7 @@ class Saving:
         store: Store,
         writer: Writer,
         captured: Captured,
-        taken: TakenSteps,
+        taken: OptimizerTracker,
         strategy: Strategy,
         settings: Settings,
         ranks: int,
@@ -142,10 +142,9 @@ class Saving:
             pending.when_done(self._retention.durable)
         return pending
 
-    def _given(self, step: int, labels: Labels, collected: Collected) -> PendingSave:
+    def _given(self, step: int, labels: Labels, collected: CollectedSteps) -> PendingSave:
         if self._planned is not None:
             pending = self._planned.save(step, self._ranks, collected, labels)
-            self._taken.brief = self._planned.predicts
             if pending is not None:
                 return pending
         state = self._captured.state(step, self._ranks)
@@ -237,7 +236,6 @@ class Saving:
 
     def close(self) -> None:
         """Let go of memory and threads. Call it when the writer is closed."""
-        self._taken.brief = False
         if self._planned is not None:
             self._planned.close()
 

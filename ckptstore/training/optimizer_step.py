@@ -32,8 +32,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -47,7 +49,7 @@ from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.write.steps.updates import Found, Update
 
-__all__ = ["LATER", "Gradients", "OptimizerStep", "clip_factor", "group_numbers"]
+__all__ = ["LATER", "Gradients", "NotedStep", "OptimizerStep", "Row", "StepExplainer", "clip_factor"]
 
 Gradients: TypeAlias = Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient]
 """Where an `OptimizerStep` finds gradients: nowhere, in ``parameter.grad``, or here by parameter."""
@@ -66,7 +68,7 @@ class OptimizerStep:
     ``set_to_none=False``).
     """
 
-    __slots__ = ("_left_out", "_moves")
+    __slots__ = ("_counts", "_left_out", "_notes", "_rows")
 
     def __init__(
         self,
@@ -110,88 +112,215 @@ class OptimizerStep:
             raise UsageError(
                 f"optimizer: {type(optimizer).__name__}; a torch.optim.Optimizer is wanted{inner}, or several"
             )
-        left_out: Counter[str] = Counter()
-        found = [entry for one in optimizers for entry in _entries(one, left_out)]
-        moved = [entry for entry in found if entry[1].grad is not None]
-        if gradients == "grad" and not moved:
+        moved = [_have_gradients(one) if kind_of(one) is not None else [] for one in optimizers]
+        any_moved = any(map(any, moved))
+        if gradients == "grad" and not any_moved:
             gradients = "none"  # they were freed before: predicting needs none
-        if isinstance(gradients, str) and not skipped and moved:
-            found = moved  # torch's optimizers pass over parameters without a gradient
-        self._take(found, left_out, gradients, (float(clip), loss_scale, skipped))
+        only_moved = isinstance(gradients, str) and not skipped and any_moved
+        factors = (float(clip), loss_scale)
+        notes = [
+            NotedStep(_group_numbers(one), skipped, each if only_moved else None, factors=factors)
+            for one, each in zip(optimizers, moved, strict=True)
+        ]
+        self._take(optimizers, notes)
+        if not skipped and gradients != "none":
+            found = {row.parameter: _gradient(row.parameter, row.sources[0], gradients) for row in self._rows}
+            given = {parameter: one for parameter, one in found.items() if one is not None}
+            self._notes = [replace(one, gradients=given) for one in notes]
 
     @classmethod
-    def noted(
-        cls,
-        optimizer: torch.optim.Optimizer,
-        numbers: Sequence[tuple[optim.Optimizer, float] | None],
-        *,
-        moved: Sequence[bool] | None = None,
-        sparse: Mapping[torch.Tensor, SparseGradient] | None = None,
-        skipped: bool = False,
-    ) -> OptimizerStep:
-        """The step whose numbers `group_numbers` gave right after it, when a schedule may have changed them since.
+    def noted(cls, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> OptimizerStep:
+        """The step of which these numbers were noted right after it: a schedule may have changed them since.
 
         Args:
-            numbers: settings and learning rate of each group.
-            moved: for each parameter, in the order of the groups, whether the step moved it; None: the gradients say,
-                if they are there still.
-            sparse: what was left of gradients that were compressed.
-            skipped: no step was taken.
+            notes: one for each optimizer.
         """
         step = cls.__new__(cls)
-        left_out: Counter[str] = Counter()
-        found = list(_entries(optimizer, left_out, numbers))
-        if moved is None:
-            moved = [parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]]
-        if not skipped and any(moved):
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
-            those = {id(one) for one, has_moved in zip(parameters, moved, strict=False) if has_moved}
-            found = [entry for entry in found if id(entry[1]) in those]
-        step._take(found, left_out, sparse or "none", (1.0, 1.0, skipped))
+        step._take(optimizers, notes)
         return step
 
-    def _take(
-        self,
-        found: Sequence[_Entry],
-        left_out: Counter[str],
-        gradients: Gradients,
-        numbers: tuple[float, float, bool],
-    ) -> None:
-        self._left_out = left_out
-        """How many parameters are left out, by the reason."""
-        counts = _counts([slots.get("step") for _, _, _, slots in found])
-        self._moves: list[_Move] = []
-        for (settings, parameter, lr, slots), count in zip(found, counts, strict=True):
-            step = optim.Step(count, lr, *numbers)
-            tensors = _slots(settings, step, parameter, slots)
-            if isinstance(tensors, str):
-                self._left_out[tensors] += 1
-            elif tensors:
-                gradient = None if step.skipped else _gradient(parameter, tensors[0], gradients)
-                self._moves.append(_Move(tensors, settings, step, gradient))
+    def _take(self, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> None:
+        self._notes: Sequence[NotedStep] = notes
+        self._rows: list[Row]
+        self._rows, self._left_out = _rows_of(optimizers, notes)
+        self._counts = dict(zip(map(_key, self._rows), _counts([row.count for row in self._rows]), strict=True))
 
     def __call__(self, flat: FlatState) -> Found:
         """The updates of the parameters whose slots `flat` holds, in the order of the optimizers' parameters.
 
-        Slots are found by their memory: wherever in the state they are, under whatever name, and once if tied.
+        The memory of a slot identifies it: the state may hold it anywhere, under any name, and once if tied.
+        """
+        explainer = StepExplainer(self._rows, self._left_out, flat)
+        counts = [self._counts[_key(row)] for row in explainer.rows]
+        found = list(explainer.updates(self._notes, counts, repeat(True)))
+        return Found(found, _remark(len(explainer.rows), explainer.left_out), explainer.left_out)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedStep:
+    """The numbers of one optimizer's step.
+
+    Attributes:
+        groups: settings and learning rate of each group; None: its arithmetic is not known.
+        skipped: the step was not taken.
+        moved: whether each parameter had a gradient, in the order of the groups; None: unknown, so all may have moved.
+        gradients: what the optimizer consumed, by parameter, as far as it is to be stored.
+        factors: clipping factor and loss scale of these gradients.
+    """
+
+    groups: tuple[tuple[optim.Optimizer, float] | None, ...]
+    skipped: bool
+    moved: Sequence[bool] | None = None
+    gradients: Mapping[torch.Tensor, TorchSource | SparseGradient] = field(default_factory=dict)
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        *,
+        skipped: bool,
+        sparse: Mapping[torch.Tensor, SparseGradient] | None = None,
+    ) -> NotedStep:
+        """Note a step. Call it right after the step.
+
+        Args:
+            sparse: what was left of the gradients that were compressed.
+        """
+        moved = None if skipped else _have_gradients(optimizer)
+        if moved is not None and not any(moved):
+            moved = None  # the step freed them, so they say nothing
+        return cls(_group_numbers(optimizer), skipped, moved, sparse or {})
+
+    @property
+    def settings(self) -> tuple[optim.Optimizer | None, ...]:
+        """The settings of the groups, without the learning rates that a schedule changes."""
+        return tuple(None if one is None else one[0] for one in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter and what its optimizer keeps for it. The sources keep the memory alive that identifies them.
+
+    Attributes:
+        optimizer, group: numbers of its optimizer and group.
+        number: its number among the optimizer's parameters.
+        sources: the weight, then its slots in the order of the rule.
+        count: torch's count of its steps; None: the optimizer keeps none.
+    """
+
+    parameter: torch.Tensor
+    optimizer: int
+    group: int
+    number: int
+    sources: tuple[TorchSource, ...]
+    count: Any
+
+
+def _key(row: Row) -> tuple[int, int]:
+    return row.optimizer, row.number
+
+
+class StepExplainer:
+    """Finds the optimizers' parameters in a state once, and makes the updates of steps from noted numbers.
+
+    Attributes:
+        rows: the parameters that the state holds with all their slots, in the optimizers' order.
+        left_out: how many parameters are left out, by reason.
+    """
+
+    def __init__(self, rows: Sequence[Row], left_out: Counter[str], flat: FlatState) -> None:
+        """
+        Args:
+            left_out: the parameters that have no row.
         """
         names = {source.identity: name for name, source in flat.tensors.items()}
-        updates: list[Update] = []
-        uses: dict[str, int] = {}
-        left_out = self._left_out.copy()
-        for move in self._moves:
-            slots = [names.get(identity) for identity in move.identities]
-            known = tuple(name for name in slots if name is not None)
-            for name in known:
-                uses[name] = uses.get(name, 0) + 1
-            if len(known) == len(slots):
-                updates.append(Update(known, move.optimizer, move.step, move.gradient))
+        self.left_out = left_out.copy()
+        uses: Counter[str] = Counter()
+        known: list[tuple[Row, tuple[str, ...]]] = []
+        for row in rows:
+            found = tuple(name for one in row.sources if (name := names.get(one.identity)) is not None)
+            uses.update(found)
+            if len(found) == len(row.sources):
+                known.append((row, found))
             else:
-                left_out[_COPIES if not known else _PARTS] += 1
-        found = [update for update in updates if all(uses[name] == 1 for name in update.slots)]
-        if len(found) < len(updates):
-            left_out[_SHARED] += len(updates) - len(found)
-        return Found(found, _remark(len(found), left_out), left_out)
+                self.left_out[_COPIES if not found else _PARTS] += 1
+        alone = [(row, slots) for row, slots in known if all(uses[name] == 1 for name in slots)]
+        if len(alone) < len(known):
+            self.left_out[_SHARED] += len(known) - len(alone)
+        self.rows = [row for row, _ in alone]
+        self._slots = [slots for _, slots in alone]
+
+    @classmethod
+    def of(
+        cls, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep], flat: FlatState
+    ) -> StepExplainer:
+        """Find the parameters of which these notes know the arithmetic."""
+        return cls(*_rows_of(optimizers, notes), flat)
+
+    def updates(self, notes: Sequence[NotedStep], counts: Iterable[float], moved: Iterable[bool]) -> Iterator[Update]:
+        """Make the updates of one step.
+
+        Args:
+            notes: its numbers, one note for each optimizer.
+            counts: of each of `rows`, its count of steps.
+            moved: of each of `rows`, whether the step may have moved it.
+        """
+        steps: dict[tuple[int, int, float], optim.Step] = {}
+        for row, slots, count, may_have_moved in zip(self.rows, self._slots, counts, moved, strict=False):
+            noted = notes[row.optimizer]
+            # A group that was split off after the step has no numbers: nothing is known of what the step did there.
+            numbers = noted.groups[row.group] if row.group < len(noted.groups) else None
+            if numbers is None or not (may_have_moved or noted.skipped) or not _has_moved(noted, row.number):
+                continue
+            settings, lr = numbers
+            key = row.optimizer, row.group, count
+            step = steps.get(key)
+            if step is None:
+                step = steps[key] = optim.Step(_counted(count), lr, *noted.factors, noted.skipped)
+            yield Update(slots, settings, step, None if noted.skipped else noted.gradients.get(row.parameter))
+
+
+def _rows_of(optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> tuple[list[Row], Counter[str]]:
+    """The parameters whose arithmetic is known, and how many are left out, by reason."""
+    left_out: Counter[str] = Counter()
+    rows: list[Row] = []
+    for place, (optimizer, noted) in enumerate(zip(optimizers, notes, strict=True)):
+        if (kind := kind_of(optimizer)) is None:
+            inside = "; give OptimizerStep what it wraps, its .optimizer" if _wraps(optimizer) else ""
+            unknown = f"{type(optimizer).__qualname__} is none of torch.optim's {optim.listed()}{inside}"
+            left_out[unknown] += sum(len(group["params"]) for group in optimizer.param_groups)
+            continue
+        first = 0
+        for number, group in enumerate(optimizer.param_groups):
+            parameters = group["params"]
+            numbers = noted.groups[number] if number < len(noted.groups) else None
+            if numbers is not None:
+                names = numbers[0].rule(optim.Step(LATER, numbers[1], skipped=True)).slots
+                for index, parameter in enumerate(parameters, first):
+                    if not _has_moved(noted, index):
+                        continue
+                    slots = optimizer.state.get(parameter, {})
+                    sources = _sources(names, parameter, slots)
+                    if isinstance(sources, str):
+                        left_out[sources] += 1
+                    elif sources:
+                        rows.append(Row(parameter, place, number, index, sources, slots.get("step")))
+            elif isinstance(reason := _numbers(kind, group), str):
+                left_out[f"{type(optimizer).__qualname__}: {reason}"] += len(parameters)
+            first += len(parameters)
+    return rows, left_out
+
+
+def _have_gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Whether each parameter has a gradient, in the order of the groups."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return list(map(is_not, map(attrgetter("grad"), parameters), repeat(None)))
+
+
+def _has_moved(noted: NotedStep, number: int) -> bool:
+    """Whether a step moved its optimizer's parameter of this number, as far as its gradients tell."""
+    return noted.moved is None or (number < len(noted.moved) and noted.moved[number])
 
 
 _COPIES: Final = (
@@ -225,21 +354,7 @@ def clip_factor(norm: float | torch.Tensor, max_norm: float) -> float:
     return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """One parameter's step. The sources keep the memory alive, without which identities mean nothing."""
-
-    sources: tuple[TorchSource, ...]
-    optimizer: optim.Optimizer
-    step: optim.Step
-    gradient: TorchSource | SparseGradient | None
-
-    @property
-    def identities(self) -> list[Hashable]:
-        return [source.identity for source in self.sources]
-
-
-def group_numbers(optimizer: torch.optim.Optimizer) -> tuple[tuple[optim.Optimizer, float] | None, ...]:
+def _group_numbers(optimizer: torch.optim.Optimizer) -> tuple[tuple[optim.Optimizer, float] | None, ...]:
     """Settings and learning rate of each group; None for one whose arithmetic is not known."""
     kind = kind_of(optimizer)
     return tuple(
@@ -257,65 +372,35 @@ def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[optim.Optimizer, floa
     return (settings, lr) if math.isfinite(lr) else f"a learning rate of {lr}"
 
 
-_Entry: TypeAlias = tuple[optim.Optimizer, torch.Tensor, float, Mapping[str, Any]]
-"""Settings, parameter, learning rate and slots."""
-
-
-def _entries(
-    optimizer: torch.optim.Optimizer,
-    left_out: Counter[str],
-    known: Sequence[tuple[optim.Optimizer, float] | None] = (),
-) -> Iterator[_Entry]:
-    """Every parameter whose arithmetic is known.
-
-    Args:
-        known: the numbers of the groups, where they were noted earlier.
-    """
-    kind = kind_of(optimizer)
-    if kind is None:
-        inside = "; give OptimizerStep what it wraps, its .optimizer" if _wraps(optimizer) else ""
-        reason = f"{type(optimizer).__qualname__} is none of torch.optim's {optim.listed()}{inside}"
-        left_out[reason] += sum(len(group["params"]) for group in optimizer.param_groups)
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        numbers: tuple[optim.Optimizer, float] | str | None = known[number] if number < len(known) else None
-        if numbers is None:
-            numbers = _numbers(kind, group)
-        if isinstance(numbers, str):
-            left_out[f"{type(optimizer).__qualname__}: {numbers}"] += len(group["params"])
-            continue
-        settings, lr = numbers
-        for parameter in group["params"]:
-            yield settings, parameter, lr, optimizer.state.get(parameter, {})
-
-
 def _wraps(optimizer: object) -> bool:
     """Whether it is a wrapper, as Accelerate's and others' are."""
     return isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
 
 
 def _counts(steps: Sequence[Any]) -> list[int]:
-    """How often each parameter was moved: SGD keeps no count, and then it is not 1. One wait for each device."""
+    """How often each parameter was moved; `LATER` where torch keeps no count. Waits once for each device."""
     counts = [LATER] * len(steps)
     waiting: dict[torch.device, list[int]] = {}
     for index, step in enumerate(steps):
         if isinstance(step, torch.Tensor) and step.numel() == 1:
             waiting.setdefault(step.device, []).append(index)
         elif isinstance(step, int | float) and math.isfinite(step):
-            counts[index] = int(step)
+            counts[index] = _counted(step)
     for indices in waiting.values():
         together = torch.stack([steps[index].detach().reshape(()).double() for index in indices])
         for index, value in zip(indices, together.tolist(), strict=True):
-            counts[index] = int(value) if math.isfinite(value) else LATER
-    return [min(max(count, 1), MAX_COUNT) for count in counts]
+            counts[index] = _counted(value)
+    return counts
 
 
-def _slots(
-    settings: optim.Optimizer, step: optim.Step, parameter: torch.Tensor, slots: Mapping[str, Any]
-) -> tuple[TorchSource, ...] | str:
-    """The parameter's slots in the order of the rule, or why the arithmetic is not for them; none: there is no step."""
+def _counted(count: float) -> int:
+    return min(max(int(count), 1), MAX_COUNT) if math.isfinite(count) else LATER
+
+
+def _sources(names: Sequence[str], parameter: torch.Tensor, slots: Mapping[str, Any]) -> tuple[TorchSource, ...] | str:
+    """The parameter's slots in the order of the rule, or why the arithmetic is not for them. Empty: it has none yet."""
     found: list[TorchSource] = []
-    for name in settings.rule(step).slots:
+    for name in names:
         tensor = parameter if name == "weight" else slots.get(name)
         if tensor is None:
             return ()  # not made yet

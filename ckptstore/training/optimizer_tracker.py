@@ -14,11 +14,10 @@ import torch
 
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.state import FlatState
-from ckptstore.training.foreseen import Noted
-from ckptstore.training.optimizers import OptimizerStep
-from ckptstore.write.steps.updates import Found, Update, Updates
+from ckptstore.training.optimizer_step import NotedStep, OptimizerStep
+from ckptstore.write.steps.updates import Found, Updates
 
-__all__ = ["Collected", "Compressor", "Scale", "TakenSteps"]
+__all__ = ["CollectedSteps", "Compressor", "LossScale", "OptimizerTracker"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 
@@ -39,13 +38,11 @@ class Compressor(Protocol):
         """The entries that are left of the gradients, as they are now, of those parameters that have such."""
 
 
-class TakenSteps:
+class OptimizerTracker:
     """Hooks on optimizers, from `install` to `remove`.
 
     Attributes:
         loaded: an optimizer's ``load_state_dict`` was called since this was set to False.
-        brief: note numbers alone, and what is left of compressed gradients, for one who knows which tensors are meant
-            (`foreseen`).
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], compressor: Compressor | None = None) -> None:
@@ -54,12 +51,11 @@ class TakenSteps:
             compressor: knows which entries of the gradients are left.
         """
         self.loaded = False
-        self.brief = False
         self._optimizers = list(optimizers)
         self._predict = False
         self._compressor = compressor
         self._counts = [0] * len(self._optimizers)
-        self._steps: list[OptimizerStep | Noted | None] = [None] * len(self._optimizers)
+        self._steps: list[NotedStep | None] = [None] * len(self._optimizers)
         self._trouble = ""  # of a hook, since `collected`
         self._sparse: list[Mapping[torch.Tensor, SparseGradient]] = [{} for _ in self._optimizers]
         self._hooks: list[Any] = []
@@ -90,7 +86,7 @@ class TakenSteps:
         """Whether an optimizer has stepped since `collected`."""
         return any(self._counts)
 
-    def collected(self) -> Collected:
+    def collected(self) -> CollectedSteps:
         """What happened since the last time."""
         counts, steps, trouble = self._counts, self._steps, self._trouble
         self._counts, self._steps, self._trouble = [0] * len(counts), [None] * len(counts), ""
@@ -99,9 +95,9 @@ class TakenSteps:
             why = f"{max(counts)} optimizer steps lie between it and the checkpoint before, and one can be explained"
         elif self._predict and trouble:
             why = f"the optimizer's step could not be noted ({trouble})"
-        return Collected(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)
+        return CollectedSteps(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)
 
-    def put_back(self, collected: Collected) -> None:
+    def put_back(self, collected: CollectedSteps) -> None:
         """What was `collected` was not saved: the next checkpoint is further from the one before by as much."""
         # Prevents: a step that is explained by itself alone, from a checkpoint that lies further back.
         self._counts = [now + before for now, before in zip(self._counts, collected.counts, strict=True)]
@@ -133,16 +129,13 @@ class TakenSteps:
         optimizer = self._optimizers[number]
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, while a fused kernel looks at it itself
         skipped = found_inf is not None and bool(torch.as_tensor(found_inf).item())
-        if self.brief:
-            self._steps[number] = Noted.of(optimizer, skipped=skipped, sparse=sparse)
-        else:
-            self._steps[number] = OptimizerStep(optimizer, gradients=sparse or "none", skipped=skipped)
+        self._steps[number] = NotedStep.of(optimizer, skipped=skipped, sparse=sparse)
 
     def _load(self, _: int) -> None:
         self.loaded = True
 
 
-class Scale:
+class LossScale:
     """The scale of a `GradScaler`: it falls with every step that the scaler skips."""
 
     def __init__(self, scaler: Any) -> None:
@@ -166,8 +159,8 @@ class Scale:
         return None if self._scaler is None else float(self._scaler.get_scale())
 
 
-class Collected:
-    """What optimizers did from one `TakenSteps.collected` to the next.
+class CollectedSteps:
+    """What optimizers did from one `OptimizerTracker.collected` to the next.
 
     Attributes:
         counts: how often each of them stepped.
@@ -179,7 +172,7 @@ class Collected:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         counts: Sequence[int],
-        steps: Sequence[OptimizerStep | Noted | None],
+        steps: Sequence[NotedStep | None],
         *,
         predicted: bool,
         why: str | None = None,
@@ -191,30 +184,24 @@ class Collected:
         self.why = why
 
     @property
-    def noted(self) -> list[Noted] | None:
-        """The numbers of every optimizer's step; None: they say nothing, or not numbers alone were noted."""
-        found: list[Noted] = []
-        for optimizer, count, step in zip(self._optimizers, self.counts, self.steps, strict=True):
-            one = Noted.of(optimizer, skipped=True) if count == 0 else step
-            if not isinstance(one, Noted):
-                return None
-            found.append(one)
-        return found if self._predicted else None
+    def noted(self) -> list[NotedStep] | None:
+        """The numbers of every optimizer's step; None: they say nothing."""
+        if not self._predicted:
+            return None
+        found = [
+            NotedStep.of(optimizer, skipped=True) if count == 0 else step
+            for optimizer, count, step in zip(self._optimizers, self.counts, self.steps, strict=True)
+        ]
+        noted = [one for one in found if one is not None]
+        return noted if len(noted) == len(found) else None
 
     @property
     def updates(self) -> Updates | None:
         """As ``updates=`` takes it, which says why if a step cannot be explained; None: nothing is known of it."""
         if self.why is not None:
             return _unexplained(self.why)
-        taken: list[OptimizerStep] = []
-        for optimizer, count, step in zip(self._optimizers, self.counts, self.steps, strict=True):
-            if count == 0:
-                taken.append(OptimizerStep(optimizer, gradients="none", skipped=True))
-            elif isinstance(step, Noted):
-                taken.append(step.step(optimizer))
-            elif step is not None:
-                taken.append(step)
-        return _joined(taken) if taken and self._predicted else None
+        noted = self.noted
+        return OptimizerStep.noted(self._optimizers, noted) if noted else None
 
 
 def _unexplained(why: str) -> Callable[[FlatState], Found]:
@@ -222,21 +209,3 @@ def _unexplained(why: str) -> Callable[[FlatState], Found]:
     text = f"a step diff is stored as a difference, which takes more bytes: {why}"
     # The number of steps differs from time to time, the reason does not.
     return lambda _: Found((), text, (why.lstrip("0123456789"),))
-
-
-def _joined(steps: Sequence[OptimizerStep]) -> Callable[[FlatState], Found]:
-    """Several optimizers' steps, as one callable for ``updates=``."""
-
-    def find(flat: FlatState) -> Found:
-        updates: list[Update] = []
-        remarks: list[str] = []
-        reasons: set[str] = set()
-        for step in steps:
-            found = step(flat)
-            updates += found
-            reasons |= found.reasons
-            if found.left_out is not None:
-                remarks.append(found.left_out)
-        return Found(updates, "\n".join(remarks) or None, reasons)
-
-    return find
