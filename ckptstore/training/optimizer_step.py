@@ -140,7 +140,7 @@ class OptimizerStep:
         return step
 
     def _take(self, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> None:
-        self._notes: Sequence[NotedStep] = notes
+        self._notes = list(notes)
         self._rows: list[Row]
         self._rows, self._left_out = _rows_of(optimizers, notes)
         self._counts = dict(zip(map(_key, self._rows), _counts([row.count for row in self._rows]), strict=True))

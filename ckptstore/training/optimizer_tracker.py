@@ -17,7 +17,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.training.optimizer_step import NotedStep, OptimizerStep
 from ckptstore.write.steps.updates import Found, Updates
 
-__all__ = ["CollectedSteps", "Compressor", "LossScale", "OptimizerTracker"]
+__all__ = ["CollectedSteps", "Compressor", "OptimizerTracker"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 
@@ -45,15 +45,20 @@ class OptimizerTracker:
         loaded: an optimizer's ``load_state_dict`` was called since this was set to False.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], compressor: Compressor | None = None) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], compressor: Compressor | None = None, scaler: Any = None
+    ) -> None:
         """
         Args:
             compressor: knows which entries of the gradients are left.
+            scaler: a `GradScaler`, whose scale falls with every step that it skips; None: nothing is skipped.
         """
         self.loaded = False
         self._optimizers = list(optimizers)
         self._predict = False
         self._compressor = compressor
+        self._scaler = scaler
+        self._last_scale = self._scale()
         self._counts = [0] * len(self._optimizers)
         self._steps: list[NotedStep | None] = [None] * len(self._optimizers)
         self._trouble = ""  # of a hook, since `collected`
@@ -85,6 +90,21 @@ class OptimizerTracker:
     def any(self) -> bool:
         """Whether an optimizer has stepped since `collected`."""
         return any(self._counts)
+
+    def has_moved(self) -> bool:
+        """Whether an optimizer has stepped since `collected`, or the scaler skipped its step since the last call."""
+        before, self._last_scale = self._last_scale, self._scale()
+        skipped = before is not None and self._last_scale is not None and self._last_scale < before
+        return self.any or skipped or not self._optimizers
+
+    def restored(self) -> None:
+        """The script's state is another one: forget what the optimizers did before."""
+        self._last_scale = self._scale()
+        self.collected()
+        self.loaded = False
+
+    def _scale(self) -> float | None:
+        return None if self._scaler is None else float(self._scaler.get_scale())
 
     def collected(self) -> CollectedSteps:
         """What happened since the last time."""
@@ -133,30 +153,6 @@ class OptimizerTracker:
 
     def _load(self, _: int) -> None:
         self.loaded = True
-
-
-class LossScale:
-    """The scale of a `GradScaler`: it falls with every step that the scaler skips."""
-
-    def __init__(self, scaler: Any) -> None:
-        """
-        Args:
-            scaler: None: there is none, and nothing is skipped.
-        """
-        self._scaler = scaler
-        self._last = self._now()
-
-    def has_fallen(self) -> bool:
-        """Whether the scaler has skipped a step since the last call, or since `note`."""
-        before, self._last = self._last, self._now()
-        return before is not None and self._last is not None and self._last < before
-
-    def note(self) -> None:
-        """Its state was given back: compare with that from here on."""
-        self._last = self._now()
-
-    def _now(self) -> float | None:
-        return None if self._scaler is None else float(self._scaler.get_scale())
 
 
 class CollectedSteps:

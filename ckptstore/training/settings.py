@@ -9,10 +9,10 @@ from typing import Any, Final, Literal, TypedDict
 from ckptstore.errors import UsageError
 from ckptstore.host.option_checks import seconds, whole
 from ckptstore.maintenance.compact.idle_compaction import CompactOptions
-from ckptstore.training.explained import Scalars
 from ckptstore.training.optimizer_tracker import Compressor
-from ckptstore.training.pacing import Pace
 from ckptstore.training.retention import Keep
+from ckptstore.training.save_pace import Pace
+from ckptstore.training.save_reports import Scalars
 from ckptstore.training.strategies import STRATEGIES
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.metrics import OnMetrics

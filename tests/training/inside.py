@@ -33,10 +33,9 @@ MOST_IN_VAIN = planned._IN_VAIN
 
 def plan_nothing(checkpointer: Checkpointer) -> None:
     """Have every state taken apart: `PlannedSaves._pause`. Nothing public does, because nobody should want it."""
-    assert checkpointer._tenure is not None
-    assert checkpointer._tenure.saving is not None
-    assert checkpointer._tenure.saving._planned is not None
-    checkpointer._tenure.saving._planned._pause = 1000
+    assert checkpointer._term is not None
+    assert checkpointer._term.saves._planned is not None
+    checkpointer._term.saves._planned._pause = 1000
 
 
 def members_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def fill_the_device(patch: pytest.MonkeyPatch) -> None:
 
 def copied_during_backward(checkpointer: Any) -> int:
     """How many gradients have left for the agent before the optimizer's step (strategy ``replica``)."""
-    return len(checkpointer._tenure.saving._consumed._step.early)
+    return len(checkpointer._term.saves._consumed._step.early)
 
 
 def hooks_of(parameter: Any) -> int:

@@ -106,7 +106,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/frameworks/*": _some("torch_*"),
     **{
         f"ckptstore/training/{name}.py": _some("refused_states", "checkpointer", "planned_state", "topk")
-        for name in ("captured", "checkpointer", "deciding", "offering", "opening", "saving", "unsaved")
+        for name in ("captured", "checkpointer", "open_term", "state_saves", "step_saves")
     },
     **{
         f"ckptstore/training/{name}.py": _some("changed_loaders", "training/test_loaders", "refused_states")

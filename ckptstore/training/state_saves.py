@@ -23,8 +23,8 @@ from ckptstore.training.captured import Captured
 from ckptstore.training.optimizer_tracker import CollectedSteps, OptimizerTracker
 from ckptstore.training.planned import Labels, PlannedSaves, plannable
 from ckptstore.training.retention import Retention
+from ckptstore.training.save_pace import SavePace
 from ckptstore.training.settings import Settings, UnsavedStepWarning
-from ckptstore.training.slowed import Slowed
 from ckptstore.training.strategies import Strategy
 from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.lost import first_of
@@ -32,13 +32,13 @@ from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.opening import to_group
 from ckptstore.write.writer import Writer
 
-__all__ = ["Saving", "ranks_of"]
+__all__ = ["StateSaves", "ranks_of"]
 
 _UNMADE: Final = (CancelledError, UnmadeStateError)
 """What a save fails of whose state this rank's agent, or that of another, could not make."""
 
 
-class Saving:
+class StateSaves:
     """Saves on their way to one writer. The script's thread calls it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Saving:
         store: Store,
         writer: Writer,
         captured: Captured,
-        taken: OptimizerTracker,
+        tracker: OptimizerTracker,
         strategy: Strategy,
         settings: Settings,
         ranks: int,
@@ -68,9 +68,9 @@ class Saving:
         self._store = store
         self._writer = writer
         self._captured = captured
-        self._taken = taken
+        self._tracker = tracker
         self._coded = strategy == "gradient"
-        self._strategy, self._every = strategy, settings.every
+        self._strategy = strategy
         self._ranks = ranks
         self._retention = retention
         self._under_way: list[PendingSave] = []
@@ -112,10 +112,9 @@ class Saving:
         if self._planned is not None:
             self._planned.foresee(step, self._ranks)
 
-    def slowed_by(self, slowed: Slowed) -> str | None:
-        """What is to be said of saves that slow training down, once; None: nothing."""
-        backend = self._store.backend
-        return slowed.remark(self._store.url, self._strategy, self._every, bucket=backend.costs is not None)
+    def slowed_by(self, pace: SavePace) -> str | None:
+        """What to say, once, if saves slow training down; None: nothing."""
+        return pace.slow_saves(self._store.url, self._strategy, bucket=self._store.backend.costs is not None)
 
     def restored(self) -> None:
         """The script's state is another one from here on, as after a rollback."""
@@ -124,7 +123,7 @@ class Saving:
         """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
         self._check_process()
         labels = Labels({"metrics": dict(metrics)} if metrics else None, tags)
-        collected = self._taken.collected()
+        collected = self._tracker.collected()
         if self._last is None:
             collected.why = None  # the first checkpoint of a term is a full, which nothing need explain
         try:
@@ -134,7 +133,7 @@ class Saving:
                 self._hear_of_agent(error)
                 pending = self._given(step, labels, collected)
         except BaseException:
-            self._taken.put_back(collected)
+            self._tracker.put_back(collected)
             raise
         self._last = (step, metrics, tags)
         self._under_way.append(pending)
@@ -187,7 +186,7 @@ class Saving:
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
         # Prevents: a step that is lost without a word, since it is not given again once the state is the next one's.
-        again = lost and not self._taken.any
+        again = lost and not self._tracker.any
         if failures := self.settle(last.step if again and last is not None else None):
             raise first_of(failures)
         if lost:
@@ -209,7 +208,7 @@ class Saving:
     def _again(self) -> None:
         """Save the last step once more, unless it is in the store, or the state is another step's by now."""
         newest = self._store.latest_step()
-        if self._last is None or self._taken.any or (newest is not None and newest >= self._last[0]):
+        if self._last is None or self._tracker.any or (newest is not None and newest >= self._last[0]):
             return
         self.save(*self._last)
         try:

@@ -34,12 +34,12 @@ from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.training.consumed import Consumed, Step
 from ckptstore.training.plan import StatePlan
 from ckptstore.training.replicas import Replicable
-from ckptstore.training.saving import Saving
 from ckptstore.training.settings import Settings
+from ckptstore.training.state_saves import StateSaves
 from ckptstore.write.ledger import Labels, PendingSave
 from ckptstore.write.writer import Writer
 
-__all__ = ["ReplicaSaving"]
+__all__ = ["ReplicaSaves"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _OFTEN: Final = 2
@@ -48,8 +48,8 @@ _PLANS: Final = 4
 """Plans in a row that did not hold for a step: the state is taken apart in every step from then on."""
 
 
-class ReplicaSaving(Saving):
-    """As `Saving`, of states that an agent makes.
+class ReplicaSaves(StateSaves):
+    """As `StateSaves`, of states that an agent makes.
 
     Ranks that save together have an agent each, which makes all of the state: their optimizers consume the same
     gradients. They know nothing of one another, so what is written may depend only on what all of them are told alike:
@@ -60,7 +60,7 @@ class ReplicaSaving(Saving):
     given_again: tuple[type[BaseException], ...] = (AgentLostError, CancelledError)
 
     def _begun_with(self, writer: Writer, settings: Settings) -> None:
-        """See `Saving._begun_with`."""
+        """See `StateSaves._begun_with`."""
         if not isinstance(writer, AgentWriter):
             raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
         self._agent: AgentWriter = writer
@@ -86,7 +86,7 @@ class ReplicaSaving(Saving):
     def offer(
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
     ) -> PendingSave | None:
-        """See `Saving.offer`. None also of a step that the medium is too slow for: the agent has it in memory alone."""
+        """See `StateSaves.offer`. None also if the medium is too slow for a step: the agent has it in memory alone."""
         self._check_process()
         began = time.monotonic()
         persist = forced or (due and self._has_place())
@@ -124,13 +124,13 @@ class ReplicaSaving(Saving):
         return True
 
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
-        """See `Saving.save`."""
+        """See `StateSaves.save`."""
         pending = self.offer(step, metrics, tags, due=True, forced=True)
         assert pending is not None  # it was forced
         return pending
 
     def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
-        """See `Saving.settle`. If a save failed, the next step goes whole."""
+        """See `StateSaves.settle`. If a save failed, the next step goes whole."""
         try:
             lost = super().settle(again)
         except BaseException:  # a warning that is an error
@@ -146,18 +146,18 @@ class ReplicaSaving(Saving):
         self._consumed.dropped()
 
     def restored(self) -> None:
-        """See `Saving.restored`."""
+        """See `StateSaves.restored`."""
         self._missed()
         self._owed = False
 
     def wait(self) -> None:
-        """See `Saving.wait`: the newest step is written now, if it is in memory alone."""
-        if self._owed and self._last is not None and not self._taken.any and not self._ended_with(self._last[0]):
+        """See `StateSaves.wait`: the newest step is written now, if it is in memory alone."""
+        if self._owed and self._last is not None and not self._tracker.any and not self._ended_with(self._last[0]):
             self.save(*self._last)
         super().wait()
 
     def ended(self) -> None:
-        """See `Saving.ended`.
+        """See `StateSaves.ended`.
 
         Ranks may end after different steps, as where one of them failed. What is in memory alone their agents write:
         the newest step that all have (`agent.keeper`).
@@ -175,7 +175,7 @@ class ReplicaSaving(Saving):
         return newest is not None and newest >= step
 
     def durable(self, pending: PendingSave) -> PendingSave:
-        """See `Saving.durable`."""
+        """See `StateSaves.durable`."""
         try:
             return super().durable(pending)
         except (CancelledError, UnmadeStateError):  # an agent could not make it
@@ -183,12 +183,12 @@ class ReplicaSaving(Saving):
             return self._under_way[-1] if self._under_way else pending
 
     def _again(self) -> None:
-        """See `Saving._again`. All ranks hand it over whole, also those whose agents had made it."""
+        """See `StateSaves._again`. All ranks hand it over whole, also those whose agents had made it."""
         self._missed()
         super()._again()
 
     def close(self) -> None:
-        """See `Saving.close`."""
+        """See `StateSaves.close`."""
         self._consumed.detach()
         super().close()
         self._pool.shutdown()
@@ -196,7 +196,7 @@ class ReplicaSaving(Saving):
     # -- one step
 
     def _offered(self, step: int, said: _Said, began: float, *, persist: bool, forced: bool) -> PendingSave | None:
-        self._taken.collected()
+        self._tracker.collected()
         self._note_wrong()
         replicated = self._replicated
         follows = replicated is not None and replicated.alive and replicated.lost is None and self._at is not None

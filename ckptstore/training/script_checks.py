@@ -24,7 +24,7 @@ from ckptstore.training.batches import CountedBatches
 from ckptstore.training.captured import Captured
 from ckptstore.training.settings import UnsavedStepWarning
 
-__all__ = ["Overlooked"]
+__all__ = ["ScriptChecks"]
 
 _IDLE: Final = 100
 """Calls without an optimizer's step after which that is remarked upon: more micro-batches than anybody accumulates."""
@@ -42,7 +42,7 @@ _SAMPLE: Final = 4
 """Parameters that are looked at; an optimizer's step changes all that have gradients."""
 
 
-class Overlooked:
+class ScriptChecks:
     """Looks on as steps are done. Warns `UnsavedStepWarning` and `DeterminismWarning`."""
 
     def __init__(self, captured: Captured, best: str | None) -> None:
