@@ -7,7 +7,7 @@
             loss.backward(); optimizer.step(); scheduler.step(); optimizer.zero_grad()
             checkpointer.step(metrics={"loss": loss})
 
-`Captured` gathers what a checkpoint holds. `OptimizerTracker` notes what the optimizers did. `OpenTerm` is the term
+`ScriptState` gathers what a checkpoint holds. `OptimizerTracker` notes what the optimizers did. `OpenTerm` is the term
 that is written. `StepSaves` decides after each step whether to save it. This module calls them in order.
 """
 
@@ -30,14 +30,14 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn, warns_last
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.restore.load_targets import MadeTargets
 from ckptstore.store import Store
-from ckptstore.training.captured import Captured
+from ckptstore.training.capture.script_state import ScriptState
 from ckptstore.training.environment import compared, hyperparameters, unheeded
-from ckptstore.training.fitting import some
 from ckptstore.training.open_term import OpenTerm, choose_strategy
-from ckptstore.training.optimizer_tracker import OptimizerTracker
-from ckptstore.training.replicas import check_replicable
-from ckptstore.training.resume_checks import Comparison, check_parts
-from ckptstore.training.settings import CheckpointerOptions, Settings
+from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker
+from ckptstore.training.replica.replicable_state import check_replicable
+from ckptstore.training.resume.part_fit import some
+from ckptstore.training.resume.resume_checks import Comparison, check_parts
+from ckptstore.training.settings import CheckpointerOptions, SaveSettings
 from ckptstore.training.state_saves import ranks_of
 from ckptstore.training.step_saves import StepSaves
 from ckptstore.training.strategies import Strategy
@@ -85,8 +85,8 @@ class Checkpointer:
             UsageError: an object or option that cannot be meant.
             as `ckptstore.open`.
         """
-        self._settings = Settings.of(strategy, options)
-        self._captured = Captured(
+        self._settings = SaveSettings.of(strategy, options)
+        self._captured = ScriptState(
             model, optimizer, scheduler, loader, options.get("scaler"), options.get("extra"), self._settings.compressor
         )
         if self._settings.strategy == "replica":

@@ -9,12 +9,12 @@ from typing import Any, cast
 from ckptstore import agent
 from ckptstore.store import Store
 from ckptstore.training import strategies
-from ckptstore.training.captured import Captured
-from ckptstore.training.optimizer_tracker import OptimizerTracker
-from ckptstore.training.replica_saves import ReplicaSaves
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker
+from ckptstore.training.replica.replica_saves import ReplicaSaves
 from ckptstore.training.retention import Retention
 from ckptstore.training.save_reports import GrowthForecast, SaveReports
-from ckptstore.training.settings import Settings
+from ckptstore.training.settings import SaveSettings
 from ckptstore.training.state_saves import StateSaves
 from ckptstore.training.strategies import Strategy
 from ckptstore.write.ranks.mailbox import Group
@@ -36,8 +36,8 @@ class OpenTerm:
     def __init__(
         self,
         store: Store,
-        settings: Settings,
-        captured: Captured,
+        settings: SaveSettings,
+        captured: ScriptState,
         tracker: OptimizerTracker,
         strategy: Strategy,
         group: Group | None,
@@ -117,7 +117,9 @@ class OpenTerm:
             self.saves.close()
 
 
-def _writer_options(settings: Settings, captured: Captured, strategy: Strategy, group: Group | None) -> dict[str, Any]:
+def _writer_options(
+    settings: SaveSettings, captured: ScriptState, strategy: Strategy, group: Group | None
+) -> dict[str, Any]:
     """The options of `Store.writer`. Raises `UsageError`."""
     found = strategies.writer_options(strategy, settings.full_every, settings.batch, settings.deltas, settings.every)
     found |= {"max_in_flight": settings.max_in_flight, "threads": settings.threads, "keep": settings.keep.store_rules}
@@ -129,7 +131,9 @@ def _writer_options(settings: Settings, captured: Captured, strategy: Strategy, 
     return found
 
 
-def choose_strategy(store: Store, settings: Settings, captured: Captured, group: Group | None) -> tuple[Strategy, str]:
+def choose_strategy(
+    store: Store, settings: SaveSettings, captured: ScriptState, group: Group | None
+) -> tuple[Strategy, str]:
     """The strategy, and why ``auto`` chose it; empty: it was asked for. A choice of ``auto`` is said in one line."""
     if settings.strategy != "auto":
         return cast(Strategy, settings.strategy), ""

@@ -8,7 +8,7 @@ from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from ckptstore.write.ledger import PendingSave
 
-__all__ = ["Pace", "SavePace"]
+__all__ = ["SavePace", "SavePolicy"]
 
 _P = TypeVar("_P", bound=PendingSave)
 
@@ -20,7 +20,7 @@ LONG: Final = 10.0
 
 
 @runtime_checkable
-class Pace(Protocol):
+class SavePolicy(Protocol):
     """Decides when to save (`ckptstore.tuning.IntervalController`: PCcheck, section 3.4)."""
 
     def iterated(self, seconds: float) -> None:
@@ -36,7 +36,7 @@ class Pace(Protocol):
 class SavePace:
     """The option `save_every` of a `Checkpointer`; measures what steps and saves take."""
 
-    def __init__(self, every: int | Pace, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, every: int | SavePolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self._every = every
         self._clock = clock
         self._since: float | None = None
@@ -50,7 +50,7 @@ class SavePace:
         """Training calls: an iteration is over."""
         self._came = self._clock()
         self._trained = None if self._since is None else max(self._came - self._since, 1e-9)
-        if self._trained is not None and isinstance(self._every, Pace):
+        if self._trained is not None and isinstance(self._every, SavePolicy):
             self._every.iterated(self._trained)
 
     def left(self) -> None:

@@ -20,8 +20,8 @@ from ckptstore.formats import metadata
 from ckptstore.formats.rule_rankings import number
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
-from ckptstore.training.batches import CountedBatches
-from ckptstore.training.captured import Captured
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.training.loaders.counted_batches import CountedBatches
 from ckptstore.training.settings import UnsavedStepWarning
 
 __all__ = ["ScriptChecks"]
@@ -45,7 +45,7 @@ _SAMPLE: Final = 4
 class ScriptChecks:
     """Looks on as steps are done. Warns `UnsavedStepWarning` and `DeterminismWarning`."""
 
-    def __init__(self, captured: Captured, best: str | None) -> None:
+    def __init__(self, captured: ScriptState, best: str | None) -> None:
         """
         Args:
             best: the metric of ``keep_best``; None: there is none.
@@ -56,7 +56,7 @@ class ScriptChecks:
         self._order = _Order(captured, self._hooked)
         strange = not (captured.optimizers or captured.may_have_schedule)
         self._strangers = _Strangers(captured, self._hooked) if strange else None
-        self._best = None if best is None else _Best(best)
+        self._best = None if best is None else _BestMetric(best)
         self._loader = _Loader(captured.loader)
         self._moved = 0
 
@@ -122,7 +122,7 @@ class _Order:
     those of a validation that goes backward, too, are not).
     """
 
-    def __init__(self, captured: Captured, hooked: _Hooked) -> None:
+    def __init__(self, captured: ScriptState, hooked: _Hooked) -> None:
         self._hooked = hooked
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, int]] = []
@@ -185,7 +185,7 @@ def _is_newer(mark: tuple[torch.Tensor, torch.Tensor, int]) -> bool:
 class _Strangers:
     """Whether an optimizer that was not given moves the model, where none was given at all."""
 
-    def __init__(self, captured: Captured, hooked: _Hooked) -> None:
+    def __init__(self, captured: ScriptState, hooked: _Hooked) -> None:
         self._captured = captured
         self._hooked = hooked
         self._found = False
@@ -220,7 +220,7 @@ class _Strangers:
 class _Steps:
     """Whether it is the given optimizers that move the model."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: ScriptState) -> None:
         trained = [one for model in captured.models for one in model.parameters() if one.requires_grad]
         # Shards, and what FSDP1 flattens, are written whenever they are gathered, whoever steps.
         if captured.sharding or any(type(one).__name__ == "FlatParameter" for one in trained):
@@ -258,7 +258,7 @@ class _Steps:
         return list(map(counted_changes, self._parameters))
 
 
-class _Best:
+class _BestMetric:
     """Whether steps have the metric by which the best is found."""
 
     def __init__(self, name: str) -> None:
@@ -315,7 +315,7 @@ def _is_ranked(name: str, value: Any) -> bool:
         return True  # what cannot be stored at all is refused by the save
 
 
-def _check_schedule(captured: Captured) -> None:
+def _check_schedule(captured: ScriptState) -> None:
     """torch's schedules leave ``initial_lr`` in an optimizer's groups, and wrap its ``step``."""
     for optimizer in captured.optimizers:
         scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -19,12 +19,12 @@ from ckptstore.errors import AgentLostError, UnmadeStateError, UsageError
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.caller_warnings import warn
 from ckptstore.store import Store
-from ckptstore.training.captured import Captured
-from ckptstore.training.optimizer_tracker import CollectedSteps, OptimizerTracker
-from ckptstore.training.planned import Labels, PlannedSaves, plannable
+from ckptstore.training.capture.planned_saves import PlannedSaves, SaveLabels, plannable
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.training.optimizers.optimizer_tracker import CollectedSteps, OptimizerTracker
 from ckptstore.training.retention import Retention
 from ckptstore.training.save_pace import SavePace
-from ckptstore.training.settings import Settings, UnsavedStepWarning
+from ckptstore.training.settings import SaveSettings, UnsavedStepWarning
 from ckptstore.training.strategies import Strategy
 from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.lost import first_of
@@ -53,10 +53,10 @@ class StateSaves:
         self,
         store: Store,
         writer: Writer,
-        captured: Captured,
+        captured: ScriptState,
         tracker: OptimizerTracker,
         strategy: Strategy,
-        settings: Settings,
+        settings: SaveSettings,
         ranks: int,
         retention: Retention | None,
     ) -> None:
@@ -86,7 +86,7 @@ class StateSaves:
             self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
         self._begun_with(writer, settings)
 
-    def _begun_with(self, writer: Writer, settings: Settings) -> None:
+    def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
         """What this kind of saving has of its own.
 
         Raises:
@@ -122,7 +122,7 @@ class StateSaves:
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
         """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
         self._check_process()
-        labels = Labels({"metrics": dict(metrics)} if metrics else None, tags)
+        labels = SaveLabels({"metrics": dict(metrics)} if metrics else None, tags)
         collected = self._tracker.collected()
         if self._last is None:
             collected.why = None  # the first checkpoint of a term is a full, which nothing need explain
@@ -141,7 +141,7 @@ class StateSaves:
             pending.when_done(self._retention.durable)
         return pending
 
-    def _given(self, step: int, labels: Labels, collected: CollectedSteps) -> PendingSave:
+    def _given(self, step: int, labels: SaveLabels, collected: CollectedSteps) -> PendingSave:
         if self._planned is not None:
             pending = self._planned.save(step, self._ranks, collected, labels)
             if pending is not None:

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from ckptstore.errors import MissingRankError, WriterError
 from ckptstore.host.caller_warnings import warn
-from ckptstore.training.captured import Captured
+from ckptstore.training.capture.script_state import ScriptState
 from ckptstore.training.open_term import OpenTerm
-from ckptstore.training.optimizer_tracker import OptimizerTracker
+from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker
 from ckptstore.training.save_pace import SavePace
 from ckptstore.training.save_reports import SaveReports
 from ckptstore.training.script_checks import ScriptChecks
-from ckptstore.training.settings import Settings, SlowSavesWarning, UnsavedStepWarning
+from ckptstore.training.settings import SaveSettings, SlowSavesWarning, UnsavedStepWarning
 from ckptstore.training.urgency import Urgency
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.lost import by_error, first_of, lost_steps, name_steps
@@ -42,8 +42,8 @@ class StepSaves:
     def __init__(
         self,
         url: str,
-        settings: Settings,
-        captured: Captured,
+        settings: SaveSettings,
+        captured: ScriptState,
         tracker: OptimizerTracker,
         flush: Callable[[], object],
     ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ckptstore.host.signal_requests import Notices
-from ckptstore.training.settings import Settings
+from ckptstore.training.settings import SaveSettings
 from ckptstore.write.ranks.accord import Accord
 from ckptstore.write.ranks.mailbox import Group
 
@@ -30,7 +30,7 @@ _MARGIN: Final = 1.0
 class Urgency:
     """Notes signals, and compares the time that steps and saves take with the deadline."""
 
-    def __init__(self, settings: Settings, flush: Callable[[], object]) -> None:
+    def __init__(self, settings: SaveSettings, flush: Callable[[], object]) -> None:
         """
         Args:
             flush: finishes the saves in flight; see `Notices`.

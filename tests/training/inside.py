@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.training import Checkpointer, LayerwiseSnapshots, planned, staging
+from ckptstore.training import Checkpointer, LayerwiseSnapshots
+from ckptstore.training.capture import planned_saves
+from ckptstore.training.layerwise import layer_sources
 
 __all__ = [
     "MOST_IN_VAIN",
@@ -27,7 +29,7 @@ __all__ = [
     "waits_for",
 ]
 
-MOST_IN_VAIN = planned._IN_VAIN
+MOST_IN_VAIN = planned_saves._IN_VAIN
 """After how many plans that did not hold none is made any more: nothing public tells of plans."""
 
 
@@ -114,7 +116,7 @@ def fill_the_device(patch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    patch.setattr(staging, "_on_device", full)
+    patch.setattr(layer_sources, "_on_device", full)
 
 
 def copied_during_backward(checkpointer: Any) -> int:

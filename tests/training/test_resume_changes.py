@@ -311,11 +311,11 @@ def test_parameters_of_no_model_go_by_number(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_names_resumes_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.training.captured import Captured
+    from ckptstore.training.capture.script_state import ScriptState
 
     with monkeypatch.context() as patch:
-        patch.setattr(Captured, "_script", lambda self, standing: {})
-        patch.setattr(Captured, "watched", lambda self: None)
+        patch.setattr(ScriptState, "_script", lambda self, standing: {})
+        patch.setattr(ScriptState, "watched", lambda self: None)
         model, optimizer = trained(tmp_path / "s", Two())
     assert "script" not in ckptstore.open(tmp_path / "s").load()
     other = Two()
@@ -1020,7 +1020,7 @@ def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own:
 @pytest.mark.filterwarnings("ignore:loader= was given")
 def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Putting back takes a copy of the model: only if something of the script's own may fail."""
-    from ckptstore.training.module_fit import ModuleFit
+    from ckptstore.training.resume.module_fit import ModuleFit
 
     copies: list[str] = []
     monkeypatch.setattr(ModuleFit, "remember", lambda self: copies.append(self.path))
