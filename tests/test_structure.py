@@ -69,7 +69,7 @@ def test_torch_is_imported_in_its_rooms_alone() -> None:
         if any(name.split(".")[0] == "torch" for name in module.imports)
     }
     assert "ckptstore.frameworks.torch_digest" in importers
-    assert [name for name, room in importers.items() if room not in TORCH_ROOMS] == []
+    assert [name for name, room in importers.items() if not room.startswith(TORCH_ROOMS)] == []
 
 
 def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> None:

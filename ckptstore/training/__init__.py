@@ -12,23 +12,23 @@ from ckptstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from ckptstore.training.checkpointer import Checkpointer
-    from ckptstore.training.gates import Gate, LayerwiseReport
-    from ckptstore.training.layerwise import LayerwiseSnapshots
-    from ckptstore.training.optimizers import OptimizerStep, clip_factor
+    from ckptstore.training.layerwise.gate_times import Gate, LayerwiseReport
+    from ckptstore.training.layerwise.layerwise_snapshots import LayerwiseSnapshots
+    from ckptstore.training.optimizers.optimizer_step import OptimizerStep, clip_factor
+    from ckptstore.training.optimizers.topk import TopKHook
     from ckptstore.training.settings import CheckpointerOptions, SlowSavesWarning, UnsavedStepWarning
-    from ckptstore.training.topk import TopKHook
 
 _HOME = {
     "Checkpointer": "checkpointer",
     "CheckpointerOptions": "settings",
-    "Gate": "gates",
-    "LayerwiseReport": "gates",
-    "LayerwiseSnapshots": "layerwise",
-    "OptimizerStep": "optimizers",
+    "Gate": "layerwise.gate_times",
+    "LayerwiseReport": "layerwise.gate_times",
+    "LayerwiseSnapshots": "layerwise.layerwise_snapshots",
+    "OptimizerStep": "optimizers.optimizer_step",
     "SlowSavesWarning": "settings",
-    "TopKHook": "topk",
+    "TopKHook": "optimizers.topk",
     "UnsavedStepWarning": "settings",
-    "clip_factor": "optimizers",
+    "clip_factor": "optimizers.optimizer_step",
 }
 
 __all__ = [

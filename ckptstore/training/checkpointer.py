@@ -7,9 +7,8 @@
             loss.backward(); optimizer.step(); scheduler.step(); optimizer.zero_grad()
             checkpointer.step(metrics={"loss": loss})
 
-What a checkpoint holds is gathered in `captured`, what the optimizers did in `taken`. A term is opened in `opening`;
-what there is until it ends is its `tenure`. After a step `deciding` says what becomes of it, and `offering` does that;
-what is in no checkpoint is told of in `unsaved`. Here is the order of events.
+`ScriptState` gathers what a checkpoint holds. `OptimizerTracker` notes what the optimizers did. `OpenTerm` is the term
+that is written. `StepSaves` decides after each step whether to save it. This module calls them in order.
 """
 
 from __future__ import annotations
@@ -31,24 +30,18 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn, warns_last
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.restore.load_targets import MadeTargets
 from ckptstore.store import Store
-from ckptstore.training.captured import Captured
-from ckptstore.training.deciding import Deciding
+from ckptstore.training.capture.script_state import ScriptState
 from ckptstore.training.environment import compared, hyperparameters, unheeded
-from ckptstore.training.explained import Explained
-from ckptstore.training.fitting import some
-from ckptstore.training.offering import Offering
-from ckptstore.training.opening import Opening
-from ckptstore.training.overlooked import Overlooked
-from ckptstore.training.pacing import Pacing
-from ckptstore.training.replicas import check_replicable
-from ckptstore.training.resume_checks import Comparison, check_parts
-from ckptstore.training.settings import CheckpointerOptions, Settings
-from ckptstore.training.taken import Scale, TakenSteps
-from ckptstore.training.tenure import Tenure
-from ckptstore.training.unsaved import Unsaved
-from ckptstore.training.urgency import Urgency
+from ckptstore.training.open_term import OpenTerm, choose_strategy
+from ckptstore.training.optimizers.optimizer_tracker import OptimizerTracker
+from ckptstore.training.replica.replicable_state import check_replicable
+from ckptstore.training.resume.part_fit import some
+from ckptstore.training.resume.resume_checks import Comparison, check_parts
+from ckptstore.training.settings import CheckpointerOptions, SaveSettings
+from ckptstore.training.state_saves import ranks_of
+from ckptstore.training.step_saves import StepSaves
+from ckptstore.training.strategies import Strategy
 from ckptstore.write.ledger import PendingSave
-from ckptstore.write.lost import name_steps
 
 __all__ = ["Checkpointer"]
 
@@ -92,52 +85,45 @@ class Checkpointer:
             UsageError: an object or option that cannot be meant.
             as `ckptstore.open`.
         """
-        self._settings = Settings.of(strategy, options)
-        self._captured = Captured(
+        self._settings = SaveSettings.of(strategy, options)
+        self._captured = ScriptState(
             model, optimizer, scheduler, loader, options.get("scaler"), options.get("extra"), self._settings.compressor
         )
         if self._settings.strategy == "replica":
             check_replicable(self._captured)
         self.loader = self._captured.loader
-        self._scale = Scale(options.get("scaler"))
         self.store = store if isinstance(store, Store) else stores.open(store)
         self._owns_store = not isinstance(store, Store)
-        self._taken = TakenSteps(self._captured.optimizers, self._settings.compressor)
-        self._urgency = Urgency(self._settings, self._flush)
-        self._pacing = Pacing(self._settings.save_every)
-        self._unsaved = Unsaved(self.store.url, self._settings)
-        self._overlooked = Overlooked(self._captured, self._settings.keep.metric)
-        deciding = Deciding(self._captured, self._taken, self._scale, self._urgency, self._pacing, self._unsaved)
-        explained = Explained(self._settings.on_metrics, self._urgency.deadline.saved, self._settings.tensorboard)
-        self._offering = Offering(deciding, self._pacing, self._urgency, self._unsaved, self._overlooked, explained)
-        self._opening = Opening(self.store, self._settings, self._captured, self._taken, explained.told)
-        self._tenure: Tenure | None = None
+        self._tracker = OptimizerTracker(self._captured.optimizers, self._settings.compressor, options.get("scaler"))
+        self._steps = StepSaves(self.store.url, self._settings, self._captured, self._tracker, self._flush)
+        self._strategy: tuple[Strategy, str] | None = None
+        self._term: OpenTerm | None = None
         self._at_exit = partial(_exited, weakref.ref(self), os.getpid())
         self._done = 0
         self._closed = False
-        self._taken.install(predict=False)
+        self._tracker.install(predict=False)
         if self._settings.signals:
-            self._urgency.install()
+            self._steps.urgency.install()
 
     def __repr__(self) -> str:
         term = "not open yet" if self.term is None else f"term {self.term}, step {self._done}"
-        why = f" ({self._opening.why})" if self._opening.why else ""
+        why = f" ({self._strategy[1]})" if self._strategy and self._strategy[1] else ""
         return f"<Checkpointer of {self.store.url!r}: {self.strategy}{why}, {term}>"
 
     @property
     def strategy(self) -> str:
         """How checkpoints are stored; ``auto`` until the writer is open."""
-        return self._opening.strategy or self._settings.strategy
+        return self._strategy[0] if self._strategy else self._settings.strategy
 
     @property
     def term(self) -> int | None:
         """The term that this run writes; None until it is open."""
-        return None if self._tenure is None else self._tenure.writer.term
+        return None if self._term is None else self._term.writer.term
 
     @property
     def agent_pid(self) -> int | None:
         """The process that saves, with ``agent=True``; None: this one, or none yet."""
-        writer = None if self._tenure is None else self._tenure.writer
+        writer = None if self._term is None else self._term.writer
         pid: int | None = getattr(writer, "agent_pid", None)
         return pid
 
@@ -149,7 +135,7 @@ class Checkpointer:
     @property
     def should_stop(self) -> bool:
         """The deadline is near, or SIGTERM came, and the last step is durable: end the loop. Alike on all ranks."""
-        return self._urgency.stopping
+        return self._steps.urgency.stopping
 
     @warns_last
     def resume(
@@ -179,18 +165,18 @@ class Checkpointer:
         """
         self._check_open()
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
-        if self._tenure is not None:
+        if self._term is not None:
             if ref is None:
                 raise UsageError("resume(None) begins from nothing, and this run has begun: make another Checkpointer")
             return self.rollback(ref, parts=parts, strict=strict)
-        tenure = self._open(None if ref is None else str(ref))
-        writer = tenure.writer
+        term = self._open(None if ref is None else str(ref))
+        writer = term.writer
         if writer.inherited is not None:
-            self._begin_with(tenure, None, asked)
+            self._begin_with(term, None, asked)
         elif writer.parent is not None:
-            self._begin_with(tenure, writer.parent, asked)
+            self._begin_with(term, writer.parent, asked)
         else:
-            self._agree(tenure)
+            self._agree(term)
         return self._done
 
     @warns_last
@@ -208,12 +194,12 @@ class Checkpointer:
             as `resume`.
         """
         name = ref.ref if isinstance(ref, CheckpointInfo) else str(ref)
-        tenure = self._tenure
-        if tenure is None:
+        term = self._term
+        if term is None:
             return self.resume(name, parts=parts, strict=strict)  # or it is closed, which that says
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
-        parent = tenure.writer.rollback(name)
-        self._begin_with(tenure, parent, asked)
+        parent = term.writer.rollback(name)
+        self._begin_with(term, parent, asked)
         return self._done
 
     @warns_last
@@ -241,11 +227,11 @@ class Checkpointer:
                 somebody else since the last step; metrics that are no numbers.
             with ``on_error="raise"`` whatever stops a save.
         """
-        self._pacing.came()
+        self._steps.pace.came()
         try:
             return self._step(metrics, tags, save)
         finally:
-            self._pacing.goes_on()
+            self._steps.pace.left()
 
     @warns_last
     def wait(self) -> None:
@@ -255,19 +241,19 @@ class Checkpointer:
             with ``on_error="raise"`` what stopped a save.
         """
         self._check_open()
-        if self._tenure is not None and self._tenure.saving is not None and not self._unsaved.stopped:
+        if self._term is not None and not self._steps.stopped:
             try:
-                self._tenure.saving.wait()
+                self._term.saves.wait()
             except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-                self._failed(self._tenure, error)
+                self._steps.failed(self._term, error)
 
     @warns_last
     def tag(self, name: str, ref: str | int = "latest") -> CheckpointInfo:
         """Name a checkpoint; see `Writer.tag`."""
         self._check_open()
-        if self._tenure is None:
+        if self._term is None:
             raise UsageError("nothing is open yet: call resume() before tag()")
-        return self._tenure.writer.tag(name, ref)
+        return self._term.writer.tag(name, ref)
 
     @warns_last
     def close(self, *, save: bool = False) -> None:
@@ -282,22 +268,22 @@ class Checkpointer:
         if self._closed:
             return
         if not save:
-            self._remark_unsaved("close() does not save it, close(save=True) does")
-        self._closed, tenure = True, self._tenure
+            self._steps.remark_unsaved(self._term, self._done, "close() does not save it, close(save=True) does")
+        self._closed, term = True, self._term
         atexit.unregister(self._at_exit)
         try:
             with contextlib.ExitStack() as last:
                 if self._owns_store:
                     last.callback(self.store.close)
-                last.callback(self._urgency.remove)
-                last.callback(self._taken.remove)
-                last.callback(self._overlooked.left)
+                last.callback(self._steps.urgency.remove)
+                last.callback(self._tracker.remove)
+                last.callback(self._steps.checks.left)
                 last.callback(self._end_term)
-                self._urgency.leave()
-                if self._tenure is not None and not self._unsaved.stopped:
-                    self._finish(self._tenure, save)
+                self._steps.urgency.leave()
+                if term is not None and not self._steps.stopped:
+                    self._steps.finish(term, self._done, save=save)
         except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
-            self._failed(tenure, error)
+            self._steps.failed(term, error)
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +292,7 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._remark_unsaved(f"{type(error).__name__} ended the with")
+            self._steps.remark_unsaved(self._term, self._done, f"{type(error).__name__} ended the with")
         try:
             self.close(save=error is None)
         except BaseException:
@@ -316,7 +302,7 @@ class Checkpointer:
 
     # -- a term, from its opening to its end
 
-    def _begin_from_nothing(self) -> Tenure:
+    def _begin_from_nothing(self) -> OpenTerm:
         newest = self.store.latest_step()
         if newest is not None:
             raise UsageError(
@@ -324,48 +310,57 @@ class Checkpointer:
                 "or resume(None) to begin another from nothing"
             )
         # With an agent: one that keeps a step which is in no store yet is not to be gone on from unasked.
-        tenure = self._open(None if self._settings.agent else "latest")
-        self._agree(tenure)
-        return tenure
+        term = self._open(None if self._settings.agent else "latest")
+        self._agree(term)
+        return term
 
-    def _open(self, ref: str | None) -> Tenure:
-        self._tenure = tenure = self._opening.term(ref)
+    def _open(self, ref: str | None) -> OpenTerm:
+        """Open a term that continues from `ref`; None: from nothing."""
+        settings, captured = self._settings, self._captured
+        group = ranks_of(settings.group, captured.sharding)
+        if group is not None and settings.every is None:
+            raise UsageError("save_every: the ranks' controllers would say different things; give a number")
+        if self._strategy is None:
+            self._strategy = choose_strategy(self.store, settings, captured, group)
+        reports = self._steps.reports
+        self._term = term = OpenTerm(
+            self.store, settings, captured, self._tracker, self._strategy[0], group, reports, ref
+        )
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
-        self._opening.begin(tenure)
-        return tenure
+        return term
 
-    def _begin_with(self, tenure: Tenure, parent: CheckpointInfo | None, asked: _Asked) -> None:
+    def _begin_with(self, term: OpenTerm, parent: CheckpointInfo | None, asked: _Asked) -> None:
         """Restore what a term goes on from; if that fails there is no term.
 
         Args:
             parent: None: what an agent has kept.
         """
         try:
-            state, comparison, ref = self._read(tenure, parent, asked)
-            heard = self._give_back(tenure, state, comparison, ref)
+            state, comparison, ref = self._read(term, parent, asked)
+            heard = self._give_back(term, state, comparison, ref)
         except BaseException:
             # Prevents: steps of a script that was not restored, as if they followed the checkpoint's.
             self._end_term()
             raise
-        self._agree(tenure)
-        self._warn(tenure, comparison, heard, ref)  # all is restored: where warnings are errors, nothing is lost
+        self._agree(term)
+        self._warn(term, comparison, heard, ref)  # all is restored: where warnings are errors, nothing is lost
 
-    def _warn(self, tenure: Tenure, comparison: Comparison, heard: Any, ref: str) -> None:
+    def _warn(self, term: OpenTerm, comparison: Comparison, heard: Any, ref: str) -> None:
         """Say why the run will not be the one that was saved."""
         left = f"left as the script has it: {some(comparison.differences)}" if comparison.differences else ""
         for said in [*([left] if left else []), *comparison.warnings]:
             warn(f"resuming {ref}: {said}", DeterminismWarning)
-        compared(heard, self._captured.environment(tenure.ranks), ref)
+        compared(heard, self._captured.environment(term.ranks), ref)
         if self.loader is not None:
             self.loader.remark()
 
-    def _read(self, tenure: Tenure, parent: CheckpointInfo | None, asked: _Asked) -> tuple[Any, Comparison, str]:
+    def _read(self, term: OpenTerm, parent: CheckpointInfo | None, asked: _Asked) -> tuple[Any, Comparison, str]:
         """The state, and how it compares with the script's."""
         if parent is None:
             from ckptstore.agent.client.agent_writer import AgentWriter
 
-            writer = tenure.writer
+            writer = term.writer
             assert isinstance(writer, AgentWriter)
             state, ref = writer.load(), f"step {writer.step}"
         else:
@@ -376,7 +371,7 @@ class Checkpointer:
 
             # Shards are read into the script's own tensors: they are compared before.
             into = MadeTargets(rooms) if self._captured.sharding else None
-            state = self.store.load(ref, rank=tenure.rank, into=into)
+            state = self.store.load(ref, rank=term.rank, into=into)
         return state, self._compared(state, asked, ref), ref
 
     def _compared(self, state: Any, asked: _Asked, ref: str) -> Comparison:
@@ -385,7 +380,7 @@ class Checkpointer:
             comparison.check(ref)
         return comparison
 
-    def _give_back(self, tenure: Tenure, state: Any, comparison: Comparison, ref: str) -> Any:
+    def _give_back(self, term: OpenTerm, state: Any, comparison: Comparison, ref: str) -> Any:
         """Restore a state -> what it says of the script's environment."""
         chosen = partial(hyperparameters, self._captured.optimizers, scheduled=self._captured.may_have_schedule)
         asked = [] if self._done else chosen()  # later it is what this run has made of it
@@ -395,44 +390,22 @@ class Checkpointer:
         left = [comparison.left] if comparison.left else []
         if differs := [*unheeded(asked, chosen()), *notes, *left]:
             _LOG.warning("%s: resuming %s: %s", self.store.url, ref, "; ".join(differs))
-        self._unsaved.last = None
-        self._scale.note()
-        self._taken.collected()
-        if tenure.saving is not None:
-            tenure.saving.restored()
-        self._taken.loaded = False
+        self._steps.unsaved = None
+        self._tracker.restored()
+        term.saves.restored()
         if self.loader is not None:
             self.loader.saved(None)
         return state.get("environment")
 
-    def _agree(self, tenure: Tenure) -> None:
+    def _agree(self, term: OpenTerm) -> None:
         """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""
-        if tenure.group is not None:
-            self._urgency.join(tenure.group, self.store.run, tenure.writer.term, self._done)
-
-    def _finish(self, tenure: Tenure, save: bool) -> None:
-        if save and self._unsaved.last is not None:
-            try:
-                self._offering.save(tenure, self._done, self._unsaved.last, ())
-            except Exception as error:
-                name_steps(error, [self._done])
-                raise
-            self._unsaved.last = None
-        tenure.finish()
-        self._overlooked.ended()
-
-    def _failed(self, tenure: Tenure | None, error: Exception) -> None:
-        """Raise, or warn of, what stopped saves that were waited for: every step of them is named once."""
-        lost = [] if tenure is None or tenure.saving is None else tenure.saving.settle()
-        if lost:
-            self._unsaved.lost(lost)
-        if not any(other is error for _, other in lost):
-            self._unsaved.failed(error)
+        if term.group is not None:
+            self._steps.urgency.join(term.group, self.store.run, term.writer.term, self._done)
 
     def _end_term(self) -> None:
-        tenure, self._tenure = self._tenure, None
-        if tenure is not None:
-            tenure.end()
+        term, self._term = self._term, None
+        if term is not None:
+            term.end()
 
     # -- a step
 
@@ -442,26 +415,20 @@ class Checkpointer:
         self._check_open()
         if metrics is not None and not isinstance(metrics, Mapping):
             raise UsageError(f"metrics: {type(metrics).__name__}; numbers by name are wanted: {{'loss': loss}}")
-        tenure = self._tenure or self._begin_from_nothing()
-        if self._taken.loaded and self._done:
+        term = self._term or self._begin_from_nothing()
+        if self._tracker.loaded and self._done:
             raise UsageError(
                 f"an optimizer's state was loaded after step {self._done}: what follows is another branch of the run; "
                 "go back with Checkpointer.rollback(REF), which restores everything"
             )
-        self._taken.loaded = False
+        self._tracker.loaded = False
         self._done += 1
-        return self._offering.after(tenure, self._done, metrics, tags, save)
+        return self._steps.after(term, self._done, metrics, tags, save)
 
     def _flush(self) -> None:
-        tenure = self._tenure
-        if tenure is not None:
-            tenure.writer.wait()
-
-    def _remark_unsaved(self, why: str) -> None:
-        """Say that the last step is in no checkpoint, unless an agent writes it."""
-        tenure = self._tenure
-        if tenure is None or not tenure.written_by_agent:
-            self._unsaved.remark(self._done, why, follows=tenure is not None and tenure.follows)
+        term = self._term
+        if term is not None:
+            term.writer.wait()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -488,4 +455,6 @@ def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:
         return
-    checkpointer._remark_unsaved("the script ended without leaving a with")
+    checkpointer._steps.remark_unsaved(
+        checkpointer._term, checkpointer._done, "the script ended without leaving a with"
+    )

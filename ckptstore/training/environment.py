@@ -18,7 +18,7 @@ __all__ = ["compared", "described", "hyperparameters", "unheeded"]
 
 _FLAGS = ("fused", "foreach", "capturable", "differentiable")
 _NOT_COMPARED = frozenset({"params", "param_names", "initial_lr"})
-"""Members of a group that `Matched` and the learning rate speak of."""
+"""Members of a group that `ParameterMatch` and the learning rate speak of."""
 _CYCLED = ("betas", "momentum")
 """What `CyclicLR` and `OneCycleLR` move beside the learning rate. They leave ``base_momentum`` in such a group."""
 _MOVED = object()

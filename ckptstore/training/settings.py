@@ -9,15 +9,15 @@ from typing import Any, Final, Literal, TypedDict
 from ckptstore.errors import UsageError
 from ckptstore.host.option_checks import seconds, whole
 from ckptstore.maintenance.compact.idle_compaction import CompactOptions
-from ckptstore.training.explained import Scalars
-from ckptstore.training.pacing import Pace
+from ckptstore.training.optimizers.optimizer_tracker import Compressor
 from ckptstore.training.retention import Keep
+from ckptstore.training.save_pace import SavePolicy
+from ckptstore.training.save_reports import Scalars
 from ckptstore.training.strategies import STRATEGIES
-from ckptstore.training.taken import Compressor
 from ckptstore.write.deltas import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
 
-__all__ = ["CheckpointerOptions", "Settings", "SlowSavesWarning", "UnsavedStepWarning"]
+__all__ = ["CheckpointerOptions", "SaveSettings", "SlowSavesWarning", "UnsavedStepWarning"]
 
 
 class UnsavedStepWarning(UserWarning):
@@ -67,7 +67,7 @@ class CheckpointerOptions(TypedDict, total=False):
     scaler: Any
     extra: Mapping[str, Any] | None
     compressor: Compressor | None
-    save_every: int | Pace
+    save_every: int | SavePolicy
     full_every: int
     batch: int
     deltas: DeltaOptions | None
@@ -91,12 +91,12 @@ class CheckpointerOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SaveSettings:
     """The options that concern how is saved, checked. See `CheckpointerOptions`."""
 
     strategy: str = "auto"
     compressor: Compressor | None = None
-    save_every: int | Pace = 1
+    save_every: int | SavePolicy = 1
     full_every: int = 100
     batch: int = 1
     deltas: DeltaOptions | None = None
@@ -120,7 +120,7 @@ class Settings:
             raise UsageError(f"strategy: {self.strategy!r}; it may be {', '.join(map(repr, STRATEGIES))}")
         if self.on_error not in ("raise", "warn"):
             raise UsageError(f"on_error: {self.on_error!r}; it may be 'raise' or 'warn'")
-        if not isinstance(self.save_every, Pace):
+        if not isinstance(self.save_every, SavePolicy):
             whole("save_every", self.save_every, 1)
         elif self.strategy == "replica":
             raise UsageError("save_every: with strategy='replica' the agent decides what is saved; give a number")
@@ -156,10 +156,10 @@ class Settings:
     @property
     def every(self) -> int | None:
         """Steps from one checkpoint to the next; None: a controller says when."""
-        return None if isinstance(self.save_every, Pace) else self.save_every
+        return None if isinstance(self.save_every, SavePolicy) else self.save_every
 
     @classmethod
-    def of(cls, strategy: str, options: Mapping[str, Any]) -> Settings:
+    def of(cls, strategy: str, options: Mapping[str, Any]) -> SaveSettings:
         """As given to a `Checkpointer`. Raises `UsageError`, also for options that there are not."""
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:

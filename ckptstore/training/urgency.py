@@ -1,17 +1,17 @@
-"""What makes a step urgent: SIGTERM, SIGUSR1, or a deadline that is near. Such a step is saved, and durable at once.
+"""What makes a step urgent: SIGTERM, SIGUSR1, or a deadline that is near. An urgent step is saved durably at once.
 
-Ranks that save together agree on it (`write.ranks.accord`): all of them save the same step, and are told to stop after
-the same step, whichever of them the signal reached.
+Ranks that save together agree on it (`write.ranks.accord`): all of them save the same step and stop after the same
+step, whichever of them received the signal.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final
 
 from ckptstore.host.signal_requests import Notices
-from ckptstore.training.deadline import Deadline
-from ckptstore.training.settings import Settings
+from ckptstore.training.settings import SaveSettings
 from ckptstore.write.ranks.accord import Accord
 from ckptstore.write.ranks.mailbox import Group
 
@@ -20,20 +20,25 @@ __all__ = ["Urgency"]
 _SAVE: Final = "save"
 _STOP: Final = "stop"
 _AHEAD: Final = 2
-"""Steps that ranks may take until all have stopped: the one that was promised, and one that others are ahead."""
+"""Steps that ranks may still take until all have stopped: the agreed one, and one that others are ahead."""
 _FAREWELL: Final = 5.0
-"""Seconds that a rank which SIGTERM ends waits for others to hear of the last step: it may be the mailbox's host."""
+"""Seconds that a rank which SIGTERM ends waits until the others know the last step: it may host the mailbox."""
+_MARGIN: Final = 1.0
+"""Seconds for what is not measured: the end of the process, a medium that is slow once."""
 
 
 class Urgency:
-    """Notes signals, and looks at the clock."""
+    """Notes signals, and compares the time that steps and saves take with the deadline."""
 
-    def __init__(self, settings: Settings, flush: Callable[[], object]) -> None:
+    def __init__(self, settings: SaveSettings, flush: Callable[[], object]) -> None:
         """
         Args:
-            flush: brings to an end what is on its way; see `Notices`.
+            flush: finishes the saves in flight; see `Notices`.
         """
-        self.deadline = Deadline(settings.deadline_seconds)
+        left = settings.deadline_seconds
+        self._end = None if left is None else time.monotonic() + left
+        self._before: float | None = None
+        self._longest_step = self._longest_save = 0.0
         self._notices = Notices(flush, settings.grace_seconds)
         self._timeout = settings.rank_timeout
         self._grace = settings.grace_seconds
@@ -43,13 +48,17 @@ class Urgency:
         self._stopping = False
 
     def install(self) -> None:
-        """Take SIGTERM and SIGUSR1."""
+        """Handle SIGTERM and SIGUSR1 from now on."""
         self._notices.install()
 
     def remove(self) -> None:
-        """Put back who handled them before, and leave the other ranks."""
+        """Restore the former handlers, and leave the other ranks."""
         self._notices.remove()
         self.leave()
+
+    def saved(self, seconds: float) -> None:
+        """A save took so long until it was durable."""
+        self._longest_save = max(self._longest_save, seconds)
 
     def join(self, group: Group, run: str, term: int, step: int) -> None:
         """Agree with other ranks from now on, in a term of a run whose last step is `step`."""
@@ -59,33 +68,33 @@ class Urgency:
         self._accord.start()
 
     def leave(self) -> None:
-        """Agree with nobody any more."""
+        """Stop agreeing with other ranks."""
         accord, self._accord = self._accord, None
         if accord is not None:
             accord.leave()
 
     def _asked(self) -> set[str]:
-        """What this rank is asked for, and has not done."""
+        """What this rank was asked to do and has not done yet."""
         stop = (self._near or self._notices.ending) and not self._stopping
         return ({_STOP} if stop else set()) | ({_SAVE} if self._notices.asked else set())
 
     @property
     def stopping(self) -> bool:
-        """The loop is to end: what was urgent about it is done, or on its way."""
+        """The loop should end: the urgent step is durable, or its save is in flight."""
         if self._accord is not None:
             return self._stopping
         return self._stopping or self._notices.ending
 
     def after(self, step: int, moved: bool) -> bool:
-        """A step is done -> whether it is to be saved, and durable at once.
+        """A step is done -> whether to save it durably at once.
 
         Args:
-            moved: there is something to save; else it is the next step for which that is so.
+            moved: there is something to save; if not, the next step that has something is the urgent one.
 
         Raises:
-            MissingRankError: the ranks did not come to an agreement.
+            MissingRankError: the ranks did not agree.
         """
-        self._near = self.deadline.near(0 if self._accord is None else _AHEAD) or self._near
+        self._near = self._deadline_is_near(0 if self._accord is None else _AHEAD) or self._near
         if self._accord is not None:
             self._due |= self._accord.after(step)
             return moved and bool(self._due)
@@ -93,8 +102,21 @@ class Urgency:
         self._due = frozenset(({_STOP} if stop else set()) | ({_SAVE} if self._notices.asked else set()))
         return bool(self._due)
 
+    def _deadline_is_near(self, ahead: int) -> bool:
+        """Whether the next step, and its save, might end too late: twice the longest is allowed.
+
+        Args:
+            ahead: steps that may follow before the save.
+        """
+        now = time.monotonic()
+        if self._before is not None:
+            self._longest_step = max(self._longest_step, now - self._before)
+        self._before = now
+        longest = (1 + ahead) * self._longest_step + self._longest_save
+        return self._end is not None and now + 2 * longest + _MARGIN >= self._end
+
     def settled(self, step: int) -> None:
-        """The step that was urgent is durable, or cannot be saved: do not ask for it again."""
+        """The urgent step is durable, or cannot be saved: do not ask for it again."""
         self._notices.asked = False
         self._stopping = self._stopping or _STOP in self._due
         if self._accord is not None:
@@ -104,6 +126,6 @@ class Urgency:
         self._due = frozenset()
 
     def pass_on(self) -> None:
-        """If SIGTERM came, and was acted on: hand it on to whoever handled it before."""
+        """If SIGTERM came and was acted on: pass it on to the former handler."""
         if self._notices.ending and self._stopping:
             self._notices.acted()

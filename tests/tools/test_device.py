@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots, TopKHook  # noqa: E402
-from ckptstore.training.staging import Staged  # noqa: E402
+from ckptstore.training.layerwise.layer_sources import LayerSource  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training.test_on_device import check  # noqa: E402
@@ -508,7 +508,7 @@ def test_layer_by_layer(mode: str) -> None:
 
 
 MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "nobody waits before the layer changes": lambda patch: patch.setattr(Staged, "gate", lambda _: None),
+    "nobody waits before the layer changes": lambda patch: patch.setattr(LayerSource, "gate", lambda _: None),
     "the copy is not behind the update": lambda patch: patch.setattr(torch.cuda.Stream, "wait_stream", lambda *_: None),
 }
 

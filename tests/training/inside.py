@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptstore.training import Checkpointer, LayerwiseSnapshots, planned, staging
+from ckptstore.training import Checkpointer, LayerwiseSnapshots
+from ckptstore.training.capture import planned_saves
+from ckptstore.training.layerwise import layer_sources
 
 __all__ = [
     "MOST_IN_VAIN",
@@ -27,16 +29,15 @@ __all__ = [
     "waits_for",
 ]
 
-MOST_IN_VAIN = planned._IN_VAIN
+MOST_IN_VAIN = planned_saves._IN_VAIN
 """After how many plans that did not hold none is made any more: nothing public tells of plans."""
 
 
 def plan_nothing(checkpointer: Checkpointer) -> None:
     """Have every state taken apart: `PlannedSaves._pause`. Nothing public does, because nobody should want it."""
-    assert checkpointer._tenure is not None
-    assert checkpointer._tenure.saving is not None
-    assert checkpointer._tenure.saving._planned is not None
-    checkpointer._tenure.saving._planned._pause = 1000
+    assert checkpointer._term is not None
+    assert checkpointer._term.saves._planned is not None
+    checkpointer._term.saves._planned._pause = 1000
 
 
 def members_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -115,12 +116,12 @@ def fill_the_device(patch: pytest.MonkeyPatch) -> None:
     def full(_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    patch.setattr(staging, "_on_device", full)
+    patch.setattr(layer_sources, "_on_device", full)
 
 
 def copied_during_backward(checkpointer: Any) -> int:
     """How many gradients have left for the agent before the optimizer's step (strategy ``replica``)."""
-    return len(checkpointer._tenure.saving._consumed._step.early)
+    return len(checkpointer._term.saves._consumed._step.early)
 
 
 def hooks_of(parameter: Any) -> int:

@@ -32,8 +32,9 @@ from torch.utils.data import (  # noqa: E402 - torch decides whether this file r
 
 from ckptstore import DeterminismWarning  # noqa: E402
 from ckptstore.errors import FormatError  # noqa: E402
-from ckptstore.training import Checkpointer, loader_contents  # noqa: E402
-from ckptstore.training.batches import CountedBatches, counted  # noqa: E402
+from ckptstore.training import Checkpointer  # noqa: E402
+from ckptstore.training.loaders import loader_contents  # noqa: E402
+from ckptstore.training.loaders.counted_batches import CountedBatches, counted  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402

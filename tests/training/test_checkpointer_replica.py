@@ -24,7 +24,8 @@ from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
 from ckptstore.host.batched_copies import Gathering  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
-from ckptstore.training import Checkpointer, UnsavedStepWarning, consumed  # noqa: E402
+from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
+from ckptstore.training.replica import consumed_gradients  # noqa: E402
 from tests.agent.lives import kill  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.store.states import same  # noqa: E402
@@ -320,7 +321,7 @@ def test_a_parameter_that_grows_is_handed_over_whole(
             beyond.extend(nbytes for _, _, nbytes in copies if nbytes > room)
             super().__init__([one for one in copies if one[2] <= room])  # so that a failure is told, and no crash
 
-    monkeypatch.setattr(consumed, "Gathering", Gathered)
+    monkeypatch.setattr(consumed_gradients, "Gathering", Gathered)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(words)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.frameworks.torch_tensors import TorchSource  # noqa: E402
 from ckptstore.training import LayerwiseSnapshots  # noqa: E402
-from ckptstore.training.layers import layers_of  # noqa: E402
+from ckptstore.training.layerwise.layers import layers_of  # noqa: E402
 from tests import warmth  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training import inside  # noqa: E402

@@ -25,7 +25,7 @@ from ckptstore.host.batched_copies import Gathering  # noqa: E402
 from ckptstore.host.prefault import Touching  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
-from ckptstore.training.plan import StatePlan  # noqa: E402
+from ckptstore.training.capture.capture_plan import StatePlan  # noqa: E402
 from tests.store.states import same  # noqa: E402
 from tests.training import inside  # noqa: E402
 
@@ -570,10 +570,10 @@ def test_a_scripted_module_is_saved_without_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_module_with_a_way_of_its_own_has_no_plan() -> None:
-    from ckptstore.training.captured import Captured
+    from ckptstore.training.capture.script_state import ScriptState
 
     model = torch.nn.Linear(2, 2)
-    captured = Captured(model)
+    captured = ScriptState(model)
     state = captured.state(1)
     assert StatePlan.made(captured, state, bridge.flattened(state), 1, 1) is not None
     model.get_extra_state = lambda: {"more": 1}

@@ -218,11 +218,11 @@ def test_parameters_of_no_model_go_by_number(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_names_resumes_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.training.captured import Captured
+    from ckptstore.training.capture.script_state import ScriptState
 
     with monkeypatch.context() as patch:
-        patch.setattr(Captured, "_script", lambda self, standing: {})
-        patch.setattr(Captured, "watched", lambda self: None)
+        patch.setattr(ScriptState, "_script", lambda self, standing: {})
+        patch.setattr(ScriptState, "watched", lambda self: None)
         model, optimizer = trained(tmp_path / "s", Two())
     assert "script" not in ckptstore.open(tmp_path / "s").load()
     other = Two()

@@ -49,7 +49,7 @@ def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own:
 @pytest.mark.filterwarnings("ignore:loader= was given")
 def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Putting back takes a copy of the model: only if something of the script's own may fail."""
-    from ckptstore.training.module_fit import ModuleFit
+    from ckptstore.training.resume.module_fit import ModuleFit
 
     copies: list[str] = []
     monkeypatch.setattr(ModuleFit, "remember", lambda self: copies.append(self.path))

@@ -13,32 +13,50 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.training import Checkpointer, SlowSavesWarning, UnsavedStepWarning, slowed
-from ckptstore.training.pacing import Pacing
-from ckptstore.training.slowed import Slowed
-from ckptstore.training.unbounded import Unbounded
+from ckptstore.training import Checkpointer, SlowSavesWarning, UnsavedStepWarning, save_pace
+from ckptstore.training.save_pace import SavePace
+from ckptstore.training.save_reports import GrowthForecast
+from ckptstore.tuning import IntervalController
 from ckptstore.write.metrics import SaveMetrics
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import options_for, serving
 
 
-def after(steps: int, trained: float, waited: float) -> Slowed:
-    found = Slowed()
+class Clocked:
+    """A pace whose clock the test moves."""
+
+    def __init__(self, every: int | IntervalController = 1) -> None:
+        self._now = 0.0
+        self.pace = SavePace(every, lambda: self._now)
+        self.step(0.0, 0.0)  # nobody knows how long the first iteration took
+
+    def step(self, trained: float, waited: float) -> None:
+        self._now += trained
+        self.pace.came()
+        self._now += waited
+        self.pace.left()
+
+    def said(self, url: str = "x", strategy: str = "full", *, bucket: bool = False) -> str | None:
+        return self.pace.slow_saves(url, strategy, bucket=bucket)
+
+
+def after(steps: int, trained: float, waited: float, every: int | IntervalController = 1) -> Clocked:
+    found = Clocked(every)
     for _ in range(steps):
-        found.stepped(trained, waited)
+        found.step(trained, waited)
     return found
 
 
 def test_less_than_half_of_the_pace_is_said_once() -> None:
     one = after(30, 0.5, 1.0)
-    said = one.remark("s3://b/run", "full", 1, bucket=True)
+    said = one.said("s3://b/run", bucket=True)
     assert said is not None
     assert said.startswith("s3://b/run: training runs at 33% of its pace: saving took 27 s of the last 40 s. ")
     assert "ckptstore.open(FOLDER, remote='s3://b/run') in place of the URL" in said
     assert "save_every=N" in said
     assert said.endswith("strategy='gradient' or 'delta' stores less")
-    assert one.remark("s3://b/run", "full", 1, bucket=True) is None
-    said = after(30, 0.5, 1.0).remark("runs/x", "gradient", 1, bucket=False)
+    assert one.said("s3://b/run", bucket=True) is None
+    said = after(30, 0.5, 1.0).said("runs/x", "gradient")
     assert said is not None
     assert "FOLDER" not in said
     assert "strategy=" not in said
@@ -46,37 +64,30 @@ def test_less_than_half_of_the_pace_is_said_once() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "trained", "waited", "every"),
-    [(30, 1.0, 0.9, 1), (19, 0.1, 9.0, 1), (30, 0.01, 0.3, 1), (30, 0.5, 1.0, None)],
+    [(30, 1.0, 0.9, 1), (19, 0.1, 9.0, 1), (30, 0.01, 0.3, 1), (30, 0.5, 1.0, IntervalController())],
     ids=["quick enough", "few steps", "few seconds", "a controller"],
 )
-def test_what_is_no_reason_to_say_so(steps: int, trained: float, waited: float, every: int | None) -> None:
-    assert after(steps, trained, waited).remark("x", "full", every, bucket=False) is None
+def test_what_is_no_reason_to_say_so(
+    steps: int, trained: float, waited: float, every: int | IntervalController
+) -> None:
+    assert after(steps, trained, waited, every).said() is None
 
 
 def test_the_first_steps_do_not_count() -> None:
-    one = Slowed()
-    for _ in range(3):
-        one.stepped(0.1, 60.0)  # opening, memory
+    one = after(3, 0.1, 60.0)  # opening, memory
     for _ in range(40):
-        one.stepped(1.0, 0.1)
-    assert one.remark("x", "full", 1, bucket=False) is None
+        one.step(1.0, 0.1)
+    assert one.said() is None
 
 
-def test_pacing_measures_iterations_and_calls() -> None:
-    now = [0.0]
-    pacing = Pacing(1, lambda: now[0])
-    for _ in range(40):
-        pacing.came()
-        now[0] += 2.0
-        pacing.goes_on()
-        now[0] += 1.0
-    said = pacing.slowed.remark("x", "full", 1, bucket=False)
+def test_iterations_and_calls_are_measured() -> None:
+    said = after(39, 1.0, 2.0).said()
     assert said is not None
     assert "training runs at 33% of its pace: saving took 72 s of the last 108 s" in said
 
 
 def test_every_step_to_a_slow_bucket_is_said_by_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slowed, "LONG", 0.5)
+    monkeypatch.setattr(save_pace, "LONG", 0.5)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     (tmp_path / "server").mkdir()
@@ -108,9 +119,9 @@ def metrics(step: int, kind: str, stored: int, error: BaseException | None = Non
 def heard(strategy: str, every: int | None, told: list[SaveMetrics]) -> list[tuple[int, str]]:
     said: list[tuple[int, str]] = []
     number = [0]
-    one = Unbounded(lambda text: said.append((number[0], text)), strategy, every, 100)
+    one = GrowthForecast(lambda text: said.append((number[0], text)), strategy, every, 100)
     for number[0], each in enumerate(told, 1):
-        one.told(each)
+        one.saved(each)
     return said
 
 

@@ -431,9 +431,11 @@ class LayerWise(Store):
 
     def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
         try:
-            layerwise = importlib.import_module("ckptstore.training.layerwise")
+            layerwise = importlib.import_module("ckptstore.training.layerwise.layerwise_snapshots")
         except ImportError as error:
-            raise NotInThisBuildError("ckptstore.training.layerwise is not in this build") from error
+            raise NotInThisBuildError(
+                "ckptstore.training.layerwise.layerwise_snapshots is not in this build"
+            ) from error
         if self.mode not in get_args(layerwise.Mode):
             raise NotInThisBuildError(f"layer-wise snapshots of this build have no mode {self.mode!r}")
         super().__init__(folder, trainer, options, ledger)

@@ -23,7 +23,7 @@ from torch.nn import functional
 from ckptstore.formats import jsontext
 from ckptstore.frameworks import bridge
 from ckptstore.training import OptimizerStep
-from ckptstore.training.optimizers import Gradients
+from ckptstore.training.optimizers.optimizer_step import Gradients
 
 State = dict[str, Any]
 

@@ -112,16 +112,22 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/frameworks/*": _some("torch_*"),
     **{
         f"ckptstore/training/{name}.py": _some("refused_states", "checkpointer", "planned_state", "topk")
-        for name in ("captured", "checkpointer", "deciding", "offering", "opening", "saving", "unsaved")
+        for name in ("capture/script_state", "checkpointer", "open_term", "state_saves", "step_saves")
     },
     **{
         f"ckptstore/training/{name}.py": _some("changed_loaders", "training/test_loaders", "refused_states")
-        for name in ("batches", "loader_facts", "loader_plans", "rest_of_epoch", "rng")
+        for name in (
+            "loaders/counted_batches",
+            "loaders/loader_facts",
+            "loaders/loader_plans",
+            "loaders/rest_of_epoch",
+            "rng",
+        )
     },
-    "ckptstore/training/loader_contents.py": _some("loader_contents", "changed_loaders"),
+    "ckptstore/training/loaders/loader_contents.py": _some("loader_contents", "changed_loaders"),
     **{
-        f"ckptstore/training/{name}.py": _some("resume_changes", "checkpointer", "resume_properties")
-        for name in ("fitting", "matching", "module_fit", "optimizer_fit", "resume_checks", "schedules")
+        f"ckptstore/training/resume/{name}.py": _some("resume_changes", "checkpointer", "resume_properties")
+        for name in ("module_fit", "optimizer_fit", "parameter_match", "part_fit", "resume_checks", "schedules")
     },
     "ckptstore/training/*": _some("planned_state", "torch_optimizers", "checkpointer"),
     "ckptstore/maintenance/merge/*": _some(

@@ -64,7 +64,7 @@ _ANSWERING: Final = {
     "ckptstore/agent/client/agent_link.py": "fence",  # whose requests an agent gets
     "ckptstore/agent/client/open_agent_writer.py": "fence",  # which agents a trainer continues with
     "ckptstore/backends/sharing.py": "rule",  # which save has space, and which waits
-    "ckptstore/training/loader_contents.py": "rule",  # whether an epoch goes on in the samples that it had
+    "ckptstore/training/loaders/loader_contents.py": "rule",  # whether an epoch goes on in the samples that it had
 }
 """Modules that refuse by an answer (False, None, a request that fails) -> the kind of their checks."""
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})

@@ -1,0 +1,182 @@
+"""What stays the same in a script's state from step to step, learned once: its tree, its tensors, where copies go.
+
+A state of 3,000 parameters has 12,000 tensors. To flatten it, lay it out and copy it tensor by tensor takes the
+interpreter half a second. To check that only bits have changed takes some milliseconds. A plan is used only if every
+tensor was checked and is unchanged (`identity_guard`). Everything else (numbers, schedules, generators, loaders) is
+flattened again in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Self
+
+from ckptstore.formats import jsontext
+from ckptstore.formats.sources import Bytes, place_of
+from ckptstore.formats.state import TREE_LIMIT, FlatState, TensorSource
+from ckptstore.frameworks import bridge
+from ckptstore.frameworks.torch_tensors import TorchSource, on_host
+from ckptstore.host.batched_copies import Gathering
+from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion, plan_regions
+from ckptstore.training.capture.identity_guard import WatchedTensors
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.write.snapshot import HostTensor
+
+__all__ = ["PlannedState", "StateCopy", "StatePlan"]
+
+_OF_THE_LIMIT: Final = 2
+"""A plan's tree is at most this part of what a tree may be: what changes of it is not measured with the rest."""
+
+
+class PlannedState(LaidOutState):
+    """A state in memory that is laid out as its segments will be, and whose size is known."""
+
+    __slots__ = ("_nbytes",)
+
+    def __init__(
+        self, tree: Any, tensors: dict[str, TensorSource], regions: tuple[SegmentRegion, ...], nbytes: int
+    ) -> None:
+        super().__init__(tree, tensors, regions)
+        object.__setattr__(self, "_nbytes", nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return self._nbytes  # type: ignore[attr-defined,no-any-return]
+
+
+class StatePlan:
+    """A state's plan, while it holds.
+
+    Attributes:
+        nbytes: of all tensors.
+        size: bytes of memory that a copy takes.
+        offsets: where each tensor begins in it.
+        tensors: the state's, as they were when the plan was made: names, types and shapes are those of every step.
+    """
+
+    def __init__(self, captured: ScriptState, whole: FlatState, light: FlatState, watched: tuple[Any, Any]) -> None:
+        """Use `made`."""
+        self._captured = captured
+        self._tree = whole.tree
+        self._watched = (*watched[0], *watched[1])
+        self.tensors = whole.tensors
+        self.nbytes = whole.nbytes
+        self._light = _described(light)
+        regions = plan_regions(tuple(_spec(name, one) for name, one in whole.tensors.items()))
+        self.offsets, self.size, self.regions = regions.offsets, regions.size, regions.regions
+        names = {source.identity: name for name, source in whole.tensors.items()}
+        stored = [one for each in self._watched for one in each.tensors if TorchSource(one).identity in names]
+        self._tensors = WatchedTensors(stored)
+        self._standing = {names[source.identity]: source for source in map(TorchSource, stored)}
+        self._identities = {source.identity for source in self._standing.values()}
+
+    @classmethod
+    def made(cls, captured: ScriptState, state: dict[str, Any], whole: FlatState, step: int, ranks: int) -> Self | None:
+        """The plan of a state; None: it cannot be planned.
+
+        Args:
+            state, whole: as taken, and taken apart.
+        """
+        watched = captured.watched()
+        if watched is None or len(jsontext.dumps(whole.tree)) * _OF_THE_LIMIT > TREE_LIMIT:
+            return None
+        moving = captured.state(step, ranks, standing=True)
+        # The same objects, so that it can be compared with the whole: generators give another copy each time.
+        light = bridge.flattened(_merged(moving, state))
+        plan = cls(captured, whole, light, watched)
+        try:
+            captured.with_standing(light.tree, whole.tree)
+        except (KeyError, TypeError, ValueError):
+            return None
+        fits = (
+            jsontext.dumps(light.tree) == jsontext.dumps(whole.tree)
+            and plan._standing.keys() | light.tensors.keys() == whole.tensors.keys()
+            and plan._standing.keys().isdisjoint(light.tensors)
+            and all(on_host(one.tensor) for one in whole.tensors.values() if isinstance(one, TorchSource))
+        )
+        return plan if fits else None
+
+    def taken(self, step: int, ranks: int) -> FlatState | None:
+        """What has to be taken apart in every step, in a complete tree. None: the plan does not hold any more."""
+        if not all(one.unchanged() for one in self._watched) or not self._tensors.unchanged():
+            return None
+        light = bridge.flattened(self._captured.state(step, ranks, standing=True))
+        if _described(light) != self._light:
+            return None
+        if any(source.identity in self._identities for source in light.tensors.values()):
+            return None  # tied to what stands: one of two names would be too many
+        try:
+            self._captured.with_standing(light.tree, self._tree)
+        except (KeyError, TypeError, ValueError):
+            return None
+        return light
+
+    def __repr__(self) -> str:
+        return f"<StatePlan: {len(self._standing)} of {len(self.tensors)} tensors stand>"
+
+    @property
+    def standing(self) -> Mapping[str, TorchSource]:
+        """Those of the tensors that are the same objects, where they were, as long as the plan holds."""
+        return self._standing
+
+    def copies(self, memory: Bytes) -> tuple[Gathering, list[tuple[TorchSource, Bytes]]]:
+        """The copies of what stands: those of whole tensors, and of strided ones, to be read one by one."""
+        base = memory.__array_interface__["data"][0]
+        whole: list[tuple[int, int, int]] = []
+        strided: list[tuple[TorchSource, Bytes]] = []
+        for name, source in self._standing.items():
+            start, tensor = self.offsets[name], source.tensor
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                whole.append((base + start, tensor.data_ptr(), source.nbytes))
+            else:
+                strided.append((source, memory[start : start + source.nbytes]))
+        return Gathering(whole), strided
+
+
+class StateCopy:
+    """Memory for one copy of a plan's state.
+
+    Attributes:
+        tensors: its tensors.
+        memory: all of it.
+        plan: whose.
+    """
+
+    def __init__(self, plan: StatePlan, memory: Bytes) -> None:
+        self.plan = plan
+        self.memory = memory
+        self.tensors: dict[str, TensorSource] = {
+            name: HostTensor(source, memory[plan.offsets[name] : plan.offsets[name] + source.nbytes])
+            for name, source in plan.tensors.items()
+        }
+        self._regions = plan.regions(memory)
+        self._gathering, self._strided = plan.copies(memory)
+
+    def filled(self, light: FlatState, pool: Any) -> PlannedState:
+        """Copy the state here."""
+        self._gathering.run(pool)
+        for source, room in self._strided:
+            TorchSource(source.tensor).read(0, room)
+        for name, one in light.tensors.items():
+            start = self.plan.offsets[name]
+            one.read(0, self.memory[start : start + one.nbytes])
+        return PlannedState(light.tree, self.tensors, self._regions, self.plan.nbytes)
+
+
+def _spec(name: str, source: TensorSource) -> tuple[Any, ...]:
+    return (name, source.dtype, tuple(source.shape), *place_of(source))
+
+
+def _described(flat: FlatState) -> list[tuple[Any, ...]]:
+    return [(source.origin, *_spec(name, source)) for name, source in flat.tensors.items()]
+
+
+def _merged(moving: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """`whole` without what `moving` leaves out."""
+    found = {**whole, "model": moving["model"]}
+    if "optimizer" in moving:
+        found["optimizer"] = moving["optimizer"]
+    if "extra" in moving:
+        found["extra"] = {name: None if one is None else whole["extra"][name] for name, one in moving["extra"].items()}
+    return found

@@ -1,0 +1,293 @@
+"""Saves of a planned state: check that the plan holds, copy once, hand the copy to the writer.
+
+Without a valid plan (`capture_plan`) the state is flattened tensor by tensor, and a new plan is made from it. A script
+whose state changes its form in every step gets no plan: after a few failures no more are tried for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+from ckptstore.errors import AgentError
+from ckptstore.formats import uncached_copy
+from ckptstore.formats.sources import Bytes
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks import bridge
+from ckptstore.host.buffers import aligned
+from ckptstore.host.prefault import Touching
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads
+from ckptstore.training.capture.capture_plan import PlannedState, StateCopy, StatePlan
+from ckptstore.training.capture.predicted_updates import PredictedUpdates
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.training.optimizers.optimizer_tracker import CollectedSteps
+from ckptstore.write.ledger import PendingSave
+from ckptstore.write.local import LocalWriter
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.updates import Explaining, Update
+from ckptstore.write.writer import Writer
+
+if TYPE_CHECKING:
+    from ckptstore.agent.client.agent_writer import AgentWriter
+
+__all__ = ["PlannedSaves", "SaveLabels", "plannable"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
+_IN_VAIN: Final = 3
+"""Plans in a row of which none held for a step."""
+_PAUSE: Final = 200
+"""Saves until it is tried again."""
+_MANY: Final = 128
+"""Tensors for whose copies it pays to load a compiled loop, which takes half a second."""
+
+
+def plannable(writer: Writer) -> TypeGuard[LocalWriter | AgentWriter]:
+    """Whether a writer takes states that somebody else copies: to memory of his own, or to the agent's."""
+    return writer.takes_copies
+
+
+@dataclass(frozen=True, slots=True)
+class SaveLabels:
+    """What is said of a checkpoint."""
+
+    metadata: Mapping[str, Any] | None
+    tags: str | Sequence[str]
+
+
+class PlannedSaves:
+    """Takes a script's state by plan, and has a writer make it durable."""
+
+    def __init__(
+        self, captured: ScriptState, writer: LocalWriter | AgentWriter, limit: int, *, predict: bool, kept: int
+    ) -> None:
+        """
+        Args:
+            limit: saves that may be on their way.
+            predict: steps are stored as step diffs.
+            kept: how many states the writer keeps beside those on their way.
+        """
+        self._captured = captured
+        self._writer = writer
+        self._predict = predict
+        self._most = limit + kept
+        self._slots = threading.BoundedSemaphore(limit)
+        self._pool = SleepingPool(default_threads(), "ckptstore-copy")
+        self._explaining = Explaining(wanted=predict)
+        self._plan: StatePlan | None = None
+        self._predicted: PredictedUpdates | None = None
+        self._former: PredictedUpdates | None = None  # of the plan before
+        self._free: list[StateCopy] = []
+        self._made = 0
+        self._offsets: Sequence[int] = ()  # where a writer that lends its memory will have the tensors
+        self._lock = threading.Lock()
+        self._in_vain = 0
+        self._pause = 0
+        self._looked = False  # ahead
+        self._touching: dict[int, Touching] = {}
+
+    def save(self, step: int, ranks: int, collected: CollectedSteps, labels: SaveLabels) -> PendingSave | None:
+        """Copy the state of `step`, and hand it over -> None: it cannot be planned, and nothing is done.
+
+        Raises:
+            as `Writer.save_async`.
+        """
+        began = time.monotonic()
+        plan, light = self._taken(step, ranks)
+        if plan is None or light is None:
+            return None
+        if isinstance(self._writer, LocalWriter):
+            return self._adopted(self._writer, (plan, light), step, collected, labels, began)
+        return self._filled(self._writer, (plan, light), step, collected, labels, began)
+
+    def foresee(self, step: int, ranks: int) -> None:
+        """Of a step that is not saved: have memory for the next that is touched in the background. Once, if at all.
+
+        Raises nothing: what cannot be saved the first save says.
+        """
+        if self._looked or self._plan is not None:
+            return
+        self._looked = True
+        try:
+            plan, light = self._taken(step, ranks)
+            if plan is None or light is None:
+                return
+            if isinstance(self._writer, LocalWriter):
+                self._pool.submit(self._make_ready, plan)
+            else:
+                self._writer.prepare(PlannedState(light.tree, plan.tensors, (), plan.nbytes))
+        except Exception as error:  # noqa: BLE001  # it concerns no step that is to be saved
+            _LOG.info("nothing is made ready for the first save: %s", error)
+
+    def _adopted(
+        self,
+        writer: LocalWriter,
+        planned: tuple[StatePlan, FlatState],
+        step: int,
+        collected: CollectedSteps,
+        labels: SaveLabels,
+        began: float,
+    ) -> PendingSave:
+        """By a writer of this process."""
+        plan, light = planned
+        self._slots.acquire()
+        waited = time.monotonic() - began
+        try:
+            place = self._place(plan)
+        except BaseException:
+            self._slots.release()
+            raise
+        snapshot = None
+        try:
+            state = place.filled(light, self._pool)
+            snapshot = Snapshot(state, self._slots.release, lambda: self._give(place))
+            updates = self._updates(plan, collected, place)
+            return writer.adopt(
+                snapshot, step, metadata=labels.metadata, tags=labels.tags, updates=updates, began=began, waited=waited
+            )
+        except BaseException:
+            if snapshot is None:
+                self._slots.release()
+                self._give(place)
+            else:
+                snapshot.land()
+                snapshot.free()
+            raise
+
+    def _filled(
+        self,
+        writer: AgentWriter,
+        planned: tuple[StatePlan, FlatState],
+        step: int,
+        collected: CollectedSteps,
+        labels: SaveLabels,
+        began: float,
+    ) -> PendingSave:
+        """By one that lends its memory."""
+        plan, light = planned
+
+        def fill(memory: Bytes, offsets: Sequence[int]) -> Sequence[Update]:
+            place = self._lent(plan, memory, offsets)
+            place.filled(light, self._pool)
+            return self._updates(plan, collected, place)
+
+        state = PlannedState(light.tree, plan.tensors, (), plan.nbytes)
+        return writer.save_filled(state, step, fill, metadata=labels.metadata, tags=labels.tags, began=began)
+
+    def _taken(self, step: int, ranks: int) -> tuple[StatePlan | None, FlatState | None]:
+        if self._plan is not None:
+            light = self._plan.taken(step, ranks)
+            if light is not None:
+                self._in_vain = 0
+                return self._plan, light
+            self._forget()
+        if self._pause:
+            self._pause -= 1
+            return None, None
+        self._in_vain += 1
+        state = self._captured.state(step, ranks)
+        plan = StatePlan.made(self._captured, state, bridge.flattened(state), step, ranks)
+        light = None if plan is None else plan.taken(step, ranks)
+        if plan is None or light is None or self._in_vain > _IN_VAIN:
+            self._in_vain, self._pause = 0, _PAUSE
+            return None, None
+        if plan.nbytes >= WORTH_THREADS or len(plan.tensors) >= _MANY:
+            self._pool.wake()
+        self._plan = plan
+        _LOG.info("%r", plan)
+        return plan, light
+
+    def _updates(self, plan: StatePlan, collected: CollectedSteps, place: StateCopy) -> Sequence[Update]:
+        """The predicted updates of this step."""
+        if not self._predict:
+            return ()
+        noted = collected.noted
+        if self._predicted is None or (noted is not None and not self._predicted.fits(noted)):
+            self._predicted = PredictedUpdates(self._captured.optimizers, plan, self._predicted or self._former)
+            self._former = None
+        predicted = self._predicted.updates(noted, place.memory)
+        if noted is not None:
+            return predicted
+        return self._explaining.found(collected.updates, FlatState(None, plan.tensors))
+
+    # -- memory
+
+    def _place(self, plan: StatePlan) -> StateCopy:
+        with self._lock:
+            while self._free:
+                place = self._free.pop()
+                touching = self._touching.pop(id(place), None)
+                if place.plan is plan:
+                    if touching is not None:
+                        touching.use()
+                    return place
+            first, self._made = not self._made, self._made + 1
+        place = StateCopy(plan, aligned(plan.size))
+        if first:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._pool.submit(self._make_ready, plan)
+        return place
+
+    def _lent(self, plan: StatePlan, memory: Bytes, offsets: Sequence[int]) -> StateCopy:
+        """The place that memory is which is lent again and again."""
+        if offsets is not self._offsets:
+            if list(offsets) != [plan.offsets[name] for name in plan.tensors]:
+                raise AgentError(
+                    "the agent lays tensors out in another order than this process: they are of two releases"
+                )
+            self._offsets = offsets
+            self._free.clear()  # of another plan, or of another agent: nobody's memory any more
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._pool.submit(self._make_ready, plan, memory=False)
+        for place in self._free:
+            if place.memory is memory and place.plan is plan:
+                return place
+        self._free.append(StateCopy(plan, memory))
+        return self._free[-1]
+
+    def _make_ready(self, plan: StatePlan, *, memory: bool = True) -> None:
+        """Make what the next saves will need, while others work: the first write to memory costs more than the copy."""
+        if len(plan.tensors) >= _MANY:
+            uncached_copy.prepare()
+        while memory:
+            with self._lock:
+                if plan is not self._plan or self._made >= self._most:
+                    return
+                self._made += 1
+            try:
+                room = aligned(plan.size)
+            except MemoryError:
+                return  # who needs it will say so
+            touching, place = Touching(room), StateCopy(plan, room)
+            with self._lock:
+                if plan is not self._plan:
+                    return
+                # There already for who comes earlier: a place more than are needed would take longer. Behind others.
+                self._free.insert(0, place)
+                self._touching[id(place)] = touching
+            touching.run()
+
+    def _give(self, place: StateCopy) -> None:
+        with self._lock:
+            if place.plan is self._plan:
+                self._free.append(place)
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._former, self._plan, self._predicted = self._predicted or self._former, None, None
+            self._free.clear()
+            for touching in self._touching.values():
+                touching.stop()
+            self._touching.clear()
+            self._offsets = ()
+            self._made = 0
+
+    def close(self) -> None:
+        """Let go of memory and threads. Call it when the writer is closed."""
+        self._pool.shutdown(cancel_futures=True)
+        self._forget()
+        self._former = None

@@ -1,0 +1,277 @@
+"""What a checkpoint of a training script holds: gathered from its objects, and given back to them.
+
+::
+
+    {"format": 1, "step": ..., "model": ..., "optimizer": ..., "scheduler": ..., "scaler": ..., "loader": ...,
+     "extra": {...}, "random": {...}, "script": {"model": ..., "optimizer": ..., "scheduler": ...},
+     "environment": {...}}
+
+Of several models, optimizers or schedulers there is a list (or a dict, as they were given). Names of parameters are
+those of the model itself: without what `torch.compile` and DistributedDataParallel put into them.
+
+``script`` says what a state does not: the class of each optimizer and schedule, the names of an optimizer's parameters
+by number, the functions of a schedule. A resumed script is compared with it (`resume_checks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptstore.errors import UsageError
+from ckptstore.training import rng
+from ckptstore.training.capture.dtensor_targets import DTensorTargets, sharding
+from ckptstore.training.capture.identity_guard import (
+    WatchedModule,
+    WatchedOptimizer,
+    is_plain_module,
+    is_plain_optimizer,
+)
+from ckptstore.training.environment import described
+from ckptstore.training.loaders.loader_plans import is_stateful
+from ckptstore.training.parameter_names import bare, bare_state, parameter_paths
+from ckptstore.training.resume import module_fit, optimizer_fit, schedules
+from ckptstore.training.resume.module_fit import ModuleFit
+from ckptstore.training.resume.optimizer_fit import OptimizerFit
+from ckptstore.training.resume.part_fit import PartFit
+from ckptstore.training.resume.resume_checks import FORMAT, Comparison
+from ckptstore.training.script_objects import ScriptObjects, flat, placed, states
+
+__all__ = ["ScriptState"]
+
+
+class ScriptState:
+    """The objects of a training script, as one state.
+
+    Attributes:
+        models: bare, in the order given.
+        optimizers: torch's own, of wrappers what they wrap.
+        loader: what the script is to iterate over; see `CountedBatches`.
+        sharding: how parameters are cut that are DTensors (FSDP2): each rank has its shards of them. Empty: none is.
+        random: the global generators in the last `state`; None: there was none.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        compressor: Any = None,
+    ) -> None:
+        """Look at what was given.
+
+        Args:
+            model: a module, or a list, tuple or dict of them.
+            optimizer: likewise of optimizers; what wraps one in ``.optimizer`` is taken for it.
+            scheduler: likewise of whatever has ``state_dict`` and ``load_state_dict``.
+            loader: what gives the batches; one without ``state_dict`` is counted.
+            scaler: a ``GradScaler``.
+            extra: anything else by name: with ``state_dict`` and ``load_state_dict``, or a generator of torch, numpy
+                or python.
+            compressor: a `TopKHook`, which is told what the parameters are called.
+
+        Raises:
+            UsageError: one of them is something else.
+        """
+        self.given = given = ScriptObjects(model, optimizer, scheduler, loader, scaler, extra, compressor)
+        self.loader = given.loader
+        self.random: dict[str, Any] | None = None
+        self._model, self._optimizer, self._scheduler = given.model, given.optimizer, given.scheduler
+        self._scaler, self._compressor = given.scaler, given.compressor
+        self._extra, self._given = given.extra, given.extra_objects
+        self._standing_extra: list[str] = []  # the modules among them, since `watched`
+        self.models: list[torch.nn.Module] = flat(given.model)
+        self.optimizers: list[torch.optim.Optimizer] = flat(given.optimizer)
+        self.sharding = sharding(one for model in self.models for one in model.parameters())
+        if compressor is not None:
+            if self.sharding:
+                raise UsageError(
+                    "compressor: it takes the largest entries of whole gradients, and a rank has shards of DTensors "
+                    "(FSDP2): leave it out"
+                )
+            models = [(f"model{place}", one) for place, one in placed(given.model)]
+            names = {id(one): path for path, one in reversed(parameter_paths(models).items())}  # tied: the first
+            compressor.named((names[id(one)], one) for model in self.models for one in model.parameters())
+
+    @property
+    def scaled(self) -> bool:
+        """Whether a scaler changes gradients after backward, in a way that their version does not tell."""
+        return self._scaler is not None
+
+    @property
+    def per_rank(self) -> tuple[str, ...]:
+        """Names of tensors of which ranks may have their own: generators, positions, and modules' buffers.
+
+        DDP gives all ranks the first one's buffers when forward begins; BatchNorm then changes them on each.
+        """
+        modules = self.given.modules()
+        names = [f"{prefix}.{bare(name)}" for prefix, module in modules for name, _ in module.named_buffers()]
+        names += [f"extra.{name}" for name, one in self._given.items() if not is_stateful(one)]
+        return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
+
+    def state(self, step: int, ranks: int = 1, *, standing: bool = False) -> dict[str, Any]:
+        """Everything that the next step depends on. Tensors are the script's own, not copies.
+
+        Args:
+            standing: leave out what `with_standing` puts in.
+        """
+        found: dict[str, Any] = {"format": FORMAT, "step": step}
+        found["model"] = None if standing else states(self._model, _state_of_module)
+        if self._optimizer is not None:
+            found["optimizer"] = states(self._optimizer, _numbers if standing else _state_of_optimizer)
+        if self._scheduler is not None:
+            found["scheduler"] = states(self._scheduler, _state_of)
+        if self._scaler is not None:
+            found["scaler"] = self._scaler.state_dict()
+        if self.loader is not None:
+            found["loader"] = self.loader.state_dict()
+        if self._compressor is not None:
+            found["compressor"] = self._compressor.state_dict()
+        if self._extra:
+            left_out = self._standing_extra if standing else ()
+            found["extra"] = {name: None if name in left_out else get() for name, (get, _) in self._extra.items()}
+        found["random"] = self.random = rng.gathered()
+        if script := self._script(standing=standing):
+            found["script"] = script
+        found["environment"] = self.environment(ranks)
+        return found
+
+    def _script(self, *, standing: bool) -> dict[str, Any]:
+        """What a resumed script is compared with."""
+        found: dict[str, Any] = {"model": None if standing else states(self._model, module_fit.described)}
+        if self._optimizer is not None:
+            paths = {} if standing else self.given.paths()
+            found["optimizer"] = (
+                None if standing else states(self._optimizer, partial(optimizer_fit.described, paths=paths))
+            )
+        if self._scheduler is not None:
+            found["scheduler"] = states(self._scheduler, schedules.described)
+        extra: dict[str, Any] = {}
+        for name, one in self._given.items():
+            if isinstance(one, torch.nn.Module):
+                extra[name] = None if standing and name in self._standing_extra else module_fit.described(one)
+            elif isinstance(one, torch.optim.Optimizer):
+                extra[name] = optimizer_fit.described(one, self.given.paths())
+            elif schedules.is_schedule(one):
+                extra[name] = schedules.described(one)
+        return {**found, "extra": extra} if extra else found
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the tensors of ``extra``, as far as they can be asked for now."""
+        found = 0
+        for get, _ in self._extra.values():
+            with contextlib.suppress(Exception):  # what it raises is for the save that needs it
+                found += _tensor_bytes(get())
+        return found
+
+    @property
+    def may_have_schedule(self) -> bool:
+        """Whether something that was given may be the optimizers' schedule."""
+        others = [one for one in self._given.values() if is_stateful(one) and not isinstance(one, torch.nn.Module)]
+        return self._scheduler is not None or bool(others)
+
+    def environment(self, ranks: int) -> dict[str, str]:
+        """What of the script decides its bits, on so many ranks."""
+        given = self._optimizer
+        # Prevents: a run that is called another one, because the script lists its optimizers in another order.
+        optimizers = [given[key] for key in sorted(given)] if isinstance(given, dict) else self.optimizers
+        return described(optimizers, ranks, self.sharding)
+
+    def watched(self) -> tuple[list[WatchedModule], list[WatchedOptimizer]] | None:
+        """What `with_standing` puts into a state, watched; None: something of it cannot be."""
+        self._standing_extra = [
+            name for name, one in self._given.items() if isinstance(one, torch.nn.Module) and is_plain_module(one)
+        ]
+        modules = [*self.models, *(self._given[name] for name in self._standing_extra)]
+        if not all(map(is_plain_module, self.models)) or not all(map(is_plain_optimizer, self.optimizers)):
+            return None
+        return list(map(WatchedModule, modules)), list(map(WatchedOptimizer, self.optimizers))
+
+    def with_standing(self, tree: Any, whole: Any) -> None:
+        """Complete the tree of a state that was taken with ``standing`` from that of a whole one.
+
+        That is modules, and all of an optimizer but the numbers of its groups.
+        """
+        tree["model"] = whole["model"]
+        tree["script"]["model"] = whole["script"]["model"]
+        for name in self._standing_extra:
+            tree["extra"][name] = whole["extra"][name]
+            tree["script"]["extra"][name] = whole["script"]["extra"][name]
+        if self._optimizer is None:
+            return
+        tree["script"]["optimizer"] = whole["script"]["optimizer"]
+        mine_and_whole = (_each_tree(one["optimizer"], self._optimizer) for one in (tree, whole))
+        for mine, its in zip(*mine_and_whole, strict=True):
+            mine["state"] = its["state"]
+            for group, complete in zip(mine["param_groups"], its["param_groups"], strict=True):
+                group["params"] = complete["params"]
+
+    def rooms(self, comparison: Comparison) -> dict[str, torch.Tensor]:
+        """DTensors that a checkpoint's tensors are to be read into, by their names in it; see `Rooms`.
+
+        Args:
+            comparison: of its state with the script's, with a `TensorEntry` in place of each tensor.
+        """
+        rooms = DTensorTargets()
+        for fit in comparison.fits:
+            if isinstance(fit, ModuleFit):
+                rooms.of(fit.fitting, fit.live)
+            elif isinstance(fit, OptimizerFit):
+                rooms.of_optimizer(fit.state, fit.optimizer, fit.pairs)
+            elif isinstance(fit, PartFit) and fit.part == "extra" and fit.get is not None:
+                rooms.of(fit.state, fit.get())
+        return rooms.found
+
+
+def _state_of(given: Any) -> Any:
+    return given.state_dict()
+
+
+def _state_of_module(module: torch.nn.Module) -> Any:
+    return bare_state(module.state_dict())
+
+
+def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+    try:
+        return optimizer.state_dict()
+    except KeyError as error:
+        there = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        left = [one for one in optimizer.state if isinstance(one, torch.Tensor) and id(one) not in there]
+        if not left:
+            raise
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps the state of parameters ({len(left)}) that are in none of its "
+            "param_groups, so that state_dict() is a KeyError: take that out as well (del optimizer.state[it])"
+        ) from error
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state without what it keeps for parameters, and without their numbers."""
+    groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
+    return {"state": None, "param_groups": [{**group, "params": None} for group in groups]}
+
+
+def _each_tree(tree: Any, given: Any) -> list[Any]:
+    """The trees of what was given."""
+    if isinstance(given, dict):
+        return [tree[key] for key in given]
+    return list(tree) if isinstance(given, list) else [tree]
+
+
+def _tensor_bytes(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, np.ndarray):
+        return tree.nbytes
+    inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return sum(map(_tensor_bytes, inner))

@@ -1,0 +1,63 @@
+"""How a state is divided into layers, and a save whose layers are being copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.training.layerwise.layer_sources import LayerSource
+from ckptstore.write.layered import Awaited, LayeredSave
+
+__all__ = ["LayerDivision", "StartedSave"]
+
+
+@dataclass(slots=True)
+class LayerDivision:
+    """How a state is divided: what is known of the next one before it is there.
+
+    Attributes:
+        flat: its tensors; those in no layer without their memory.
+        members: the tensors of each layer, by name.
+    """
+
+    flat: FlatState
+    members: dict[str, dict[str, TorchSource]]
+
+    @classmethod
+    def of(cls, flat: FlatState, members: dict[str, dict[str, TorchSource]]) -> LayerDivision:
+        """The form of a state of which the members of each layer are known."""
+        layered = {name for tensors in members.values() for name in tensors}
+        tensors: dict[str, TensorSource] = {
+            name: one if name in layered else Awaited(one) for name, one in flat.tensors.items()
+        }
+        return cls(FlatState(flat.tree, tensors), members)
+
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The tensors of each layer that has any."""
+        return {layer: tuple(tensors) for layer, tensors in self.members.items() if tensors}
+
+    def same(self, flat: FlatState, members: Mapping[str, Mapping[str, TorchSource]]) -> bool:
+        """Whether a state has the same tensors, of the same forms, in the same layers."""
+        return [(name, one.dtype, tuple(one.shape)) for name, one in self.flat.tensors.items()] == [
+            (name, one.dtype, tuple(one.shape)) for name, one in flat.tensors.items()
+        ] and all(list(self.members[layer]) == list(tensors) for layer, tensors in members.items())
+
+
+@dataclass(slots=True)
+class StartedSave:
+    """A save whose layers are copied.
+
+    Attributes:
+        save: the engine's.
+        missing: which optimizers have not stepped yet, for each layer that waits for them.
+        staged: of each layer whose copy was begun, where it comes from, and what to wait for before the layer changes.
+        stale: layers may have changed since.
+    """
+
+    save: LayeredSave
+    form: LayerDivision
+    missing: dict[str, set[int]]
+    staged: dict[str, LayerSource] = field(default_factory=dict)
+    stale: bool = False

@@ -1,0 +1,121 @@
+"""Where a layer's copy comes from: the layer itself, or a copy of it on its device.
+
+CUDA: copies are queued on a stream of their own for each device, behind what the current stream was given before, so
+that they begin when the update is done and hold up nothing after it. On the CPU the same operations run without
+streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ckptstore.errors import StorageError
+from ckptstore.frameworks.torch_tensors import TorchSource, counted_changes
+from ckptstore.training.layerwise.layers import place
+
+__all__ = ["LayerSource", "marks_of", "staged"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """One layer at the instant when its copy was asked for.
+
+    Attributes:
+        sources: its tensors, by name, to be read by any thread.
+        private: they are nobody else's: the layer may change once `gate` was called.
+        refused: how many copies on the device were wanted for which it had no memory.
+        marks: which memory it was, and how often torch had seen it change; see `marks_of`.
+    """
+
+    sources: dict[str, TorchSource]
+    private: bool
+    refused: int
+    marks: tuple[Hashable, ...]
+    _events: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
+
+    def gate(self) -> None:
+        """What is queued on the current stream from now on waits for the copy on the device. The host does not."""
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def watch(self, layer: str) -> Callable[[], None] | None:
+        """To be called when it is copied: raises `StorageError` if torch counts a change since it was staged."""
+        if self.private:
+            return None
+
+        def check() -> None:
+            marks = marks_of(self.sources)
+            changed = [name for name, was, now in zip(self.sources, self.marks, marks, strict=True) if was != now]
+            if changed:
+                raise StorageError(
+                    f"layer {layer!r} changed while it was copied, by something else than the optimizers that were "
+                    f"given ({changed[0]!r}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}): call "
+                    "LayerwiseSnapshots.wait() before weights are changed in another way"
+                )
+
+        return check
+
+
+def staged(members: Mapping[str, TorchSource], mode: str) -> LayerSource:
+    """A layer as it is now, in the order of the current streams.
+
+    Args:
+        members: its tensors.
+        mode: ``device`` copies them there; where the device has no memory for that, and in any other mode, they are
+            read where they are.
+    """
+    refused = 0
+    if mode == "device":
+        try:
+            return _on_device(members)
+        except torch.OutOfMemoryError:
+            refused = 1
+    sources = dict(members)
+    streams = _behind(members)
+    for name, source in members.items():
+        if (stream := streams.get(source.tensor.device)) is not None:
+            with torch.cuda.stream(stream):
+                sources[name] = TorchSource(source.tensor)  # it is read on the stream that is current here
+    return LayerSource(sources, False, refused, marks_of(sources))
+
+
+def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
+    """Copies on the device each tensor is on. Raises `torch.OutOfMemoryError`."""
+    sources: dict[str, TorchSource] = {}
+    streams = _behind(members)
+    with torch.no_grad():
+        for name, source in members.items():
+            stream = streams.get(source.tensor.device)
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                data = source.resolved
+                if stream is not None:
+                    data.record_stream(stream)  # Prevents: memory that is used anew while the copy is only queued.
+                sources[name] = TorchSource(data.clone(memory_format=torch.contiguous_format))
+    events = tuple((device, stream.record_event()) for device, stream in streams.items())
+    return LayerSource(sources, True, 0, marks_of(members), events)
+
+
+def _behind(members: Mapping[str, TorchSource]) -> dict[torch.device, torch.cuda.Stream]:
+    """The copying stream of each CUDA device, behind what the current one was given."""
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    for source in members.values():
+        device = source.tensor.device
+        if source.tensor.is_cuda and device not in streams:
+            streams[device] = _stream(device)
+            streams[device].wait_stream(torch.cuda.current_stream(device))
+    return streams
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has not annotated it
+
+
+def marks_of(members: Mapping[str, TorchSource]) -> tuple[Hashable, ...]:
+    """For each tensor something that differs once it is other memory, or torch has counted a change (see there)."""
+    return tuple((place(source.tensor), counted_changes(source.tensor)) for source in members.values())

@@ -1,0 +1,483 @@
+"""Where a data loader is: asked of loaders that know it, counted for all, and kept with the generators of the epoch.
+
+A loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is sent to its place. For any other the epoch is begun
+again, and as many batches as had been given out are loaded and thrown away. Both make an iterator in the middle of an
+epoch, and that draws random numbers, which the run that was never stopped drew when the epoch began. So the generators
+are set to what they were at that time before the iterator is made, and to what training had when it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from types import GeneratorType
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckptstore.errors import FormatError
+from ckptstore.host.caller_warnings import DeterminismWarning, warn
+from ckptstore.training import rng
+from ckptstore.training.loaders import loader_facts
+from ckptstore.training.loaders.loader_facts import Difference
+from ckptstore.training.loaders.loader_plans import FORMAT, LoaderPlan, is_stateful, keeps_iterator, planned, read
+from ckptstore.training.loaders.rest_of_epoch import RestOfEpoch
+
+__all__ = ["CountedBatches", "counted", "is_stateful"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
+_OWN: Final = frozenset({"loader", "epoch", "given"})
+
+
+class CountedBatches:
+    """Gives out a loader's batches, epoch by epoch, and counts them. Iterate over this, not over the loader.
+
+    All other attributes are the loader's. One iteration at a time: a second one begins the next epoch. What shuffles
+    has to draw when the epoch begins, as torch's samplers do, from the global generators or from one that the loader,
+    its sampler or its dataset has as an attribute.
+
+    Attributes:
+        loader: what gives the batches.
+        epoch: epochs that were begun before the present one (the loader's own attribute, if it has one of this name).
+        given: batches of it that were given out (likewise).
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._made_with = loader_facts.made(loader)
+        self._epoch = self._given = self._start = 0
+        self._finished = False
+        self._begun: dict[str, Any] | None = None
+        self._facts: dict[str, Any] | None = None  # of the epoch
+        self._made = False  # whether this process has made an iterator
+        self._asked = False  # whether `state_dict` has made the one of the epoch
+        self._raises = False  # whether the loader's state_dict is of no use
+        self._sent: Mapping[str, Any] | None = None  # the state to continue from
+        self._plan = LoaderPlan("next")
+        self._was_sent = False
+        self._turn = object()  # the iteration that counts
+        self._stale = False
+        self._rest: RestOfEpoch | None = None
+        self._remarks: list[str] = []
+        self._said_workers = False
+        self._saved_with: Mapping[str, Any] | None = None  # the global generators in the checkpoint of the last step
+        self._said_drawn = False
+
+    # -- as the loader
+
+    def __len__(self) -> int:
+        return len(self.loader)  # the loader's own error, if it has no length
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)  # a copy that is being made has none yet
+        try:
+            return getattr(self.loader, name)
+        except AttributeError:
+            if name not in _OWN:
+                raise
+        return self._epoch if name == "epoch" else self._given
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loader" or name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        turn = self._turn = object()
+        self._stale = False
+        self.saved(None)  # what is drawn between epochs, a resumed run may draw as well
+        batches = self._new_epoch() if self._sent is None else self._continued(self._sent)
+        while True:
+            if self._turn is turn:
+                self._check_drawn()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if self._turn is turn:
+                    self._finished = True
+                return
+            if self._turn is turn:
+                self._given += 1
+            else:
+                self._passed_by()
+            yield batch
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has iterated over this, since it was made or sent to a place, and somebody should have.
+
+        A loader that cannot be iterated over gives its batches in a way of its own. One with ``state_dict`` that is not
+        torch's may draw nothing while it makes an iterator: it is asked about only in a run that was resumed.
+        """
+        if not self._is_iterable():
+            return False
+        idle = self._sent is not None or (self._begun is None and not self._made) or self._asked
+        return idle and (not is_stateful(self.loader) or isinstance(self.loader, DataLoader) or self._was_sent)
+
+    # -- its state
+
+    def state_dict(self) -> Any:
+        """Where it is, and what decides which samples come next.
+
+        ``epoch``, ``given`` (batches), ``start`` (samples before the first of these batches), ``finished`` (the epoch),
+        ``begun`` (the generators as the epoch found them), ``own`` (the loader's generators now), ``inner`` (the
+        loader's own state, if it has one), ``facts`` (see `loader_facts`). A loader that nobody can iterate over has
+        its own state alone.
+        """
+        if not self._is_iterable():
+            return self.loader.state_dict()
+        inner = self._inner()
+        own = loader_facts.own_generators(self.loader)
+        return {
+            "format": FORMAT,
+            "epoch": self._epoch,
+            "given": self._given,
+            "start": self._start,
+            "finished": self._finished,
+            "begun": self._begun,
+            "own": {name: rng.state_of(one) for name, one in own.items()},
+            "inner": inner,
+            "facts": self._facts or self._facts_now(contents=False),  # of no epoch yet
+        }
+
+    def compare(self, state: Any) -> list[Difference]:
+        """What has changed in the loader since a state was saved, and what follows from it. Changes nothing.
+
+        Raises:
+            FormatError: it is no state that this loader can continue from.
+        """
+        return list(planned(self.loader, read(state), self._made_with).differences)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go there: the next iteration gives the rest of the epoch.
+
+        Raises:
+            FormatError: it is no state that this loader can continue from.
+            and what the loader's own ``load_state_dict`` raises.
+        """
+        saved = read(state)
+        plan = planned(self.loader, saved, self._made_with)
+        self._leave_rest()
+        leave: frozenset[str] = frozenset()
+        if is_stateful(self.loader) and isinstance(self.loader, DataLoader):
+            self._made = False  # it forgets its iterator
+            if not plan.asks:
+                forget: Any = self.loader
+                with contextlib.suppress(Exception):  # a place that it was sent to before, and has not gone to
+                    forget.load_state_dict({})
+        if plan.asks:
+            plan, leave = self._ask(saved, plan)
+        self._set_own(saved["own"], leave)
+        self._sent, self._plan, self._was_sent = saved, plan, True
+        self._epoch, self._given, self._start = saved["epoch"], saved["given"], saved["start"]
+        self._finished, self._begun, self._facts = saved["finished"], saved["begun"], saved["facts"]
+        self._asked = False
+        self._turn, self._stale = object(), True
+        self._remarks = self._said(saved, plan)
+
+    def remark(self) -> None:
+        """Say (`DeterminismWarning`, once) why the run that was resumed cannot be the one that was saved."""
+        remarks, self._remarks = self._remarks, []
+        if remarks:
+            warn("; ".join(remarks), DeterminismWarning)
+
+    def saved(self, generators: Mapping[str, Any] | None) -> None:
+        """The step was saved with these global generators (`rng.gathered`); None: it was not, or they were restored."""
+        self._saved_with = generators
+
+    # -- an epoch
+
+    def _new_epoch(self) -> Iterator[Any]:
+        """An epoch from its beginning."""
+        self._leave_rest()
+        if self._asked:
+            self._asked = False
+            return iter(self.loader)
+        self._epoch += self._begun is not None
+        return self._begin()
+
+    def _begin(self) -> Iterator[Any]:
+        self._given = self._start = 0
+        self._finished = False
+        self._facts = self._facts_now()
+        self._begun = self._generators()
+        batches: Iterator[Any] = iter(self.loader)
+        self._made = True
+        return batches
+
+    def _continued(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        """What a run that was resumed begins with."""
+        self._sent = None
+        plan, now = self._plan, self._generators()
+        if plan.way == "next" and self._begun is not None:
+            self._epoch += 1
+            again = plan.asks and isinstance(self.loader, DataLoader)
+            created = keeps_iterator(self.loader) and not self._made
+            if created and not again and self._is_stream():
+                # Its iterator is not made twice: worker processes would read ahead in the dataset.
+                batches = self._begin()
+                self._set(now)
+                return batches
+            if again or created:
+                # Prevents: draws that the run made in an earlier epoch (the only iterator over persistent workers), or
+                # that it never made (torchdata continues the epoch that is over before it begins the next).
+                self._make()
+                self._set(now)
+        if plan.way in ("next", "anew"):
+            return self._begin()
+        begun = saved["begun"]
+        if begun is not None:
+            self._at_its_beginning(begun, plan)
+        if plan.way == "samples":
+            self._given, self._start = 0, plan.skipped
+        batches = self._batches()
+        if plan.way == "samples" or plan.differences or self._facts is None:
+            self._facts = self._facts_now()
+        if plan.way == "counted":
+            self._given = plan.skipped
+            for number in range(plan.skipped):
+                if next(batches, self) is self:
+                    raise FormatError(f"the loader ends after {number} batches, and {plan.skipped} had been given out")
+        lazy = plan.way == "inner" and isinstance(batches, GeneratorType)
+        if lazy and isinstance(self.loader, DataLoader):
+            batches = self._first_taken(batches)
+        self._set(now)  # what training has drawn meanwhile, dropout above all, was not drawn again
+        return self._first_watched(batches) if lazy and not isinstance(self.loader, DataLoader) else batches
+
+    def _at_its_beginning(self, begun: Mapping[str, Any], plan: LoaderPlan) -> None:
+        """Set everything to what it was when the epoch began."""
+        sampler = loader_facts.sampler_of(self.loader)
+        epoch = begun.get("sampler_epoch")
+        if epoch is not None and callable(getattr(sampler, "set_epoch", None)) and sampler.epoch != epoch:
+            now = sampler.epoch
+            sampler.set_epoch(epoch)
+            self._remarks.append(
+                f"the sampler's epoch was set to {now}, but the checkpoint is in the middle of epoch {epoch}, which "
+                f"continues: call set_epoch({epoch}) for it, and count on from there"
+            )
+            self.remark()
+        self._set(begun)
+        created = begun.get("created", True)
+        if plan.way == "inner" or not keeps_iterator(self.loader) or created != self._made or self._is_stream():
+            return
+        if created:
+            one: Any = [0]
+            iter(DataLoader(one, generator=self.loader.generator))  # draws what making the iterator has drawn
+        else:
+            self._make()  # it was made in an earlier epoch
+            self._set(begun)
+
+    def _is_stream(self) -> bool:
+        """Whether the order of its samples is the dataset's, which no sampler draws."""
+        return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+
+    def _make(self) -> None:
+        """Have the loader make an iterator, for what that draws and begins."""
+        iter(self.loader)
+        self._made = True
+
+    def _batches(self) -> Iterator[Any]:
+        """An iterator over the epoch, without its first samples if they are to be left out."""
+        batches = loader_facts.batch_sampler(self.loader)
+        if self._start and batches is not None:
+            self._rest = RestOfEpoch(batches, self._start)
+        found: Iterator[Any] = iter(self.loader)
+        self._made = True
+        if self._rest is not None:
+            self._rest.draw()
+        return found
+
+    def _first_taken(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same, the first batch taken: a loader that wraps torch's makes the iterator only then."""
+        first = list(itertools.islice(batches, 1))
+        drawn = str(loader_facts.order(self.loader)).startswith(("shuffled by torch.", "that of"))
+        if drawn and getattr(loader_facts.sampler_of(self.loader), "generator", None) is None:
+            lost = (
+                "its sampler takes its order from the global generators: give it a generator= of its own, or samples "
+            )
+            lost += "may come a second time in this epoch, or not at all"
+        else:
+            lost = "if loading a sample draws random numbers (augmentation), the first batches of this run have others"
+        self._remarks.append(
+            f"{type(self.loader).__name__} makes its iterator when the first batch is asked for: {lost}"
+        )
+        self.remark()
+        return itertools.chain(first, batches)
+
+    def _first_watched(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same; if something is drawn when the first batch is asked for, nobody knows for what: that is told."""
+        before = rng.gathered()
+        first = list(itertools.islice(batches, 1))
+        if not rng.equal(before, rng.gathered()):
+            self._remarks.append(
+                f"{type(self.loader).__name__}.__iter__ is a generator, and random numbers were drawn when its first "
+                "batch was asked for: if they were not for that batch (but to shuffle, say), the random numbers of "
+                "this run are others. Draw when the epoch begins, or keep what was drawn in state_dict"
+            )
+            self.remark()
+        yield from first
+        yield from batches
+
+    def _leave_rest(self) -> None:
+        if self._rest is not None:
+            self._rest.remove()
+            self._rest = None
+
+    def _passed_by(self) -> None:
+        """Another iteration, or a place that this was sent to, has come between two batches of one."""
+        if self._stale:
+            self._stale = False
+            warn(
+                "an iterator over Checkpointer.loader that was made before resume() or rollback() is used after it: "
+                "its batches are not those that follow the checkpoint. Make a new one: iter(checkpointer.loader)",
+                DeterminismWarning,
+            )
+
+    def _check_drawn(self) -> None:
+        """Warn, once, of random numbers that were drawn after the step was saved, in the middle of an epoch."""
+        saved, self._saved_with = self._saved_with, None
+        if saved is None or self._said_drawn or (name := rng.moved(saved)) is None:
+            return
+        self._said_drawn = True
+        # Prevents: other losses after a resume, without a word.
+        warn(
+            f"random numbers were drawn ({name}'s global generator) between checkpointer.step() and the next batch, "
+            "as by a DataLoader for validation: a run resumed from that step does not repeat it, and its losses "
+            "differ from there on (unless its loop draws the same before it asks for its first batch). Do it before "
+            "checkpointer.step(), or give that loader a generator= of its own",
+            DeterminismWarning,
+        )
+
+    def _facts_now(self, *, contents: bool = True) -> dict[str, Any]:
+        return loader_facts.facts(self.loader, contents=contents, made=self._made_with)
+
+    def _is_iterable(self) -> bool:
+        kind = type(self.loader)
+        return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+
+    # -- generators
+
+    def _generators(self) -> dict[str, Any]:
+        own = loader_facts.own_generators(self.loader)
+        sampler = loader_facts.sampler_of(self.loader)
+        epoch = getattr(sampler, "epoch", None)
+        return {
+            "global": rng.gathered(),
+            "own": {name: rng.state_of(one) for name, one in own.items()},
+            "sampler_epoch": epoch if isinstance(epoch, int) and hasattr(sampler, "set_epoch") else None,
+            "created": not self._made,
+        }
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        rng.restored(state["global"])
+        self._set_own(state["own"])
+
+    def _set_own(self, states: Any, leave: frozenset[str] = frozenset()) -> None:
+        own = loader_facts.own_generators(self.loader)
+        if not isinstance(states, Mapping):  # of an earlier version: torch's, without names
+            found = [one for one in own.values() if isinstance(one, torch.Generator)]
+            for generator, state in zip(found, states, strict=False):
+                rng.set_state(generator, state)
+            return
+        for name, one in own.items():
+            if name in states and name not in leave:
+                rng.set_state(one, states[name])
+
+    # -- going on
+
+    def _inner(self) -> Any:
+        """The loader's own state; None: it has none, or none that is of use."""
+        if not is_stateful(self.loader) or self._raises or self._start:
+            return None  # with a start: what the loader counts does not begin with the epoch's first sample
+        sent = self._sent
+        if sent is not None and self._plan.way != "inner":
+            return sent["inner"]  # nobody has iterated since
+        if not isinstance(self.loader, DataLoader) or (sent is None and self._begun is not None):
+            return self._asked_for()
+        # Prevents: random numbers that a save takes from training, or that a resumed run draws otherwise. torchdata
+        # makes an iterator when it is asked before there is one, and that iterator is what is iterated over next.
+        now = self._generators()
+        if sent is not None and sent["begun"] is not None:
+            self._set(sent["begun"])
+        before = rng.gathered()
+        state = self._asked_for()
+        drew = not rng.equal(before, rng.gathered())
+        if sent is not None:
+            self._set(now)
+        elif drew:
+            self._begun, self._facts = now, self._facts_now()
+        if drew:
+            self._sent, self._asked, self._made = None, True, True
+        return state
+
+    def _asked_for(self) -> Any:
+        try:
+            return self.loader.state_dict()
+        except Exception as error:  # noqa: BLE001  # whatever it is, counting does without it
+            self._raises = True
+            _LOG.warning(
+                "%s.state_dict() raises %s: %s. Its batches are counted: a resumed run loads the epoch's batches again "
+                "up to its place",
+                type(self.loader).__name__,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def _ask(self, saved: Mapping[str, Any], plan: LoaderPlan) -> tuple[LoaderPlan, frozenset[str]]:
+        """Give the loader its own state -> the plan, another if it does not take it; generators that it has set."""
+        before = {name: rng.state_of(one) for name, one in loader_facts.own_generators(self.loader).items()}
+        try:
+            self.loader.load_state_dict(saved["inner"])
+        except Exception as error:
+            if saved["begun"] is None:
+                raise
+            _LOG.warning(
+                "%s.load_state_dict() raises %s: %s. The epoch's batches up to its place are loaded again",
+                type(self.loader).__name__,
+                type(error).__name__,
+                error,
+            )
+            plan = plan._replace(way="counted" if plan.way == "inner" else plan.way, asks=False, skipped=saved["given"])
+        # They may be set to where the epoch began, and used when the iterator is made.
+        after = loader_facts.own_generators(self.loader).items()
+        return plan, frozenset(name for name, one in after if not rng.equal(rng.state_of(one), before.get(name)))
+
+    def _said(self, saved: Mapping[str, Any], plan: LoaderPlan) -> list[str]:
+        """What is to be told of a plan."""
+        said = [one.sentence for one in plan.differences]
+        created = saved["begun"] is None or saved["begun"].get("created", True)
+        fresh = plan.way == "inner" or (plan.way == "counted" and keeps_iterator(self.loader) and not created)
+        workers = getattr(self.loader, "num_workers", 0)
+        if not said and fresh and workers and saved["given"] and not self._said_workers:
+            self._said_workers = True
+            said.append(
+                f"the random generators of the loader's {workers} worker processes begin anew, because nobody can ask "
+                "these processes for them. The samples and their order are those of the run that was saved; but if "
+                "loading a sample draws random numbers (augmentation), it draws others. Draw them from the sample's "
+                "index, use num_workers=0, or filter this warning if loading a sample draws nothing"
+            )
+        return said
+
+
+class _CountedIterator(CountedBatches):
+    """Of a loader that is its own iterator: `next` asks it for the next batch, too."""
+
+    _running: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._running is None or self._sent is not None:
+            self._running = CountedBatches.__iter__(self)
+        return next(self._running)
+
+
+def counted(loader: Any) -> CountedBatches:
+    """What to iterate over in place of a loader."""
+    if isinstance(loader, CountedBatches):
+        return loader  # of another Checkpointer
+    return (_CountedIterator if hasattr(type(loader), "__next__") else CountedBatches)(loader)

@@ -1,0 +1,187 @@
+"""How a data loader continues from a saved state: what it can be asked for, what is counted, what changes have done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckptstore.errors import FormatError
+from ckptstore.training.loaders import loader_facts
+from ckptstore.training.loaders.loader_facts import Difference
+from ckptstore.training.loaders.rest_of_epoch import padding
+
+__all__ = ["FORMAT", "LoaderPlan", "is_stateful", "keeps_iterator", "planned", "read"]
+
+FORMAT: Final = 2
+
+
+def is_stateful(value: object) -> bool:
+    """Whether it says where it is, and can be sent there."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def keeps_iterator(loader: Any) -> bool:
+    """Whether it makes an iterator once, with worker processes that outlive an epoch."""
+    return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
+
+
+class LoaderPlan(NamedTuple):
+    """How a loader continues.
+
+    Attributes:
+        way: ``inner``: where its own state sends it. ``counted``: batches are loaded and thrown away. ``samples``:
+            indices are left out. ``anew``: the epoch begins once more. ``next``: it was over, or had not begun.
+        asks: its own state is given back to it.
+        skipped: batches (``counted``) or samples (``samples``) to leave out.
+        differences: what has changed in the loader.
+    """
+
+    way: str
+    asks: bool = False
+    skipped: int = 0
+    differences: tuple[Difference, ...] = ()
+
+
+def planned(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) -> LoaderPlan:
+    """How the loader continues from a state.
+
+    Args:
+        made: see `loader_facts.made`.
+    """
+    before = saved["facts"]
+    now = loader_facts.facts(loader, made=made, beside=before)
+    asks = _usable(loader, saved, now)
+    changed = [] if before is None else loader_facts.differences(before, now)
+    if asks and before is not None and str(now["order"]).startswith("shuffled by torchdata."):
+        # Its state says how its order was drawn.
+        changed = [] if changed == [loader_facts.redrawn(before, now)] else changed
+    if saved["begun"] is None:
+        if saved["inner"] is not None and not asks:
+            raise FormatError(
+                f"loader: the checkpoint holds the state of a loader that says where it is, and "
+                f"{type(loader).__name__} cannot be sent there. Give the loader that was saved, with as many "
+                "worker processes, or leave loader= out"
+            )
+        said = _told(changed, "its own state says where it continues", prevents=True) if asks else ()
+        return LoaderPlan("inner" if asks else "next", asks, 0, said)
+    if saved["finished"]:
+        keeps = asks and (not isinstance(loader, DataLoader) or _keeps_state(loader))
+        return LoaderPlan("next", keeps, 0, _told(changed, "another epoch begins with that", prevents=False))
+    if not changed:
+        return LoaderPlan("inner" if asks else "counted", asks, saved["given"])
+    assert before is not None
+    return _changed(loader, saved, asks, changed, before, now)
+
+
+def _changed(
+    loader: Any,
+    saved: Mapping[str, Any],
+    asks: bool,
+    changed: list[str],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+) -> LoaderPlan:
+    """How it continues in the middle of an epoch if it is not what it was."""
+    position, given = loader_facts.position(saved), saved["given"]
+    if not loader_facts.same_order(before, now):
+        out = f"{given} batches" if position is None else f"{position} samples"
+        what = (
+            f"the epoch begins anew: the {out} that were given out come a second time if the loader "
+            "still has them, and none is left out"
+            if given
+            else "the epoch begins anew, and nothing of it had been given out"
+        )
+        return LoaderPlan("anew", False, 0, _told(changed, what, prevents=True))
+    apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
+    known = not apart or all(one["shared"] or one["ranks"] == 1 for one in (before, now))
+    if position is not None and known and loader_facts.batch_sampler(loader) is not None:
+        return LoaderPlan("samples", False, position, _told(changed, _exactly(position, now), prevents=False))
+    size, new = before["batch_size"], now["batch_size"]
+    if asks and size != new and isinstance(loader, DataLoader):
+        asks = _keeps_state(loader)  # torchdata counts batches where nothing else says where it is
+    count, again = given, 0
+    if asks:
+        what = "its own state says where it continues" if size != new else f"the epoch continues after batch {given}"
+    elif size == new or size is None or new is None:
+        what = f"the epoch continues after {given} batches"
+    else:
+        count, again = divmod(given * size, new)
+        twice = f"{again} of the {given * size} samples that were given out come a second time"
+        if not again:
+            twice = f"none of the {given * size} samples that were given out comes a second time"
+        what = f"the epoch continues after {count} batches of {new} samples: {twice}, and none is left out"
+    divided = before["workers"] != now["workers"] and isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if divided:
+        what += (
+            ": if the worker processes divide the samples of this IterableDataset among them, others were given out "
+            "before, so some may come a second time, or not at all"
+        )
+    stream = bool(loader_facts.other_stream(before, now))
+    if stream:
+        what += ". If that changes the order of its samples, some may come a second time, or not at all"
+    if not known:
+        what = (
+            "each rank continues where an earlier rank was: which samples the others gave out is not known, so some "
+            "may come a second time, or not at all"
+        )
+    inexact = not known or divided or stream or bool(again) or (size != new and (asks or size is None or new is None))
+    return LoaderPlan("inner" if asks else "counted", asks, count, _told(changed, what, prevents=inexact))
+
+
+def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the loader can be sent to the place that its own state names."""
+    if saved["inner"] is None or not is_stateful(loader):
+        return False
+    before, begun = saved["facts"], saved["begun"]
+    if before is None or not isinstance(loader, DataLoader):
+        return True
+    if before["kind"] != now["kind"] or before["workers"] != now["workers"]:
+        return False
+    # With persistent workers a later epoch begins without a draw that making an iterator begins with, and torch's
+    # own sampler takes its seed after it.
+    drawn = str(before["order"]).startswith(("shuffled by torch.", "that of"))
+    return not (keeps_iterator(loader) and begun is not None and not begun["created"] and drawn)
+
+
+def read(state: Any) -> Mapping[str, Any]:
+    """A loader's state, of whatever version."""
+    if isinstance(state, Mapping) and state.get("format") == FORMAT and "begun" in state:
+        return state
+    empty: dict[str, Any] = {"epoch": 0, "given": 0, "start": 0, "finished": False, "begun": None, "own": {}}
+    empty |= {"inner": None, "facts": None}
+    if isinstance(state, Mapping) and set(state) == {"epoch", "given", "begun"}:
+        return {**empty, **state}  # of an earlier version, which counted
+    return {**empty, "inner": state}  # of an earlier version: the loader's own
+
+
+def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
+    """What has changed, and what follows from it; nothing, if nothing has."""
+    if not changed:
+        return ()
+    return (*(Difference(f"loader: {one}", False) for one in changed), Difference(what, prevents))
+
+
+def _exactly(position: int, now: Mapping[str, Any]) -> str:
+    """Says that an epoch continues after a sample of its order."""
+    all_samples = now["samples"] if now["shared"] else now["epoch_samples"]
+    if all_samples is None:
+        return f"the epoch continues after the {position} samples that were given out"
+    left, ranks = all_samples - position, now["ranks"] if now["shared"] else 1
+    if left <= 0:
+        return f"all samples of the epoch were given out ({position})"
+    more = padding(left, ranks, drop_last=bool(now["drop_last_share"]))
+    dropped = -min(more, 0)
+    if now["drop_last"]:
+        dropped += (left + more) // ranks % now["batch_size"] * ranks
+    said = f"the epoch continues after the {position} samples that were given out: the other {left} come once each"
+    if dropped:
+        said += f", but for {dropped} that drop_last leaves out"
+    return f"{said}, and {more} samples a second time, so that each rank has as many" if more > 0 else said
+
+
+def _keeps_state(loader: DataLoader[Any]) -> bool:
+    """Whether a part of it may carry something from one epoch to the next."""
+    parts = (loader.dataset, loader.sampler, loader.batch_sampler)
+    return any(callable(getattr(one, "load_state_dict", None)) for one in parts)

@@ -1,0 +1,4 @@
+"""Strategy ``replica``: the agent repeats the optimizers' steps from the gradients.
+
+Imports what `training` does.
+"""

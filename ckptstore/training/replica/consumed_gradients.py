@@ -1,0 +1,253 @@
+"""What the optimizers of a step consumed, on its way to the agent: gradients as they become final, and numbers.
+
+A gradient is copied during backward, when it was accumulated. What counts is what the optimizer consumes: before its
+step each gradient is looked at, and copied (again) if it is another one than was copied, or has been changed since by
+another micro-batch, or by clipping. Where that is so in step after step, nothing is copied before any more; nor where a
+``GradScaler`` unscales gradients, which torch does not count as a change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
+from ckptstore.agent.client.replica_client import ReplicaClient
+from ckptstore.errors import UnsupportedStateError
+from ckptstore.frameworks.torch_optimizers import settings_of
+from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
+from ckptstore.host.batched_copies import Gathering
+from ckptstore.training.replica.replicable_state import Replicable
+
+__all__ = ["ConsumedGradients", "ConsumedStep"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
+_WORTH: Final = 64 << 10
+"""Bytes of a gradient that is copied by itself; smaller ones go together, before the optimizer's step."""
+_IN_VAIN: Final = 3
+"""Steps in a row whose gradients were copied during backward for nothing."""
+
+
+@dataclass(slots=True)
+class ConsumedStep:
+    """A step that is being taken.
+
+    Attributes:
+        area: where its gradients are; None: nowhere yet.
+        calls: of the optimizers' steps, as `agent.client.replica_client.ReplicaStep` has them.
+        why: why the agent cannot take it again; None: it can.
+        early: of each row whose gradient was copied during backward, where that was, and in which version.
+    """
+
+    area: BorrowedBuffer | None = None
+    calls: list[Any] = field(default_factory=list)
+    why: str | None = None
+    early: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class ConsumedGradients:
+    """Hooks of optimizers and parameters, from `attach` to `detach`. The script's thread runs them."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], pool: ThreadPoolExecutor, *, early: bool) -> None:
+        """
+        Args:
+            pool: threads that copy.
+            early: copy gradients during backward.
+        """
+        self._optimizers = list(optimizers)
+        self._pool = pool
+        self._hooks: list[Any] = []
+        self._early_hooks: list[Any] = []
+        self._replicated: ReplicaClient | None = None
+        self._rows: list[list[tuple[int, torch.Tensor, bool]]] = []
+        self._rooms: dict[int, dict[int, torch.Tensor]] = {}
+        self._step = ConsumedStep()
+        self._stashed: dict[int, Any] = {}
+        self._process = os.getpid()
+        self._in_vain = 0 if early else _IN_VAIN
+
+    def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
+        """Bring what is consumed from now on there."""
+        self.detach()
+        self._replicated = replicated
+        self._rows = [[] for _ in self._optimizers]
+        for number, (row, parameter) in enumerate(zip(form.recipe.rows, form.parameters, strict=True)):
+            self._rows[row.optimizer].append((number, parameter, row.made))
+        for place, optimizer in enumerate(self._optimizers):
+            self._hooks.append(optimizer.register_step_pre_hook(self._guarded(partial(self._before, place))))
+            self._hooks.append(optimizer.register_step_post_hook(self._guarded(partial(self._after, place))))
+        if self._in_vain >= _IN_VAIN:
+            return
+        for rows in self._rows:
+            for number, parameter, made in rows:
+                if made and parameter.requires_grad and parameter.is_leaf and parameter.nbytes >= _WORTH:
+                    hook = self._guarded(partial(self._accumulated, number))
+                    register: Any = parameter.register_post_accumulate_grad_hook  # torch has no types for it
+                    self._early_hooks.append(register(hook))
+
+    def detach(self) -> None:
+        """Take the hooks off; nothing of this stays in parameters and optimizers."""
+        for hook in (*self._hooks, *self._early_hooks):
+            hook.remove()
+        self._hooks.clear()
+        self._early_hooks.clear()
+        self.dropped()
+        self._replicated = None
+        self._rooms.clear()
+
+    def taken(self) -> ConsumedStep:
+        """What was consumed since the last time; its area is the caller's."""
+        step, self._step = self._step, ConsumedStep()
+        self._stashed.clear()
+        return step
+
+    def dropped(self) -> None:
+        """A whole state is handed over in place of what was consumed."""
+        area = self.taken().area
+        if area is not None and self._replicated is not None:
+            self._replicated.leave(area)
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        def hook(*arguments: Any) -> None:
+            if os.getpid() != self._process:
+                return  # a fork that trains: the memory is the agent's and the parent's
+            try:
+                call(*arguments)
+            except Exception as error:  # noqa: BLE001  # training's step is worth more than a replica
+                self._step.why = self._step.why or f"{type(error).__name__}: {error}"
+                _LOG.debug("a step's gradients could not be taken", exc_info=True)
+
+        return hook
+
+    # -- during backward
+
+    def _accumulated(self, row: int, parameter: torch.Tensor) -> None:
+        replicated, gradient = self._replicated, parameter.grad
+        if replicated is None or gradient is None or self._step.why is not None:
+            return
+        if self._step.area is None:
+            self._step.area = replicated.area(wait=False)
+        area = self._step.area
+        if area is None:
+            return  # the agent is behind: training waits for it before the optimizer's step, if at all
+        target = self._room(area)[row]
+        _check_form(gradient, target)
+        with torch.no_grad():
+            target.copy_(gradient)
+        self._step.early[row] = (gradient.data_ptr(), counted_changes(gradient))
+
+    def _room(self, area: BorrowedBuffer) -> dict[int, torch.Tensor]:
+        """Where each gradient goes."""
+        room = self._rooms.get(area.number)
+        if room is None:
+            assert self._replicated is not None  # whose area it is
+            recipe = self._replicated.recipe
+            room = self._rooms[area.number] = {}
+            for row, start in recipe.gradients.items():
+                one = recipe.layout.tensors[recipe.rows[row].weight]
+                room[row] = from_buffer(one.dtype, one.shape, area.memory[start : start + one.nbytes])
+        return room
+
+    # -- around the optimizer's step
+
+    def _before(
+        self, place: int, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:  # the optimizer is its first argument, too
+        replicated, step = self._replicated, self._step
+        if replicated is None or step.why is not None or replicated.lost is not None:
+            return
+        if any(one is not None for one in (*arguments[1:], named.get("closure"))):
+            step.why = "step(closure) makes gradients within the step"
+        elif any(call[0] == place for call in step.calls):
+            step.why = "an optimizer has stepped twice between two calls of Checkpointer.step"
+        if step.why is not None:
+            return
+        if step.area is None:
+            step.area = replicated.area(wait=True)
+        if step.area is None:
+            step.why = replicated.lost or "the agent has no memory for it"
+            return
+        try:
+            settings = [settings_of(optimizer, group) for group in optimizer.param_groups]
+        except UnsupportedStateError as error:
+            step.why = str(error)
+            return
+        moved = self._copied(self._rows[place], self._room(step.area))
+        scaling = [_value(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")]
+        self._stashed[place] = [place, settings, moved, scaling]
+
+    def _copied(self, rows: Sequence[tuple[int, torch.Tensor, bool]], room: Mapping[int, torch.Tensor]) -> Any:
+        """Copy what was not copied during backward -> the rows that have a gradient; None: all."""
+        early = self._step.early
+        copies: list[tuple[int, int, int]] = []
+        moved: list[int] = []
+        kept = stale = 0
+        for row, parameter, made in rows:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            moved.append(row)
+            if not made:
+                continue
+            if row in early:
+                if early[row] == (gradient.data_ptr(), counted_changes(gradient)):
+                    kept += 1
+                    continue
+                stale += 1
+            target = room[row]
+            _check_form(gradient, target)
+            if gradient.is_contiguous() and not gradient.is_neg():
+                copies.append((target.data_ptr(), gradient.data_ptr(), gradient.nbytes))
+            else:
+                target.copy_(gradient.detach())
+        if copies:
+            Gathering(copies).run(self._pool)
+        self._judge(kept, stale)
+        return None if len(moved) == len(rows) else moved
+
+    def _judge(self, kept: int, stale: int) -> None:
+        """Whether it pays to copy during backward."""
+        if kept or stale:
+            self._in_vain = self._in_vain + 1 if stale > kept else 0
+        if self._in_vain >= _IN_VAIN:
+            self.late()
+
+    def late(self) -> None:
+        """Copy nothing during backward any more."""
+        self._in_vain = _IN_VAIN
+        if self._early_hooks:
+            _LOG.debug("gradients are changed after backward (clipped, accumulated): they are copied before the step")
+        for hook in self._early_hooks:
+            hook.remove()
+        self._early_hooks.clear()
+        self._step.early.clear()
+
+    def _after(self, place: int, *_: Any) -> None:
+        call = self._stashed.pop(place, None)
+        if call is not None:
+            self._step.calls.append(call)
+        elif self._replicated is not None and self._step.why is None:
+            self._step.why = self._replicated.lost or "a step was taken that was not seen to begin"
+
+
+def _check_form(gradient: torch.Tensor, target: torch.Tensor) -> None:
+    """Raises `UnsupportedStateError` if the room that was made for a parameter's gradient is not for this one."""
+    # Prevents: bytes written beyond the room after a parameter got more elements, or read from a device's address.
+    if (gradient.dtype, gradient.shape) != (target.dtype, target.shape) or not on_host(gradient):
+        raise UnsupportedStateError(
+            f"a gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}, and its parameter was "
+            f"{target.dtype} {tuple(target.shape)} in host memory when the step before was saved"
+        )
+    if gradient.layout is not torch.strided:
+        raise UnsupportedStateError(f"a gradient is {gradient.dtype}, {gradient.layout}")
+
+
+def _value(number: Any) -> float | None:
+    return None if number is None else float(number)

@@ -1,0 +1,408 @@
+"""Saves by a replica: a step leaves the trainer as its gradients, and the agent takes the optimizers' steps again.
+
+The first state of a form is handed over whole. After that a step costs a copy of the gradients, of what no optimizer
+moves (buffers, generators, averages), and a digest of what the agent makes. The digest is taken in every step: only a
+state that is proven may be written, or handed to a successor, and the next is made of it. Whatever goes wrong, the next
+state is handed over whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ckptstore.agent.client.agent_writer import AgentWriter
+from ckptstore.agent.client.buffer_client import BorrowedBuffer
+from ckptstore.agent.client.replica_client import ReplicaClient
+from ckptstore.agent.client.replica_client import ReplicaStep as Told
+from ckptstore.agent.protocol.replica_recipe import Proof
+from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
+from ckptstore.formats.byte_text import size
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks import bridge
+from ckptstore.frameworks.torch_tensors import TorchSource
+from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
+from ckptstore.host.threads import default_threads, started_pool
+from ckptstore.training.capture.capture_plan import StatePlan
+from ckptstore.training.replica.consumed_gradients import ConsumedGradients, ConsumedStep
+from ckptstore.training.replica.replicable_state import Replicable
+from ckptstore.training.settings import SaveSettings
+from ckptstore.training.state_saves import StateSaves
+from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.writer import Writer
+
+__all__ = ["ReplicaSaves"]
+
+_LOG: Final = logging.getLogger("ckptstore.training")
+_OFTEN: Final = 2
+"""Steps after which a tensor that the agent makes wrongly is sent."""
+_PLANS: Final = 4
+"""Plans in a row that did not hold for a step: the state is taken apart in every step from then on."""
+
+
+class ReplicaSaves(StateSaves):
+    """As `StateSaves`, of states that an agent makes.
+
+    Ranks that save together have an agent each, which makes all of the state: their optimizers consume the same
+    gradients. They know nothing of one another, so what is written may depend only on what all of them are told alike:
+    every step that is due, whatever the medium's pace, and no other.
+    """
+
+    follows = True
+    given_again: tuple[type[BaseException], ...] = (AgentLostError, CancelledError)
+
+    def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
+        """See `StateSaves._begun_with`."""
+        if not isinstance(writer, AgentWriter):
+            raise UsageError("strategy='replica': an agent keeps the replica; give agent=True")
+        self._agent: AgentWriter = writer
+        if self._ranked:
+            self.given_again = (CancelledError, UnmadeStateError)
+        writer.prepare_replica()
+        self._limit = settings.max_in_flight
+        self._pool = started_pool(default_threads(), "ckptstore-replica")
+        # Of ranks gradients are final when they were averaged, which a parameter's hook does not see.
+        early = not self._captured.scaled and not self._ranked
+        self._consumed = ConsumedGradients(self._captured.optimizers, self._pool, early=early)
+        self._replicated: ReplicaClient | None = None
+        self._form: _Form | None = None
+        self._plan: StatePlan | None = None
+        self._plans_left = _PLANS
+        self._at: int | None = None  # the newest step that the agent has, or will have
+        self._held: FlatState | None = None  # that, as it was taken apart, while it is in memory alone
+        self._given_save: PendingSave | None = None  # the newest step's save, once it is given to the medium
+        self._owed = False  # it is in memory alone
+        self._wrong: Counter[str] = Counter()
+        self._remarked = False
+
+    def offer(
+        self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
+    ) -> PendingSave | None:
+        """See `StateSaves.offer`. None also if the medium is too slow for a step: the agent has it in memory alone."""
+        self._check_process()
+        began = time.monotonic()
+        persist = forced or (due and self._has_place())
+        try:
+            said = _BothLabels.of(metrics, tags)
+            self._last = (step, metrics, tags)
+            self._owed = True  # until it is given to the medium
+            try:
+                pending = self._offered(step, said, began, persist=persist, forced=forced)
+            except self._forgiven as error:  # with an earlier save
+                self._hear_of_agent(error)
+                self._at = None
+                pending = self._offered(step, said, began, persist=persist, forced=forced)
+        except BaseException:
+            self._missed()
+            raise
+        if pending is None:
+            return None
+        self._owed = False
+        if pending is not self._given_save:
+            self._given_save = pending
+            if self._retention is not None:
+                pending.when_done(self._retention.durable)
+        if pending not in self._under_way:
+            self._under_way.append(pending)
+        return pending
+
+    def _has_place(self) -> bool:
+        """Whether a step that is due is written now. Ranks wait until it can be."""
+        under_way = [one for one in self._under_way if not one.done()]
+        if not self._ranked:
+            return len(under_way) < self._limit
+        for one in under_way[: max(0, len(under_way) - self._limit + 1)]:
+            one.exception()  # which `settle` hears of
+        return True
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
+        """See `StateSaves.save`."""
+        pending = self.offer(step, metrics, tags, due=True, forced=True)
+        assert pending is not None  # it was forced
+        return pending
+
+    def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
+        """See `StateSaves.settle`. If a save failed, the next step goes whole."""
+        try:
+            lost = super().settle(again)
+        except BaseException:  # a warning that is an error
+            self._missed()
+            raise
+        if lost:
+            self._missed()
+        return lost
+
+    def _missed(self) -> None:
+        """A step has not reached the agent, and what it consumed is no part of the next: that goes whole."""
+        self._at = self._held = None
+        self._consumed.dropped()
+
+    def restored(self) -> None:
+        """See `StateSaves.restored`."""
+        self._missed()
+        self._owed = False
+
+    def wait(self) -> None:
+        """See `StateSaves.wait`: the newest step is written now, if it is in memory alone."""
+        if self._owed and self._last is not None and not self._tracker.any and not self._ended_with(self._last[0]):
+            self.save(*self._last)
+        super().wait()
+
+    def ended(self) -> None:
+        """See `StateSaves.ended`.
+
+        Ranks may end after different steps, as where one of them failed. What is in memory alone their agents write:
+        the newest step that all have (`agent.server.snapshot_keeper`).
+        """
+        if self._ranked:
+            super().wait()
+        else:
+            self.wait()
+
+    def _ended_with(self, step: int) -> bool:
+        """Whether the agent was told to end, and has written the step then: nobody may save it once more."""
+        if self._replicated is None or self._replicated.alive:
+            return False
+        newest = self._store.latest_step()
+        return newest is not None and newest >= step
+
+    def durable(self, pending: PendingSave) -> PendingSave:
+        """See `StateSaves.durable`."""
+        try:
+            return super().durable(pending)
+        except (CancelledError, UnmadeStateError):  # an agent could not make it
+            self.wait()
+            return self._under_way[-1] if self._under_way else pending
+
+    def _again(self) -> None:
+        """See `StateSaves._again`. All ranks hand it over whole, also those whose agents had made it."""
+        self._missed()
+        super()._again()
+
+    def close(self) -> None:
+        """See `StateSaves.close`."""
+        self._consumed.detach()
+        super().close()
+        self._pool.shutdown()
+
+    # -- one step
+
+    def _offered(
+        self, step: int, said: _BothLabels, began: float, *, persist: bool, forced: bool
+    ) -> PendingSave | None:
+        self._tracker.collected()
+        self._note_wrong()
+        replicated = self._replicated
+        follows = replicated is not None and replicated.alive and replicated.lost is None and self._at is not None
+        if follows and step == self._at:
+            assert replicated is not None
+            return self._persisted(replicated, step, said.labels, began) if persist else None
+        flat = self._flat(step)
+        consumed = self._consumed.taken()
+        # What has to be written is handed over whole: should the agent make another state of it, that would be
+        # known when training has gone on, and the step be lost.
+        if (
+            not forced
+            and follows
+            and self._form is not None
+            and consumed.why is None
+            and self._form.fits(flat, self._plan)
+        ):
+            assert replicated is not None
+            area = consumed.area or replicated.area(wait=True)
+            if area is not None and replicated.lost is None:
+                return self._advanced(replicated, area, step, flat, (consumed, said.labels, persist, began))
+            consumed.area = area
+        if consumed.area is not None and replicated is not None:
+            replicated.leave(consumed.area)
+        if consumed.why is not None and follows:
+            self._remark(f"{consumed.why}: such a step is handed over as a whole state, as without strategy='replica'")
+        return self._whole(step, flat, said, persist=persist or not self._ranked)
+
+    def _persisted(self, replicated: ReplicaClient, step: int, labels: Labels, began: float) -> PendingSave | None:
+        held, self._held = self._held, None
+        if held is None:
+            # Prevents: a run that ends with an error, because its last step was given to the medium before it was due.
+            return self._given_save
+        return replicated.persist(held, step, labels, began)
+
+    def _advanced(
+        self,
+        replicated: ReplicaClient,
+        area: BorrowedBuffer,
+        step: int,
+        flat: FlatState,
+        what: tuple[ConsumedStep, Labels, bool, float],
+    ) -> PendingSave | None:
+        """Send what the agent cannot make, and what proves that it makes the rest right."""
+        consumed, labels, persist, began = what
+        assert self._form is not None
+        assert self._at is not None
+        threads = torch.get_num_threads()
+        told = Told(step, self._at, consumed.calls, threads, flat, labels, persist, began)
+        try:
+            self._form.fill(area, flat, self._pool)
+            pending = replicated.advance(area, told)
+        except BaseException:
+            replicated.leave(area)
+            raise
+        self._at = step
+        self._held = None if persist else flat
+        return pending
+
+    def _whole(self, step: int, flat: FlatState, said: _BothLabels, *, persist: bool) -> PendingSave | None:
+        """Hand a whole state over, of which the agent makes the next ones."""
+        self._at = self._held = None
+        pending: PendingSave | None = None
+        if persist:
+            pending = self._writer.save_async(flat, step, metadata=said.metadata, tags=said.tags)
+        else:
+            self._agent.hold(flat, step, metadata=said.metadata, tags=said.tags)
+        form, replicated = self._form, self._replicated
+        refused = {name for name, times in self._wrong.items() if times >= _OFTEN}
+        usable = replicated is not None and replicated.alive
+        if not usable or form is None or form.refused != refused or not form.fits(flat, self._plan):
+            replicated = self._begun(flat, refused)
+        if replicated is not None:
+            replicated.again()
+            self._at = step
+            self._held = None if persist else flat
+        return pending
+
+    def _begun(self, flat: FlatState, refused: set[str]) -> ReplicaClient | None:
+        """Tell the agent how the next states are made. None: it cannot; they are handed over whole."""
+        self._consumed.detach()
+        before, self._replicated, self._form = self._replicated, None, None
+        if before is not None:
+            before.close()
+        form = _Form(Replicable.of(flat, self._captured, refused), refused)
+        try:
+            self._replicated = self._agent.replicate(form.replicable.recipe)
+        except (AgentError, MemoryError) as error:
+            self._remark(f"no replica can be kept, and every state is handed over whole: {error}")
+            return None
+        self._form = form
+        self._consumed.attach(self._replicated, form.replicable)
+        _LOG.debug("replica: %s", form)
+        return self._replicated
+
+    def _flat(self, step: int) -> FlatState:
+        """The state, taken apart: by plan where one holds."""
+        if self._plan is not None:
+            light = self._plan.taken(step, self._ranks)
+            if light is not None:
+                self._plans_left = _PLANS
+                return FlatState(light.tree, {**self._plan.tensors, **light.tensors})
+            self._plan = None
+        state = self._captured.state(step, self._ranks)
+        flat = bridge.flattened(state)
+        if self._plans_left:
+            self._plans_left -= 1
+            self._plan = StatePlan.made(self._captured, state, flat, step, self._ranks)
+        return flat
+
+    def _note_wrong(self) -> None:
+        names = [] if self._replicated is None else self._replicated.differing()
+        self._wrong.update(names)
+        if names:
+            self._consumed.late()
+            self._remark(
+                f"replica: {names[0]}{f' and {len(names) - 1} others' if len(names) > 1 else ''} became something else "
+                "than the optimizer's arithmetic says, and that step is not saved (weights that are changed beside the "
+                "optimizer: clamped, averaged, swapped; gradients that a hook changes): a whole state is handed over, "
+                "and where it happens again that tensor is sent in every step"
+            )
+
+    def _remark(self, text: str) -> None:
+        if not self._remarked:
+            self._remarked = True
+            warn(text, UnexplainedStepWarning)
+
+
+class _Form:
+    """A form of the state: what is sent of it, and what is proven.
+
+    Attributes:
+        replicable: what the agent knows of it.
+        refused: names of tensors that it is not trusted with.
+    """
+
+    def __init__(self, replicable: Replicable, refused: set[str]) -> None:
+        self.replicable = replicable
+        self.refused = refused
+        self._recipe = replicable.recipe
+        images = [replicable.sources[number].view() for number in self._recipe.made]
+        self._proof = Proof(images)
+        self._plan: StatePlan | None = None
+        self._copies: dict[int, tuple[Gathering, list[int]]] = {}
+        self._names = [one.name for one in self._recipe.layout.tensors]
+
+    def __repr__(self) -> str:
+        forms, made = self._recipe.layout.tensors, self._recipe.made
+        nbytes = sum(forms[number].nbytes for number in made)
+        return f"{len(made)} of {len(forms)} tensors are made by the agent, {size(nbytes)}"
+
+    def fits(self, flat: FlatState, plan: StatePlan | None) -> bool:
+        """Whether a state has this form. Of one that was taken by the plan of the last time that is known."""
+        if plan is not None and plan is self._plan:
+            return True
+        if not self.replicable.fits(flat):
+            return False
+        self._plan = plan
+        self._copies.clear()
+        return True
+
+    def fill(self, area: BorrowedBuffer, flat: FlatState, pool: Any) -> None:
+        """Copy what is sent to an area, and the digests of what is not."""
+        copies, others = self._standing(area)
+        copies.run(pool)
+        for number in others:
+            start, source = self._recipe.places[number], flat.tensors[self._names[number]]
+            source.read(0, area.memory[start : start + source.nbytes])
+        self._proof.into(self._recipe.digests_in(area.memory), pool)
+
+    def _standing(self, area: BorrowedBuffer) -> tuple[Gathering, list[int]]:
+        """The copies of tensors that are the same in every step, and the positions of all others that are sent."""
+        found = self._copies.get(area.number)
+        if found is not None:
+            return found
+        base = area.memory.__array_interface__["data"][0]
+        whole: list[tuple[int, int, int]] = []
+        others: list[int] = []
+        standing = {} if self._plan is None else self._plan.standing
+        for number, start in self._recipe.places.items():
+            source = standing.get(self._names[number])
+            if isinstance(source, TorchSource) and _lies_there(source):
+                whole.append((base + start, source.tensor.data_ptr(), source.nbytes))
+            else:
+                others.append(number)
+        found = self._copies[area.number] = Gathering(whole), others
+        return found
+
+
+def _lies_there(source: TorchSource) -> bool:
+    """Whether a tensor's memory has its image; not so a strided one, or one that is conjugated or negated lazily."""
+    view = source.view()
+    return view is not None and bool(view.__array_interface__["data"][0] == source.tensor.data_ptr())
+
+
+@dataclass(frozen=True, slots=True)
+class _BothLabels:
+    """What is said of a checkpoint, as it is given and as it is written."""
+
+    metadata: Mapping[str, Any] | None
+    tags: str | Sequence[str]
+    labels: Labels
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> _BothLabels:
+        metadata = {"metrics": dict(metrics)} if metrics else None
+        return cls(metadata, tags, Labels.of(metadata, tags))

@@ -1,0 +1,167 @@
+"""What an agent can make of a script's state by itself (`agent.protocol.replica_recipe`), or why it cannot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ckptstore.agent.protocol.message_fields import StateLayout
+from ckptstore.agent.protocol.replica_recipe import Recipe, Row
+from ckptstore.errors import UnsupportedStateError, UsageError
+from ckptstore.formats.optim import KINDS
+from ckptstore.formats.state import FlatState
+from ckptstore.frameworks.torch_optimizers import settings_of
+from ckptstore.frameworks.torch_tensors import TorchSource, on_host
+from ckptstore.training.capture.script_state import ScriptState
+
+__all__ = ["Replicable", "check_replicable"]
+
+_SMALL: Final = 16 << 10
+"""Bytes of a parameter below which it is sent, with all that the optimizer keeps for it: that costs no more than to
+look at its gradient, and at what the step made of it."""
+
+
+def check_replicable(captured: ScriptState) -> None:
+    """Refuse what no replica can be kept of.
+
+    Raises:
+        UsageError: with the reason, and what to do.
+    """
+    other = "take strategy='gradient' or 'delta', which are as exact"
+    if not captured.optimizers:
+        raise UsageError("strategy='replica': there is no optimizer whose steps an agent could take again")
+    if captured.sharding:
+        raise UsageError(
+            "strategy='replica': parameters are DTensors (FSDP2), and the optimizer of a rank steps its "
+            f"shards alone, which no agent does: {other}"
+        )
+    for optimizer in captured.optimizers:
+        kind = type(optimizer)
+        if kind.__name__ not in KINDS or kind is not getattr(torch.optim, kind.__name__):
+            raise UsageError(
+                f"strategy='replica': an agent takes the steps of torch.optim's {', '.join(KINDS)} again, bit for bit; "
+                f"the arithmetic of {kind.__module__}.{kind.__qualname__} is not known: {other}"
+            )
+        for group in optimizer.param_groups:
+            try:
+                settings_of(optimizer, group)
+            except UnsupportedStateError as error:
+                raise UsageError(f"strategy='replica': {kind.__qualname__}: {error}; or {other}") from error
+        devices = {str(one.device) for group in optimizer.param_groups for one in group["params"] if not on_host(one)}
+        if devices:
+            raise UsageError(
+                f"strategy='replica': parameters are on {min(devices)}, and what its kernels round is not known on the "
+                f"CPU, where the agent would take their steps: {other}"
+            )
+
+
+@dataclass(frozen=True)
+class Replicable:
+    """What is replicated of a state of one form.
+
+    Attributes:
+        recipe: what the agent is told.
+        parameters: those of the recipe's rows, in their order.
+        sources: the state's tensors by their positions: those that the agent makes are the same objects in every step.
+    """
+
+    recipe: Recipe
+    parameters: tuple[torch.Tensor, ...]
+    sources: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, flat: FlatState, captured: ScriptState, refused: Collection[str]) -> Replicable:
+        """Of a state.
+
+        Args:
+            refused: names of tensors that the agent has made wrongly before: they are sent.
+        """
+        layout = StateLayout.of(flat.tensors)
+        sources = tuple(flat.tensors.values())
+        numbers = {source.identity: number for number, source in enumerate(sources)}
+        found = list(_rows(captured.optimizers, numbers, sources))
+        uses = Counter(number for row, _, _ in found for _, number in row.slots)
+        sent = {number for number, one in enumerate(layout.tensors) if one.name in refused}
+        rows: list[Row] = []
+        made: set[int] = set()
+        for row, whole, _ in found:
+            alone = all(uses[number] == 1 and number not in sent for _, number in row.slots)
+            rows.append(Row(row.optimizer, row.group, row.slots, row.made and alone))
+            if rows[-1].made:
+                made |= whole
+        made |= set(_still(captured.models, numbers, sources, uses)) - sent
+        kinds = tuple(type(one).__name__ for one in captured.optimizers)
+        groups = tuple(len(one.param_groups) for one in captured.optimizers)
+        recipe = Recipe(layout, kinds, groups, tuple(rows), tuple(sorted(made)))
+        return cls(recipe, tuple(parameter for _, _, parameter in found), sources)
+
+    def fits(self, flat: FlatState) -> bool:
+        """Whether another state has this form, and what the agent makes is where it was."""
+        now = list(flat.tensors.values())
+        return StateLayout.of(flat.tensors) == self.recipe.layout and all(
+            now[number].identity == self.sources[number].identity for number in self._watched
+        )
+
+    @property
+    def _watched(self) -> Iterator[int]:
+        yield from self.recipe.made
+        yield from (row.weight for row in self.recipe.rows)
+
+
+def _rows(
+    optimizers: Sequence[torch.optim.Optimizer], numbers: Mapping[Any, int], sources: Sequence[Any]
+) -> Iterator[tuple[Row, set[int], torch.Tensor]]:
+    """The parameters that are in the state, and for each the tensors of its size, and itself."""
+    for place, optimizer in enumerate(optimizers):
+        for group, settings in enumerate(optimizer.param_groups):
+            for parameter in settings["params"]:
+                weight = numbers.get(_identity(parameter))
+                if weight is None:
+                    continue
+                slots, whole, known = [("weight", weight)], {weight}, _plain(parameter)
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if value is None:
+                        continue
+                    number = numbers.get(_identity(value)) if isinstance(value, torch.Tensor) else None
+                    if number is None:
+                        known = False
+                        continue
+                    slots.append((name, number))
+                    if value.numel() != 1:
+                        whole.add(number)
+                        known = known and _plain(value) and value.shape == parameter.shape
+                big = sources[weight].nbytes >= _SMALL
+                yield Row(place, group, tuple(slots), known and big), whole, parameter
+
+
+def _still(
+    models: Sequence[torch.nn.Module], numbers: Mapping[Any, int], sources: Sequence[Any], moved: Mapping[int, int]
+) -> Iterator[int]:
+    """Parameters that no optimizer moves: frozen ones, most likely."""
+    for model in models:
+        for parameter in model.parameters():
+            number = numbers.get(_identity(parameter))
+            if number is not None and number not in moved and sources[number].nbytes >= _SMALL and _plain(parameter):
+                yield number
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether the agent's copy of it is the same to a kernel: of torch's own type, in one piece, of real numbers."""
+    kind = type(tensor)
+    return (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and on_host(tensor)
+        and tensor.is_contiguous()
+        and tensor.is_floating_point()
+    )
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    try:
+        return TorchSource(tensor).identity
+    except UnsupportedStateError:
+        return None

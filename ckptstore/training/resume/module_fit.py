@@ -1,0 +1,236 @@
+"""A module beside its state in a checkpoint. See `part_fit`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from ckptstore.restore.load_targets import distinct_elements
+from ckptstore.training.parameter_names import bare, bare_names, bare_state
+from ckptstore.training.resume.part_fit import Undo, described_form, form_of, some, uncastable
+
+__all__ = ["ModuleFit", "described", "otherwise_trained"]
+
+_LOADING: Final = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
+_HOOKS: Final = "_load_state_dict_pre_hooks"
+
+
+def described(module: torch.nn.Module) -> dict[str, Any]:
+    """What a checkpoint says of a module beside its state: which parameters are frozen, or which are not (the shorter
+    list)."""
+    kinds = _trained(module)
+    frozen, trained = ([name for name, one in kinds.items() if one is wanted] for wanted in (False, True))
+    return {"frozen": frozen} if len(frozen) <= len(trained) else {"trained": trained}
+
+
+def otherwise_trained(path: str, module: torch.nn.Module, about: Any, saved: Any) -> list[str]:
+    """What is frozen, or trained, and was not when the checkpoint was saved. The script's choice stays.
+
+    Args:
+        about: what `described` said of it; anything else: an old checkpoint, of which nobody knows.
+        saved: the checkpoint's state of it: other parameters are told of elsewhere.
+    """
+    if not isinstance(about, Mapping) or not isinstance(saved, Mapping):
+        return []
+    member, was = ("frozen", False) if "frozen" in about else ("trained", True)
+    listed = about.get(member)
+    if not isinstance(listed, list | tuple):
+        return []
+    names = set(bare_state(saved))
+    before = {name: was if name in set(listed) else not was for name in names}
+    now = {name: one for name, one in _trained(module).items() if name in names}
+    told = []
+    for wanted in (True, False):
+        mine, its = ("trained", "frozen") if wanted else ("frozen", "trained")
+        differ = [f"{path}.{name}" for name, one in now.items() if one is wanted is not before[name]]
+        if differ:
+            is_or_are = "parameter is" if len(differ) == 1 else "parameters are"
+            told.append(
+                f"{len(differ)} {is_or_are} {mine} in the script, and {its} in the checkpoint (requires_grad): "
+                f"{some(differ, 3)}"
+            )
+    return told
+
+
+def _trained(module: torch.nn.Module) -> dict[str, bool]:
+    """Name -> whether the parameter has a gradient."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    names = bare_names(parameters)
+    return {names[name]: one.requires_grad for name, one in parameters.items()}
+
+
+class ModuleFit:
+    """See `Fit`.
+
+    Attributes:
+        fitting: what is restored of the checkpoint's state, by the names that the module has for it.
+    """
+
+    def __init__(self, path: str, module: torch.nn.Module, state: Any) -> None:
+        """Compare. Nothing is changed."""
+        self.part = path.partition("[")[0].partition(".")[0]
+        self.path = path
+        self.differences: list[str] = []
+        self.casts: list[tuple[str, torch.dtype, torch.dtype]] = []
+        self._module = module
+        self._state = state
+        self._own = list(_own_ways(module))
+        self.foreign = bool(self._own)
+        self.fitting: dict[str, Any] = {}
+        self._repeated: dict[str, torch.Tensor] = {}  # of which several elements are one in memory
+        self._whole = "" in self._own
+        if not self._whole:
+            self._compare()
+        elif isinstance(state, Mapping):
+            self.fitting = dict(state)
+
+    @property
+    def live(self) -> dict[str, Any]:
+        """The module's own tensors, by the names that it has for them."""
+        state = self._module.state_dict() if self._whole else _flat_state(self._module)
+        return {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in state.items()}
+
+    def remember(self) -> Undo:
+        """See `Fit`. It takes a copy of the module's tensors."""
+        tensors = [one for one in (*self._module.parameters(), *self._module.buffers()) if form_of(one) is not None]
+        found = [(one, one.data, one.detach().clone()) for one in tensors if not _repeats(one)]
+        views = [(one, one.data) for one in tensors if _repeats(one)]
+        own = [one for one in self._module.modules() if _keeps_more(one)]
+        more = [(one, copy.deepcopy(one.get_extra_state())) for one in own]
+
+        def undo() -> None:
+            with torch.no_grad():
+                for tensor, data, before in found:
+                    tensor.data = data
+                    tensor.copy_(before)
+                for tensor, data in views:
+                    tensor.data = data
+            for module, state in more:
+                module.set_extra_state(state)
+
+        return undo
+
+    def put(self) -> None:
+        """See `Fit`."""
+        if self._whole:
+            self._module.load_state_dict(self._state)
+            return
+        partial = bool(self.differences)
+        fitting = {name: one for name, one in self.fitting.items() if name not in self._repeated}
+        answer = self._module.load_state_dict(fitting, strict=not partial and not self._repeated)
+        # Prevents: a tensor that the module's own way of loading left alone, without a word.
+        missing = [name for name in answer.missing_keys if name not in self._repeated]
+        if not partial and (missing or answer.unexpected_keys):
+            raise RuntimeError(f"{self.path}: not restored: {', '.join([*missing, *answer.unexpected_keys][:8])}")
+        for name, tensor in self._repeated.items():  # what they are views of may have been restored by now
+            saved = self.fitting[name]
+            if not torch.equal(tensor.detach(), saved.to(tensor.device, tensor.dtype)):
+                tensor.data = saved.to(tensor.device, tensor.dtype, copy=True)
+
+    def _compare(self) -> None:
+        live = _flat_state(self._module)
+        if not isinstance(self._state, Mapping):
+            self.differences.append(f"{self.path}: a {type(self._state).__name__} in the checkpoint, not a module's")
+            return
+        saved = bare_state(self._state)
+        names = bare_names(live)
+        first: dict[Any, str] = {}
+        for name, tensor in live.items():
+            self._compare_one(name, names[name], tensor, saved, first)
+        known = set(names.values())
+        for name, value in saved.items():
+            if name in known:
+                continue
+            if self._is_own(name):
+                self.fitting[name] = value  # its module's own way of loading knows what to do with it
+            else:
+                self.differences.append(f"{self.path}.{name}: the script's has none (checkpoint: {_form(value)})")
+
+    def _compare_one(self, name: str, plain: str, live: Any, saved: Mapping[str, Any], first: dict[Any, str]) -> None:
+        path = f"{self.path}.{plain}"
+        if plain not in saved:
+            if not self._is_own(plain):
+                self.differences.append(f"{path}: the checkpoint has none (script: {_form(live)})")
+            return
+        value = saved[plain]
+        if self._is_own(plain) or not isinstance(live, torch.Tensor) or torch.nn.parameter.is_lazy(live):
+            self.fitting[name] = value
+            return
+        mine, its = form_of(live), form_of(value)
+        if mine is None or its is None or mine[1] != its[1]:
+            self.differences.append(f"{path}: {_form(value)} in the checkpoint, {_form(live)} in the script")
+        elif live.is_meta:
+            self.differences.append(f"{path}: on the meta device, without memory: call to_empty(device=...) first")
+        elif lost := uncastable(value, mine[0]):
+            self.differences.append(f"{path}: {lost}")
+        elif (other := first.setdefault(_identity(live), plain)) != plain and not _alike(saved[other], value):
+            self.differences.append(
+                f"{path}: one tensor with {self.path}.{other} in the script, two of other values in the checkpoint"
+            )
+        else:
+            self.fitting[name] = value
+            if mine[0] != its[0]:
+                self.casts.append((path, its[0], mine[0]))
+            if _repeats(live):
+                self._repeated[name] = live
+
+    def _is_own(self, name: str) -> bool:
+        return any(name.startswith(prefix) for prefix in self._own)
+
+
+def _flat_state(module: torch.nn.Module) -> Mapping[str, Any]:
+    """The module's own tensors by the names of its ``load_state_dict``."""
+    return module.state_dict(keep_vars=True)
+
+
+def _own_ways(module: torch.nn.Module) -> Iterator[str]:
+    """Prefixes of the names that modules make, or load, in a way of their own: what fits there only they know."""
+    for name, one in module.named_modules(remove_duplicate=False):
+        kinds = type(one)
+        own = any(
+            not getattr(kinds, method).__module__.startswith("torch.nn.modules.") or method in vars(one)
+            for method in _LOADING
+            if not kinds.__module__.startswith("torch.")
+        )
+        if own or vars(one).get(_HOOKS):
+            yield f"{bare(name)}." if bare(name) else ""
+
+
+def _repeats(tensor: Any) -> bool:
+    """Whether several of its elements are one in memory, so that nothing can be copied into it."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or hasattr(tensor, "placements"):
+        return False
+    return not distinct_elements(tensor.stride(), tensor.shape)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """What two names of one tensor have in common."""
+    if not tensor.numel() or tensor.layout != torch.strided or hasattr(tensor, "placements"):
+        return id(tensor)
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two tensors of a checkpoint are the same; of entries, whether they say so."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        # Bits, not numbers: NaN is equal to itself here.
+        return form_of(one) == form_of(other) and torch.equal(_bytes(one), _bytes(other))
+    return not isinstance(one, torch.Tensor) and bool(one.name == other.name or one.digest in (None, other.digest))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _keeps_more(module: torch.nn.Module) -> bool:
+    """Whether its state has more than tensors."""
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _form(value: Any) -> str:
+    return described_form(form_of(value))

@@ -1,0 +1,360 @@
+"""What a training script does that its `Checkpointer` cannot save or restore as it is meant: each is said once.
+
+A wrong optimizer, a loader that is passed by, a schedule that was not given, a metric that is called otherwise: nothing
+of it is an error at the call where it happens, and all of it is lost time in the run that is resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckptstore.errors import UsageError
+from ckptstore.formats import metadata
+from ckptstore.formats.rule_rankings import number
+from ckptstore.frameworks.torch_tensors import counted_changes
+from ckptstore.host.caller_warnings import DeterminismWarning, warn
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.training.loaders.counted_batches import CountedBatches
+from ckptstore.training.settings import UnsavedStepWarning
+
+__all__ = ["ScriptChecks"]
+
+_IDLE: Final = 100
+"""Calls without an optimizer's step after which that is remarked upon: more micro-batches than anybody accumulates."""
+_STRANGE: Final = 3
+"""As many calls, if parameters changed before each of them: no accumulation of gradients does that."""
+_BATCHES: Final = 3
+"""Steps without a batch of the loader after which that is remarked upon."""
+_EARLY: Final = 2
+"""Steps with gradients newer than the optimizer's, one after another, after which that is remarked upon."""
+_ORDERLY: Final = 4
+"""Steps after which the order is no longer looked at: a script does not change it."""
+_METRICS: Final = 100
+"""Saved steps after which a metric whose name is almost that of ``keep_best`` is remarked upon, not only at the end."""
+_SAMPLE: Final = 4
+"""Parameters that are looked at; an optimizer's step changes all that have gradients."""
+
+
+class ScriptChecks:
+    """Looks on as steps are done. Warns `UnsavedStepWarning` and `DeterminismWarning`."""
+
+    def __init__(self, captured: ScriptState, best: str | None) -> None:
+        """
+        Args:
+            best: the metric of ``keep_best``; None: there is none.
+        """
+        self._captured = captured
+        self._steps = _Steps(captured)
+        self._hooked = _Hooked()
+        self._order = _Order(captured, self._hooked)
+        strange = not (captured.optimizers or captured.may_have_schedule)
+        self._strangers = _Strangers(captured, self._hooked) if strange else None
+        self._best = None if best is None else _BestMetric(best)
+        self._loader = _Loader(captured.loader)
+        self._moved = 0
+
+    def stepped(self, moved: bool) -> None:
+        """A call of `Checkpointer.step`. `moved`: an optimizer that was given has stepped since the last one."""
+        self._hooked.tell()
+        self._steps.stepped(moved)
+        if moved:
+            self._moved += 1
+            self._order.stepped()
+            if self._moved == 1:
+                _check_schedule(self._captured)
+        self._loader.stepped(moved)
+
+    def saved(self) -> None:
+        """The step was saved."""
+        self._loader.saved(self._captured.random)
+
+    def measured(self, metrics: Mapping[str, Any] | None) -> None:
+        """The metrics of a step that is saved, on the rank that says what they are."""
+        if self._best is not None and metrics:
+            self._best.measured(metrics)
+
+    def ended(self) -> None:
+        """Training is over: what there was too little of to be sure about."""
+        self._steps.ended()
+        self.left()
+        if self._best is not None:
+            self._best.ended()
+
+    def left(self) -> None:
+        """Nothing of this stays in torch."""
+        self._hooked.tell()
+        self._order.remove()
+        if self._strangers is not None:
+            self._strangers.remove()
+
+
+class _Hooked:
+    """What was seen in a hook of an optimizer. The next `Checkpointer.step` says it (`DeterminismWarning`).
+
+    Prevents: a warning that is an error, raised in the script's ``optimizer.step()``. The hooks after it would not run,
+    and the step would not be noticed, so that it is never saved.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._seen.append(text)
+
+    def tell(self) -> None:
+        seen, self._seen = self._seen, []
+        for text in seen:
+            warn(text, DeterminismWarning)
+
+
+class _Order:
+    """Whether `Checkpointer.step` comes after ``optimizer.step()``, not between it and ``backward()``.
+
+    There each checkpoint lacks a step whose batch and random numbers it counts as used: a resumed run would never
+    take it. It shows in gradients that are newer than those that the optimizer consumed, and that it consumes next (as
+    those of a validation that goes backward, too, are not).
+    """
+
+    def __init__(self, captured: ScriptState, hooked: _Hooked) -> None:
+        self._hooked = hooked
+        self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._suspects: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._early = self._looked = 0
+        given = [] if captured.sharding else captured.optimizers  # of shards, looking is a collective
+        self._hooks = [one.register_step_post_hook(self._after) for one in given]
+
+    def stepped(self) -> None:
+        if self._early == _EARLY:
+            self.remove()  # not by the hook itself: torch goes through its hooks then
+        if not self._hooks:
+            return
+        self._looked += 1
+        marks, self._consumed = self._consumed.values(), {}
+        newer = bool(marks) and all(map(_is_newer, marks))
+        self._suspects = [
+            (one, one.grad, counted_changes(one.grad)) for one, _, _ in marks if newer and one.grad is not None
+        ]
+        if not newer:
+            self._early = 0
+        if self._looked == _ORDERLY:
+            self.remove()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._consumed, self._suspects = {}, []
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._early == _EARLY:
+            return
+        if suspects := self._suspects:
+            self._suspects = []
+            same = all(one.grad is grad and counted_changes(grad) == version for one, grad, version in suspects)
+            self._early = self._early + 1 if same else 0
+            if self._early == _EARLY:
+                self._hooked.say(
+                    "step was called between backward() and optimizer.step(): what is saved lacks a step whose batch "
+                    "is counted, so a resumed run leaves it out. Call it after optimizer.step() and scheduler.step()",
+                )
+        trained = (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
+        smallest = min(trained, key=torch.Tensor.numel, default=None)
+        if smallest is not None and smallest.grad is not None:
+            self._consumed[id(optimizer)] = (smallest, smallest.grad, counted_changes(smallest.grad))
+
+
+def _is_newer(mark: tuple[torch.Tensor, torch.Tensor, int]) -> bool:
+    """Whether a parameter has another gradient than the one that was consumed, and not one that was set to zero."""
+    parameter, consumed, version = mark
+    now = parameter.grad
+    if now is None or (now is consumed and counted_changes(now) == version):
+        return False
+    try:
+        return bool(now.any())
+    except (RuntimeError, NotImplementedError):  # of a layout that has no such kernel
+        return False
+
+
+class _Strangers:
+    """Whether an optimizer that was not given moves the model, where none was given at all."""
+
+    def __init__(self, captured: ScriptState, hooked: _Hooked) -> None:
+        self._captured = captured
+        self._hooked = hooked
+        self._found = False
+        me = weakref.ref(self)  # the hook is torch's, of every optimizer of the process
+
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            strangers = me()
+            if strangers is not None:
+                strangers.found(optimizer)
+
+        self._hook: Any = register_optimizer_step_post_hook(hook)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def found(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(one) for model in self._captured.models for one in model.parameters()}
+        moved = any(id(one) in own for group in optimizer.param_groups for one in group["params"])
+        if self._hook is None or self._found or not moved:
+            return
+        # Prevents: one of two Checkpointers takes its hook away while torch goes through all of them. That raises in
+        # the script's own step.
+        self._found = True
+        self._hooked.say(
+            f"{type(optimizer).__name__} moves the model, but optimizer= was not given: what it keeps (moments, step "
+            "counts) is not saved, and a resumed run begins without it",
+        )
+
+
+class _Steps:
+    """Whether it is the given optimizers that move the model."""
+
+    def __init__(self, captured: ScriptState) -> None:
+        trained = [one for model in captured.models for one in model.parameters() if one.requires_grad]
+        # Shards, and what FSDP1 flattens, are written whenever they are gathered, whoever steps.
+        if captured.sharding or any(type(one).__name__ == "FlatParameter" for one in trained):
+            trained = []
+        self._parameters = trained[:: max(1, len(trained) // _SAMPLE)]
+        self._versions = self._versions_now()
+        self._idle = self._strange = 0
+        self._said = False
+
+    def stepped(self, moved: bool) -> None:
+        before, self._versions = self._versions, self._versions_now()
+        if moved:
+            self._idle = self._strange = 0
+            return
+        self._idle += 1
+        self._strange = self._strange + 1 if self._versions != before else 0
+        if self._idle == _IDLE or self._strange == _STRANGE:
+            self._remark()
+
+    def ended(self) -> None:
+        if self._idle == self._strange > 1:  # as ever, and all the time
+            self._remark()
+
+    def _remark(self) -> None:
+        if self._said:
+            return
+        self._said = True
+        warn(
+            f"none of the last {self._idle} steps was saved, because no optimizer that the Checkpointer was given has "
+            "stepped: were they made anew, or are others used?",
+            UnsavedStepWarning,
+        )
+
+    def _versions_now(self) -> list[int]:
+        return list(map(counted_changes, self._parameters))
+
+
+class _BestMetric:
+    """Whether steps have the metric by which the best is found."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._names: set[str] = set()
+        self._saved = 0
+        self._seen = False
+
+    def measured(self, metrics: Mapping[str, Any]) -> None:
+        if self._seen:
+            return
+        self._saved += 1
+        value = metrics.get(self._name)
+        if value is None:  # as validation is, of which most steps have none
+            self._names.update(str(name) for name in metrics if name != self._name)
+            if self._saved == _METRICS and get_close_matches(self._name, self._names, n=1):
+                self._remark()
+            return
+        self._seen = True
+        if not _is_ranked(self._name, value):
+            what = "NaN" if _is_nan(value) else f"no number but {type(value).__name__}"
+            warn(
+                f"keep_best: {self._name!r} is {what}; steps where it is that are not ranked",
+                UnsavedStepWarning,
+            )
+
+    def ended(self) -> None:
+        if not self._seen and self._names:
+            self._remark()
+
+    def _remark(self) -> None:
+        self._seen = True
+        there = ", ".join(map(repr, sorted(self._names)))
+        warn(
+            f"keep_best: no step that this run saved has {self._name!r} among its metrics ({there}), so none of them "
+            "can be the best",
+            UnsavedStepWarning,
+        )
+
+
+def _is_nan(value: Any) -> bool:
+    try:
+        return math.isnan(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return False
+
+
+def _is_ranked(name: str, value: Any) -> bool:
+    """Whether `formats.rule_rankings` finds a number in what is stored of it."""
+    try:
+        stored = value.item() if isinstance(value, torch.Tensor) else value
+        return number(metadata.checked({name: stored}), name) is not None
+    except (UsageError, RuntimeError, ValueError):
+        return True  # what cannot be stored at all is refused by the save
+
+
+def _check_schedule(captured: ScriptState) -> None:
+    """torch's schedules leave ``initial_lr`` in an optimizer's groups, and wrap its ``step``."""
+    for optimizer in captured.optimizers:
+        scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        if scheduled and any("initial_lr" in group for group in optimizer.param_groups):
+            if not captured.may_have_schedule:
+                warn(
+                    "a schedule changes the optimizer's learning rate, but scheduler= was not given: in a resumed run "
+                    "the schedule would begin anew",
+                    DeterminismWarning,
+                )
+            return
+
+
+class _Loader:
+    """Whether it is `Checkpointer.loader` that gives the batches; looked at again after each resume."""
+
+    def __init__(self, loader: CountedBatches | None) -> None:
+        self._loader = loader
+        self._untouched = 0
+
+    def stepped(self, moved: bool) -> None:
+        if self._loader is None:
+            return
+        self._loader.saved(None)
+        self._loader.remark()
+        if not self._loader.untouched:
+            self._untouched = 0
+            return
+        self._untouched += moved
+        if self._untouched == _BATCHES:
+            self._loader = None
+            warn(
+                "loader= was given, but nothing iterates over Checkpointer.loader, which counts its batches and keeps "
+                "the random generators as they are while a resumed epoch begins: a resumed run would get other batches "
+                "or other random numbers. Write `for batch in checkpointer.loader`",
+                DeterminismWarning,
+            )
+
+    def saved(self, generators: Mapping[str, Any] | None) -> None:
+        """The step was saved with these global generators."""
+        if self._loader is not None:
+            self._loader.saved(generators)

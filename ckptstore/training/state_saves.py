@@ -1,0 +1,260 @@
+"""The saves of an open writer: how a step's state reaches it, and what becomes of those whose agent died.
+
+The writer is this process's (`Writer`, `RankWriter`), or its work is done by an agent (`ckptstore.agent`). If an agent
+dies, what it had not made durable may or may not be in the store. Training goes on: the next step is given to another
+agent, whose term begins with a full; and who waits for the last step has it given again. Where each of many ranks has
+an agent, all of them end with it, and so does saving: nobody knows the others' steps, so that all have to begin again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, Final
+
+import torch
+
+from ckptstore.errors import AgentLostError, UnmadeStateError, UsageError
+from ckptstore.formats.step_text import named_steps
+from ckptstore.host.caller_warnings import warn
+from ckptstore.store import Store
+from ckptstore.training.capture.planned_saves import PlannedSaves, SaveLabels, plannable
+from ckptstore.training.capture.script_state import ScriptState
+from ckptstore.training.optimizers.optimizer_tracker import CollectedSteps, OptimizerTracker
+from ckptstore.training.retention import Retention
+from ckptstore.training.save_pace import SavePace
+from ckptstore.training.settings import SaveSettings, UnsavedStepWarning
+from ckptstore.training.strategies import Strategy
+from ckptstore.write.ledger import PendingSave, check_owner
+from ckptstore.write.lost import first_of
+from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.opening import to_group
+from ckptstore.write.writer import Writer
+
+__all__ = ["StateSaves", "ranks_of"]
+
+_UNMADE: Final = (CancelledError, UnmadeStateError)
+"""What a save fails of whose state this rank's agent, or that of another, could not make."""
+
+
+class StateSaves:
+    """Saves on their way to one writer. The script's thread calls it.
+
+    Attributes:
+        follows: steps that are not to be saved are to be offered, too.
+        given_again: what the last step's save may have failed of, and is tried once more.
+    """
+
+    follows = False
+    given_again: tuple[type[BaseException], ...] = (AgentLostError,)
+
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        captured: ScriptState,
+        tracker: OptimizerTracker,
+        strategy: Strategy,
+        settings: SaveSettings,
+        ranks: int,
+        retention: Retention | None,
+    ) -> None:
+        """
+        Args:
+            ranks: how many save together.
+            retention: is told of what is durable.
+        """
+        self._store = store
+        self._writer = writer
+        self._captured = captured
+        self._tracker = tracker
+        self._coded = strategy == "gradient"
+        self._strategy = strategy
+        self._ranks = ranks
+        self._retention = retention
+        self._under_way: list[PendingSave] = []
+        self._last: tuple[int, Mapping[str, Any] | None, str | Sequence[str]] | None = None
+        self._process = os.getpid()
+        self._forgiven: tuple[type[AgentLostError], ...] = (AgentLostError,)
+        self._ranked = getattr(writer, "rank", None) is not None
+        if self._ranked:  # no other agent takes the place of one of many
+            self._forgiven = self.given_again = ()
+        self._planned: PlannedSaves | None = None
+        if plannable(writer) and not captured.sharding:
+            kept = int(strategy != "full")
+            self._planned = PlannedSaves(captured, writer, settings.max_in_flight, predict=self._coded, kept=kept)
+        self._begun_with(writer, settings)
+
+    def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
+        """What this kind of saving has of its own.
+
+        Raises:
+            UsageError: not of this writer.
+        """
+
+    def offer(
+        self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
+    ) -> PendingSave | None:
+        """A step is done -> its save, if it is saved.
+
+        Args:
+            due: it is to be saved.
+            forced: even if training has to wait.
+
+        Raises:
+            as `save`.
+        """
+        return self.save(step, metrics, tags) if due or forced else None
+
+    def passed(self, step: int) -> None:
+        """A step is not saved: what the first save needs is made ready meanwhile, as far as it is known."""
+        if self._planned is not None:
+            self._planned.foresee(step, self._ranks)
+
+    def slowed_by(self, pace: SavePace) -> str | None:
+        """What to say, once, if saves slow training down; None: nothing."""
+        return pace.slow_saves(self._store.url, self._strategy, bucket=self._store.backend.costs is not None)
+
+    def restored(self) -> None:
+        """The script's state is another one from here on, as after a rollback."""
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
+        """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
+        self._check_process()
+        labels = SaveLabels({"metrics": dict(metrics)} if metrics else None, tags)
+        collected = self._tracker.collected()
+        if self._last is None:
+            collected.why = None  # the first checkpoint of a term is a full, which nothing need explain
+        try:
+            try:
+                pending = self._given(step, labels, collected)
+            except self._forgiven as error:  # of an earlier save; whether another agent can be had, the next try shows
+                self._hear_of_agent(error)
+                pending = self._given(step, labels, collected)
+        except BaseException:
+            self._tracker.put_back(collected)
+            raise
+        self._last = (step, metrics, tags)
+        self._under_way.append(pending)
+        if self._retention is not None:
+            pending.when_done(self._retention.durable)
+        return pending
+
+    def _given(self, step: int, labels: SaveLabels, collected: CollectedSteps) -> PendingSave:
+        if self._planned is not None:
+            pending = self._planned.save(step, self._ranks, collected, labels)
+            if pending is not None:
+                return pending
+        state = self._captured.state(step, self._ranks)
+        updates = collected.updates if self._coded else None
+        return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=updates)
+
+    def _check_process(self) -> None:
+        """Before anything is copied: a fork has neither the threads that would do it nor memory of its own for it."""
+        check_owner(self._process, self._writer.term)
+
+    def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
+        """Hear of the saves that have ended -> the steps of those that failed, each once, and what stopped them.
+
+        Of what an agent lost with its death, or could not make, it warns itself, and names those steps.
+
+        Args:
+            again: a step that is saved once more, if it was not.
+        """
+        ended = [one for one in self._under_way if one.done()]
+        self._under_way = [one for one in self._under_way if not one.done()]
+        failures = [(one.step, error) for one in ended if (error := one.exception()) is not None]
+        self._remark_lost([one for one in failures if isinstance(one[1], self._forgiven)])
+        dropped = [one.step for one in ended if isinstance(error := one.exception(), _UNMADE) and error.args]
+        if dropped := [step for step in dropped if step != again]:
+            steps = ", ".join(map(str, dropped))
+            warn(
+                f"{self._store.url}: not saved, because the agent could not make their states: {steps}",
+                UnsavedStepWarning,
+            )
+        return [one for one in failures if not isinstance(one[1], (*self._forgiven, *_UNMADE))]
+
+    def wait(self) -> None:
+        """Return when everything is durable. The last step is given again, if its agent died with it."""
+        try:
+            self._writer.wait()
+        except self._forgiven as error:
+            self._hear_of_agent(error)
+        except UnmadeStateError:
+            pass  # `settle` says of which step
+        last = self._under_way[-1] if self._under_way else None
+        lost = last is not None and isinstance(last.exception(), self.given_again)
+        # Prevents: a step that is lost without a word, since it is not given again once the state is the next one's.
+        again = lost and not self._tracker.any
+        if failures := self.settle(last.step if again and last is not None else None):
+            raise first_of(failures)
+        if lost:
+            self._again()
+
+    def ended(self) -> None:
+        """No step comes any more: return when everything is durable."""
+        self.wait()
+
+    def durable(self, pending: PendingSave) -> PendingSave:
+        """Wait until the save of the last step is durable -> that, or the one that took its place."""
+        try:
+            pending.result()
+        except self._forgiven:
+            self.wait()
+            return self._under_way[-1] if self._under_way else pending
+        return pending
+
+    def _again(self) -> None:
+        """Save the last step once more, unless it is in the store, or the state is another step's by now."""
+        newest = self._store.latest_step()
+        if self._last is None or self._tracker.any or (newest is not None and newest >= self._last[0]):
+            return
+        self.save(*self._last)
+        try:
+            self._writer.wait()
+        except self._forgiven as error:  # of an earlier save, told a moment late by the thread that hears
+            self._hear_of_agent(error)
+            self._writer.wait()
+
+    def _hear_of_agent(self, error: AgentLostError) -> None:
+        """An agent has died, as a call says: warn of the steps that it had, now, or else of that alone."""
+        known = [one for one in self._under_way if one.done() and isinstance(one.exception(), self._forgiven)]
+        if not known:
+            self._remark_lost([(None, error)])
+
+    def _remark_lost(self, lost: Sequence[tuple[int | None, BaseException]]) -> None:
+        """Warn of an agent's death, once, with every step that it took along."""
+        if not lost:
+            return
+        (first, error), *others = lost
+        more = [step for step, _ in others if step is not None and step != first]
+        also = f"; likewise {named_steps(more)}" if more else ""
+        text = f"{error}{also}; training goes on, and another agent saves the next step"
+        warn(f"{self._store.url}: {text}", UnsavedStepWarning)
+
+    def close(self) -> None:
+        """Let go of memory and threads. Call it when the writer is closed."""
+        if self._planned is not None:
+            self._planned.close()
+
+
+def ranks_of(group: Any, sharding: str = "") -> Group | None:
+    """The ranks that save together; None: this process alone.
+
+    Args:
+        sharding: how parameters are cut that are DTensors.
+
+    Raises:
+        UsageError: `group` is none, or this process is not in it; this process alone cannot save what is cut.
+    """
+    distributed = torch.distributed
+    if isinstance(group, str) and group == "all":
+        # Also of one rank, if parameters are DTensors: a writer of this process alone knows none.
+        fewest = 1 if sharding else 2
+        if not distributed.is_available() or not distributed.is_initialized():
+            return None
+        return to_group(distributed.group.WORLD) if distributed.get_world_size() >= fewest else None
+    if group is None and sharding:
+        raise UsageError("group=None: parameters are DTensors (FSDP2), of which each rank has a shard: all ranks save")
+    return None if group is None else to_group(group)
