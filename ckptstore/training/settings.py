@@ -14,7 +14,7 @@ from ckptstore.training.pacing import Pace
 from ckptstore.training.retention import Keep
 from ckptstore.training.strategies import STRATEGIES
 from ckptstore.training.taken import Compressor
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
 
 __all__ = ["CheckpointerOptions", "Settings", "SlowSavesWarning", "UnsavedStepWarning"]

@@ -23,7 +23,7 @@ from ckptstore.restore.stored_base import open_base
 from ckptstore.write.local import LocalWriter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.second_tier import SecondTier
-from ckptstore.write.steps.batcher import DiffOptions
+from ckptstore.write.steps.diff_options import DiffOptions
 
 __all__ = ["Opener", "TermOpener", "open_writer"]
 

@@ -23,7 +23,7 @@ from ckptstore.formats import optim
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host.arenas import LEAST
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.steps import encoding as step_encoding
 from tests.forms import in_turn, long_only

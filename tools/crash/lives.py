@@ -25,7 +25,7 @@ from ckptstore.store import Store
 from ckptstore.write.ledger import PendingSave
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox
 from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.steps.batcher import DiffOptions
+from ckptstore.write.steps.diff_options import DiffOptions
 from ckptstore.write.writer import Writer
 from tools.crash.scenario import CHAIN, create, live, state_of
 

@@ -15,12 +15,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, MailboxError, MissingRankError
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.crash_points import crash_point
+from ckptstore.write.ledger import Labels
+from ckptstore.write.order_policy import OrderPolicy
 from ckptstore.write.ranks.committing import Batched
 from ckptstore.write.ranks.diffs import RankDiffs
 from ckptstore.write.ranks.exchange import Exchange, attempt_id
@@ -47,7 +50,8 @@ class Batches:
         coding: rank 0: the step at hand is to become one of them.
     """
 
-    def __init__(self, means: Means, tenure: Tenure, diffs: RankDiffs, settling: Settling) -> None:
+    def __init__(self, means: Means, tenure: Tenure, policy: OrderPolicy, diffs: RankDiffs, settling: Settling) -> None:
+        self._policy = policy
         self._means = means
         self._tenure = tenure
         self._diffs = diffs
@@ -83,7 +87,7 @@ class Batches:
             self._first = one.exchange
         if one.how.last:
             self.flush(ordered=True)
-        elif one.flaw is not None or self._diffs.stored > self._diffs.options.batch_bytes:
+        elif one.flaw is not None or self._policy.too_large(self._diffs.stored):
             self.end_early()
 
     def end_early(self) -> None:
@@ -243,23 +247,24 @@ class Batches:
     def _written(self, batch: Sequence[RankSave], begun: list[str]) -> list[Batched]:
         """Write this rank's share of a batch and hand it in -> what rank 0 commits."""
         exchange = batch[-1].exchange
-        parts = [self._part(one) for one in batch]
+        made = self._diffs.checkpoints(list(batch))
+        parts = [self._part(one) for one in made]
         exchange.post("share", Part.packed_all(parts), exchange.rank)
         crash_point("ranks.shared")
-        wholes = self._wholes(batch, exchange)
-        states = [whole.state for whole in wholes] if wholes else self._states(batch, exchange)
-        steps = self._diffs.placed(list(batch), states, self._tenure.number)
+        wholes = self._wholes(made, exchange)
+        states = [whole.state for whole in wholes] if wholes else self._states(made, exchange)
+        steps = self._diffs.placed(made, states, self._tenure.number)
         tree = attempt_id(self._tenure.opening.nonce, exchange.step, exchange.attempt)
-        part = self._stored(batch, steps, RankShare(exchange.rank, tree), begun)
+        part = self._stored(made, steps, RankShare(exchange.rank, tree), begun)
         crash_point("ranks.before-part")
         self._tenure.hand_in(exchange, part.packed())
         crash_point("ranks.part-sent")
-        for one, cost in zip(batch, part.costs, strict=True):
+        for one, cost in zip(made, part.costs, strict=True):
             if one.measured is not None:
                 one.measured.stored = cost
         return [
-            Batched(one.step, one.time, one.labels, whole, step.base)
-            for one, whole, step in zip(batch, wholes, steps, strict=bool(wholes))
+            Batched(one.step, one.time, _labels(one, batch, made), whole, step.base, step.lossy)
+            for one, whole, step in zip(made, wholes, steps, strict=bool(wholes))
         ]
 
     def _stored(
@@ -313,6 +318,14 @@ class Batches:
         if (verdict := fetch(exchange.mailbox, exchange.key("verdict"))) is not None:
             raise Verdict.unpacked(verdict, "verdict").error or MissingRankError("rank 0 went on without this rank")
         return list(unpack(letter, "states"))
+
+
+def _labels(one: RankSave, batch: Sequence[RankSave], made: Sequence[RankSave]) -> Labels:
+    """What a checkpoint of a batch is called: where it stands for all of the steps, by the tags of all."""
+    if len(made) == len(batch):
+        return one.labels
+    tags = dict.fromkeys(tag for step in batch for tag in step.labels.tags)
+    return replace(one.labels, tags=tuple(tags))
 
 
 def _entry(tensor: EncodedTensor) -> TensorEntry:

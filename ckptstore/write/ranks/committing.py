@@ -25,13 +25,13 @@ from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.commits import Commits
 from ckptstore.write.ledger import Labels
+from ckptstore.write.orders import Order
 from ckptstore.write.ranks.agreeing import Agreement, check_kept
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.exchange import Exchange, attempt_id
 from ckptstore.write.ranks.gathering import Gathered, check_replicas, check_seen, check_united, gathered
 from ckptstore.write.ranks.mailbox import Deadline
 from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.ranks.orders import Order
 from ckptstore.write.ranks.parts import BatchPart, Part, Verdict, told
 from ckptstore.write.steps.batch_segments import KIND
 
@@ -50,6 +50,7 @@ class Batched:
         labels: what is said of it.
         whole: the state of all ranks.
         base: the checkpoint that it builds on.
+        lossy: it is not the state that training had.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Batched:
     labels: Labels
     whole: Gathered
     base: CheckpointId
+    lossy: bool
 
 
 class RankCommitter(Commits):
@@ -249,7 +251,7 @@ class RankCommitter(Commits):
             used = (identity, *(segment for part in parts for segment in part.used[number]))
             cost = costs[number] + sum(part.costs[number] for part in parts)
             entries.append(entry)
-            encodings.append(Encoding(entry.node, KIND, one.base, used, lossy=False, bytes=cost))
+            encodings.append(Encoding(entry.node, KIND, one.base, used, lossy=one.lossy, bytes=cost))
             tags |= dict.fromkeys(one.labels.tags, entry.node)
         segments = (first, *(segment for part in parts for segment in part.segments))
         self.commit(Change(segments, tuple(entries), tuple(encodings), tags=tags))
@@ -260,7 +262,7 @@ class RankCommitter(Commits):
     ) -> SegmentEntry:
         """Write the segment that holds the tree of each step, and no tensor."""
         encodings = {
-            one.step: StepEncoding(self.log.number, KIND, one.base, one.time, part=_first(identity, own))
+            one.step: StepEncoding(self.log.number, KIND, one.base, one.time, one.lossy, _first(identity, own))
             for one, own in zip(batch, counts, strict=True)
         }
         document = replace(

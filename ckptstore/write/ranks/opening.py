@@ -15,8 +15,6 @@ from ckptstore.log.term import Term
 from ckptstore.write.opening import TermOpener
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.committing import RankCommitter
-from ckptstore.write.ranks.deltas import RankDeltas
-from ckptstore.write.ranks.diffs import RankDiffs
 from ckptstore.write.ranks.mailbox import Group
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.meeting import join, lead
@@ -55,8 +53,6 @@ def open_rank_writer(
         and as `Store.writer`, on rank 0.
     """
     interpreter_exit.check()
-    if options.deltas is not None:
-        RankDeltas(options.deltas)  # says what is wrong, before a term is opened
     opener = TermOpener(options, ranks=group.size, environment=environment)
     meeting = _Meeting(group, ranks, _coding(options))
     if group.rank:
@@ -79,8 +75,6 @@ def open_rank_writer(
 
 
 def _coding(options: WriterOptions) -> str:
-    if options.diffs is not None:
-        RankDiffs.check(options.diffs)
     names = [name for name, what in (("deltas=", options.deltas), ("diffs=", options.diffs)) if what is not None]
     return " and ".join(names)
 

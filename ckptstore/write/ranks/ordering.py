@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from ckptstore.errors import MissingRankError, RankMismatchError
 from ckptstore.host.crash_points import crash_point
+from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.agreeing import check_kept
 from ckptstore.write.ranks.batches import Batches
-from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.diffs import RankDiffs
 from ckptstore.write.ranks.mailbox import Deadline, fetch
 from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.orders import FULL_ORDER, Order
-from ckptstore.write.ranks.parts import Verdict
+from ckptstore.write.ranks.parts import Verdict, pack_order, unpack_order
 from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.resident_bases import ResidentBases
 
 __all__ = ["Ordering"]
 
@@ -29,13 +30,21 @@ class Ordering:
         self,
         means: Means,
         tenure: Tenure,
-        deltas: RankDeltas | None,
+        policy: OrderPolicy,
+        bases: ResidentBases | None,
         diffs: RankDiffs | None,
         batches: Batches | None,
     ) -> None:
+        """
+        Args:
+            policy: decides on rank 0.
+            bases: of deltas; None: there are no deltas.
+            diffs, batches: of step diffs; None: there are none.
+        """
         self._means = means
         self._tenure = tenure
-        self._deltas = deltas
+        self._policy = policy
+        self._bases = bases
         self._diffs = diffs
         self._batches = batches
 
@@ -47,43 +56,61 @@ class Ordering:
         """
         if self._tenure.committer is not None:
             order = self._decided(one)
-            one.exchange.post("order", order.packed())
+            one.exchange.post("order", pack_order(order))
             crash_point("ranks.ordered")
             return order
         order = self._told(one)
         if self._batches is not None and self._batches.waiting and order.after is None:
             self._batches.flush()  # rank 0 has given it up
-        if not one.kept and self._deltas is not None:
-            self._deltas.restart()  # no base has these shares
+        if not one.kept:
+            self._forget_bases()
         return order
+
+    def _forget_bases(self) -> None:
+        """The ranks divide their tensors otherwise from now on: no base has these shares."""
+        self._policy.forget_bases()
+        if self._bases is not None:
+            self._bases.clear()
 
     def _decided(self, one: RankSave) -> Order:
         committer = self._tenure.committer
         assert committer is not None
         if self._diffs is not None and self._batches is not None:
             if one.kept:
-                self._wait_for_all(one)
+                try:
+                    self._wait_for_all(one)
+                except BaseException:
+                    self._policy.lost()
+                    raise
             else:
                 self._batches.flush()
                 self._diffs.restart()
             if self._batches.waiting and self._batches.waiting[-1].step > one.step:
                 self._batches.flush()  # the steps of a segment ascend
-            diffs = self._diffs
+            waiting = len(self._batches.waiting)
             self._batches.coding = True
-            asked = self._means.settling.submit(lambda: diffs.order(one, committer.log.catalog.restorable)).result()
+            asked = self._means.settling.submit(
+                lambda: self._policy.step_order(
+                    one.step, committer.log.catalog.restorable, waiting=waiting, waits=one.asynchronous
+                )
+            ).result()
             if asked is not None:
                 return asked
             self._batches.coding = False
             self._batches.flush()
             if self._tenure.stopped is not None:
                 raise self._tenure.stopped
-        deltas = self._deltas
-        if deltas is None:
+        bases = self._bases
+        if bases is None:
             return FULL_ORDER
         if not one.kept:
-            deltas.restart()
+            self._forget_bases()
         self._tenure.building = one.step
-        order = self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable, one.step)).result()
+        order = self._means.settling.submit(
+            lambda: self._policy.state_order(one.step, committer.log.catalog.restorable)
+        ).result()
+        if not self._policy.bases():
+            bases.forget()
         if order.base is None:
             self._tenure.built(one.step)
         return order
@@ -124,7 +151,7 @@ class Ordering:
                 )
             # Asked for anew: another one may have come since `letter` was there.
             if (order := fetch(exchange.mailbox, keys[0])) is not None:
-                return Order.unpacked(order)
+                return unpack_order(order, "order")
             if (verdict := fetch(exchange.mailbox, keys[1])) is not None:
                 error = Verdict.unpacked(verdict, "verdict").error
                 raise error or RankMismatchError("rank 0 went on without this rank")

@@ -20,9 +20,10 @@ from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.write.orders import Order
 from ckptstore.write.ranks.mailbox import LETTER_LIMIT
 
-__all__ = ["BatchPart", "Opening", "Part", "Verdict", "pack", "told", "unpack"]
+__all__ = ["BatchPart", "Opening", "Part", "Verdict", "pack", "pack_order", "told", "unpack", "unpack_order"]
 
 _KNOWN: Final = {
     kind.__name__: kind
@@ -208,6 +209,22 @@ class Verdict:
                 members[name] = tuple(members[name])
             infos.append(CheckpointInfo(**members))
         return cls(tuple(infos))
+
+
+def pack_order(order: Order) -> bytes:
+    """An order as a letter."""
+    base = None if order.base is None else list(order.base)
+    return pack([base, order.gap, order.keep, [list(one) for one in order.forget], order.after, order.last])
+
+
+def unpack_order(letter: bytes, where: str) -> Order:
+    """The inverse of `pack_order`. Raises `FormatError`."""
+    try:
+        base, gap, keep, forget, after, last = unpack(letter, where)
+        ids = tuple(CheckpointId(*one) for one in forget)
+        return Order(None if base is None else CheckpointId(*base), gap, keep, ids, after, last)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{where}: not an order") from error
 
 
 def told(error: BaseException) -> CkptError:

@@ -41,6 +41,7 @@ def prepare(
     named = steady(flat, means.ranks.globs)
     found = named.moved(explaining.found(updates, flat))
     flat = named.flat
+    one.explained = bool(found)
     families = len(tenure.families)
     _learn(tenure, found)
     if tenure.agreed is not None and len(tenure.families) > families:

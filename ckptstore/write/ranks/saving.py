@@ -14,11 +14,11 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.feeding import Feed
 from ckptstore.write.ledger import Labels
 from ckptstore.write.metrics import Measured
+from ckptstore.write.orders import FULL_ORDER, Order
 from ckptstore.write.places import Place
 from ckptstore.write.ranks.agreeing import Agreement
 from ckptstore.write.ranks.arriving import ArrivingShare
 from ckptstore.write.ranks.exchange import Exchange
-from ckptstore.write.ranks.orders import FULL_ORDER, Order
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
@@ -60,7 +60,8 @@ class RankSave:
         snapshot: what owns the share's memory; None: it is training's.
         adopted: the state that the share is a part of, where it was adopted.
         feed: what the share is copied through as it is written or coded; None: it is where it stays.
-        updates: what optimizers did to the share. `gradients`: what owns the memory of theirs.
+        updates: what optimizers did to the share. `explained`: updates= said something of the state.
+        gradients: what owns the memory of those of `updates`.
         flaw: why this rank cannot store it; the others are told.
         order: how it is stored; None: rank 0 has not said so.
         coded: the step diff; None: it is none, or there is a flaw.
@@ -85,6 +86,7 @@ class RankSave:
     snapshot: Snapshot | None = None
     feed: Feed | ArrivingShare | None = None
     updates: Sequence[Update] = ()
+    explained: bool = False
     gradients: Snapshot | None = None
     flaw: BaseException | None = None
     order: Order | None = None

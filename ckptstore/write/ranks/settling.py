@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
-from ckptstore.formats.retention_forecast import Chains
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.write.order_policy import OrderPolicy
 from ckptstore.write.ranks.committing import Batched
-from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.diffs import RankDiffs
 from ckptstore.write.ranks.exchange import Exchange
 from ckptstore.write.ranks.mailbox import Deadline
@@ -19,6 +18,7 @@ from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.parts import Verdict
 from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.ranks.tenure import Tenure, unknown
+from ckptstore.write.resident_bases import ResidentBases
 from ckptstore.write.snapshot import Snapshot
 
 __all__ = ["Settling"]
@@ -35,19 +35,21 @@ class Settling:
     """What one thread does, one job after the other."""
 
     def __init__(
-        self, means: Means, tenure: Tenure, deltas: RankDeltas | None, diffs: RankDiffs | None, chains: Chains
+        self, means: Means, tenure: Tenure, policy: OrderPolicy, bases: ResidentBases | None, diffs: RankDiffs | None
     ) -> None:
         """
         Args:
-            chains: is told of fulls and deltas.
+            policy: learns of fulls and deltas.
+            bases: of deltas; None: there are no deltas.
+            diffs: of step diffs; None: there are none.
         """
-        self._chains = chains
+        self._policy = policy
         self._means = means
         self._tenure = tenure
-        self._deltas = deltas
+        self._bases = bases
         self._diffs = diffs
-        if tenure.committer is not None and deltas is not None:
-            tenure.committer.retainer.bases = deltas.bases
+        if tenure.committer is not None:
+            tenure.committer.retainer.bases = policy.bases
         self.busy: Callable[[], bool] = lambda: False
         """Whether a step is being coded, or waits."""
         self.flush_later: Callable[[], object] = lambda: None
@@ -94,6 +96,8 @@ class Settling:
         assert self._diffs is not None
         self._diffs.written(infos[-1])
         self._tenure.committed(last.dropped)
+        if len(infos) < len(batch):
+            infos = [infos[-1]] * len(batch)  # the gradients of all were summed up
         for one, info in zip(batch, infos, strict=True):
             one.coded = None  # whoever holds the save holds no memory
             one.done.set_result(info)
@@ -108,24 +112,25 @@ class Settling:
         self.restart()
 
     def restart(self) -> None:
-        """Let go of every base: the next checkpoint is a full."""
-        if self._deltas is not None:
-            self._deltas.restart()
+        """Give up every base: the next checkpoint is a full."""
+        self._policy.forget_bases()
+        if self._bases is not None:
+            self._bases.clear()
         if self._diffs is not None:
             self._diffs.restart()
 
     def give_place(self) -> None:
-        """A full comes that is fed: what was coded against so far is not any more, and the full takes its memory."""
-        if self._deltas is not None:
-            self._deltas.give_place()
+        """A full comes that is copied unit by unit: nothing builds on the bases any more, and it takes their memory."""
+        if self._bases is not None:
+            self._bases.clear()
         if self._diffs is not None:
             self._diffs.restart()
 
     def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
         """This rank's share of a checkpoint may be what the next one builds on."""
         seconds = time.monotonic() - one.began
-        below = None if one.how.base is None else one.how.base.step
-        self._chains.stored(info.step, below, info.stored / info.nbytes if info.nbytes else 1.0)
+        self._policy.took(info.stored, seconds)
+        self._policy.committed(one.how, info.id, info.stored, info.nbytes)
 
         def copied() -> Snapshot:
             assert one.share is not None
@@ -135,8 +140,11 @@ class Settling:
             return one.snapshot
 
         try:
-            if self._deltas is not None:
-                self._deltas.committed(one.how, info.id, info.stored, seconds, copied)
+            if self._bases is not None:
+                assert one.share is not None
+                own = None if one.retained else one.snapshot
+                if self._bases.settle(one.how, info.id, one.share, own):
+                    one.retained = True
             if self._diffs is not None:
                 self._diffs.begin(info, copied(), seconds)
         except Exception as error:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save

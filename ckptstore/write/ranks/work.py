@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import Future
 
 from ckptstore.errors import UsageError, WriterError
@@ -9,10 +10,11 @@ from ckptstore.formats.checkpoint_ref import Ref
 from ckptstore.formats.retention_forecast import Chains
 from ckptstore.host.background_threads import Periodic
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.restore.stored_base import open_base
 from ckptstore.write.committer import may_mean
+from ckptstore.write.order_policy import OrderPolicy
 from ckptstore.write.ranks.batches import LOOK_SECONDS, Batches
 from ckptstore.write.ranks.committing import RankCommitter
-from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.diffs import RankDiffs
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.ordering import Ordering
@@ -20,6 +22,7 @@ from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.ranks.settling import Settling
 from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.ranks.writing import Writing
+from ckptstore.write.resident_bases import ResidentBases
 from ckptstore.write.retaining import short_of_space
 
 __all__ = ["Work"]
@@ -44,27 +47,40 @@ class Work:
                 and short_of_space(tenure.committer.log.catalog, means.journal.backend.free_bytes)
             ),
         )
-        self._deltas = None if options.deltas is None else RankDeltas(options.deltas, chains)
+        policy = self._policy = OrderPolicy(options.deltas, options.diffs, chains)
+        self._bases: ResidentBases | None = None
+        if options.deltas is not None:
+            self._bases = ResidentBases(
+                options.deltas.memory,
+                means.snapshots,
+                means.workers,
+                lambda identity, share: open_base(means.journal, identity, share),
+            )
         self._diffs = None
         if options.diffs is not None:
-            self._diffs = RankDiffs(options.diffs, means.workers, means.snapshots, chains)
-        self._settling = Settling(means, tenure, self._deltas, self._diffs, chains)
+            self._diffs = RankDiffs(options.diffs, means.workers, means.snapshots, policy)
+        self._settling = Settling(means, tenure, policy, self._bases, self._diffs)
         self._batches: Batches | None = None
         self._looking: Periodic | None = None
         if self._diffs is not None:
-            batches = self._batches = Batches(means, tenure, self._diffs, self._settling)
+            batches = self._batches = Batches(means, tenure, policy, self._diffs, self._settling)
             self._settling.busy = lambda: batches.busy
             self._settling.flush_later = lambda: means.writing.submit(self._flush_and_tend)
             self._looking = Periodic(LOOK_SECONDS, batches.look, "batches")
             self._looking.start()
         ordering: Ordering | None = None
-        if self._deltas is not None or self._diffs is not None:
-            ordering = Ordering(means, tenure, self._deltas, self._diffs, self._batches)
-        self._writing = Writing(means, tenure, self._settling, self._deltas, ordering, self._batches)
+        if self._bases is not None or self._diffs is not None:
+            ordering = Ordering(means, tenure, policy, self._bases, self._diffs, self._batches)
+        self._writing = Writing(means, tenure, self._settling, self._bases, ordering, self._batches)
 
     def submit(self, one: RankSave) -> Future[None]:
         """Have a step written."""
         return self._means.writing.submit(self._writing.write, one)
+
+    def lost(self) -> None:
+        """Rank 0: a step was not saved, and its share was not submitted."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._means.writing.submit(self._policy.lost)
 
     def hurry(self, step: int) -> None:
         """Somebody waits for a step: if it waits for its batch, that is written now."""

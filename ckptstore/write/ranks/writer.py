@@ -273,6 +273,8 @@ class RankWriter(Writer):
         one.let_go()
         one.flaw = error
         one.done.set_exception(error)
+        if self.rank == 0:
+            self._work.lost()
         if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._work.submit(one)

@@ -15,10 +15,10 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.encoding import Fed, write_coded
+from ckptstore.write.encoding import Base, Choices, Fed, write_coded
 from ckptstore.write.feeding import Feed
+from ckptstore.write.orders import Order
 from ckptstore.write.ranks.batches import Batches
-from ckptstore.write.ranks.deltas import RankDeltas
 from ckptstore.write.ranks.exchange import attempt_id
 from ckptstore.write.ranks.means import Means
 from ckptstore.write.ranks.ordering import Ordering
@@ -27,6 +27,7 @@ from ckptstore.write.ranks.preparing import with_digests
 from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.ranks.settling import Settling
 from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.resident_bases import ResidentBases
 
 __all__ = ["Writing"]
 
@@ -39,19 +40,22 @@ class Writing:
         means: Means,
         tenure: Tenure,
         settling: Settling,
-        deltas: RankDeltas | None,
+        bases: ResidentBases | None,
         ordering: Ordering | None,
         batches: Batches | None,
     ) -> None:
         """
         Args:
+            bases: of deltas; None: there are no deltas.
             ordering: where checkpoints build on others; None: all are plain fulls.
             batches: where steps are stored as step diffs.
         """
         self._means = means
         self._tenure = tenure
         self._settling = settling
-        self._deltas = deltas
+        self._bases = bases
+        self._deltas = means.options.deltas
+        self._choices = None if self._deltas is None else Choices(self._deltas.policy)
         self._ordering = ordering
         self._batches = batches
 
@@ -125,18 +129,27 @@ class Writing:
         def documents(count: int) -> list[SegmentDoc]:
             return self._documents(one, count)
 
-        deltas = self._deltas
-        base = None if deltas is None else deltas.base(one.how)
+        base = self._base(one.how)
         fed: Fed | None = None
         if isinstance(one.feed, Feed):
-            if deltas is None or base is None:
+            if self._bases is None or base is None:
                 self._take_whole(one, one.feed)
             else:
-                fed = deltas.taken_in(one.how, one.feed, self._means.snapshots)
+                fed = self._bases.receive(one.how, one.feed, follow=True)
+                assert fed is not None  # a budget for copies and one for bases are not given together
         assert one.share is not None
-        if deltas is None or (base is None and not deltas.options.compress_fulls):
+        if self._deltas is None or self._choices is None or (base is None and not self._deltas.compress_fulls):
             return write_plain(session, one.share, documents)
-        return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=deltas.choices, fed=fed)
+        return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=self._choices, fed=fed)
+
+    def _base(self, order: Order) -> Base | None:
+        """This rank's share of the base. Raises `FailedRankError` if it does not have it."""
+        if self._bases is None or order.base is None:
+            return None
+        base = self._bases.get(order.base)
+        if base is None:
+            raise FailedRankError(f"its share of {order.base.ref}, the base, is neither in memory nor open")
+        return base
 
     def _take_whole(self, one: RankSave, feed: Feed) -> None:
         """Copy a full that is fed, at once: its copy is what the next step is coded against."""
