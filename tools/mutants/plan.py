@@ -178,6 +178,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/write/{name}.py": _some("torch_offload", "layered", "writer", "reentrance", "diffs", "deltas*")
         for name in ("coded", "snapshot")
     },
+    **{
+        f"ckptstore/write/{name}.py": _some("order_policy", "deltas*", "write/test_ranks", "rank_diffs")
+        for name in ("order_policy", "orders", "resident_bases", "deltas")
+    },
     "ckptstore/write/retaining.py": _some("kept_fulls", "pruning", "rank_retention"),
     "ckptstore/write/commits.py": _some("replaced", "writer"),
     **{f"ckptstore/write/{name}.py": _some("failed_in_flight") for name in ("lost", "places")},
