@@ -130,6 +130,7 @@ if TYPE_CHECKING:
     from ckptstore.store import verify as verify
     from ckptstore.tiers.store_sync import Synced as Synced
     from ckptstore.write.delta_options import DeltaOptions as DeltaOptions
+    from ckptstore.write.diff_options import DiffOptions as DiffOptions
     from ckptstore.write.filling import LayerCopy as LayerCopy
     from ckptstore.write.interval import RestoreBound as RestoreBound
     from ckptstore.write.layered import LayeredSave as LayeredSave
@@ -141,7 +142,6 @@ if TYPE_CHECKING:
     from ckptstore.write.ranks.writer import RankWriter as RankWriter
     from ckptstore.write.second_tier import Lag as Lag
     from ckptstore.write.snapshot import Snapshot as Snapshot
-    from ckptstore.write.steps.diff_options import DiffOptions as DiffOptions
     from ckptstore.write.steps.updates import Update as Update
     from ckptstore.write.writer import Writer as Writer
 
@@ -207,7 +207,7 @@ _HOMES = {
     "write.metrics": "SaveMetrics",
     "write.second_tier": "Lag",
     "write.snapshot": "Snapshot",
-    "write.steps.diff_options": "DiffOptions",
+    "write.diff_options": "DiffOptions",
     "write.steps.updates": "Update",
     "write.writer": "Writer",
 }

@@ -22,10 +22,10 @@ from ckptstore.host import caller_warnings
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import RegionPlan, plan_regions
 from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.interval import RestoreBound
 from ckptstore.write.ledger import Labels
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.steps.diff_options import DiffOptions
 
 __all__ = [
     "Form",

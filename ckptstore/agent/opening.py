@@ -29,11 +29,11 @@ from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.store import open as open_store
 from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.metrics import OnMetrics
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.opening import to_group
 from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.steps.diff_options import DiffOptions
 
 __all__ = ["writer"]
 

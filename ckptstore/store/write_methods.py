@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
     from ckptstore.maintenance.compact.idle_compaction import CompactOptions
     from ckptstore.write.delta_options import DeltaOptions
+    from ckptstore.write.diff_options import DiffOptions
     from ckptstore.write.local import LocalWriter
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
     from ckptstore.write.ranks.options import RankOptions
     from ckptstore.write.ranks.writer import RankWriter
-    from ckptstore.write.steps.diff_options import DiffOptions
     from ckptstore.write.writer import Writer
 
 __all__ = ["Writing"]
@@ -218,7 +218,7 @@ def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> Delta
 
 
 def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
-    from ckptstore.write.steps.diff_options import DiffOptions
+    from ckptstore.write.diff_options import DiffOptions
 
     if diffs is not None and not isinstance(diffs, DiffOptions):
         raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")

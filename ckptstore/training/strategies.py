@@ -19,7 +19,7 @@ from ckptstore.formats.byte_text import size
 from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.host.buffers import aligned
 from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.steps.diff_options import DiffOptions
+from ckptstore.write.diff_options import DiffOptions
 
 __all__ = [
     "STRATEGIES",

@@ -289,7 +289,20 @@ def bounded_memory(folder: Path) -> None:
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
-    for one in (ddp, fsdp, hsdp, tensor_parallel, both, placements, diverged, ddp_diffs, ddp_sums, fsdp_diffs, fsdp_stored_bases, bounded_memory)
+    for one in (
+        ddp,
+        fsdp,
+        hsdp,
+        tensor_parallel,
+        both,
+        placements,
+        diverged,
+        ddp_diffs,
+        ddp_sums,
+        fsdp_diffs,
+        fsdp_stored_bases,
+        bounded_memory,
+    )
 }
 
 

@@ -260,8 +260,7 @@ class Batches:
         self._tenure.hand_in(exchange, part.packed())
         crash_point("ranks.part-sent")
         for one, cost in zip(made, part.costs, strict=True):
-            if one.measured is not None:
-                one.measured.stored = cost
+            one.measured.stored = cost
         return [
             Batched(one.step, one.time, _labels(one, batch, made), whole, step.base, step.lossy)
             for one, whole, step in zip(made, wholes, steps, strict=bool(wholes))

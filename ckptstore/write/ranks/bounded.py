@@ -88,7 +88,6 @@ class Bounded:
         """
         feed = one.feed
         assert feed is not None
-        assert one.measured is not None
         assert one.share is not None
         nbytes = one.share.nbytes
         written: list[Future[None]] = []

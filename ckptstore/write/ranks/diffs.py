@@ -13,12 +13,12 @@ from ckptstore.errors import FailedRankError
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.encoding import Fed
 from ckptstore.write.feeding import Feed
 from ckptstore.write.order_policy import OrderPolicy
 from ckptstore.write.ranks.saving import RankSave
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.diff_options import DiffOptions
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.fed import TooLongError
 from ckptstore.write.steps.gradient_sum import Sums
@@ -69,7 +69,7 @@ class RankDiffs:
         finally:
             self.waiting.append(one)
             one.let_go()
-            one.leave_place()
+            one.leave()  # a batch has a bound of its own
 
     def _check_base(self, one: RankSave) -> None:
         base = self._resident.base

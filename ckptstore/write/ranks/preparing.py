@@ -95,7 +95,7 @@ def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
     assert one.share is not None
     flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
     one.snapshot = Snapshot(flat, lambda: None, given.snapshot.free)
-    one.take_place(Place(given.snapshot.land))
+    one.enter(Place(given.snapshot.land))
     one.share = with_digests(flat, one.digests)
     one.updates, one.gradients = updates, given.gradients
 

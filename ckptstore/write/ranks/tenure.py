@@ -121,11 +121,7 @@ class Tenure:
             return
         if (committer := self.committer) is not None:
             tell_what_holds_space(error, lambda: committer.log.catalog, committer.log.journal.backend)
-        if one.asynchronous and not one.told:
-            self.saves.fail(one.step, error, one.done)
-        else:
-            self.saves.release(one.step, error)
-            one.done.set_exception(error)
+        one.fail(error, told=one.told)
 
     def abandon(self, segments: tuple[str, ...] | list[str]) -> None:
         """What was begun in vain: a later commit drops it."""

@@ -104,8 +104,7 @@ class RankWriter(Writer):
             with contextlib.suppress(BaseException):
                 if written is not None:
                     written.result()
-            if one.measured is not None:
-                one.measured.returned()
+            one.measured.returned()
 
     def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`."""
@@ -113,14 +112,12 @@ class RankWriter(Writer):
         return self._begun_async(self._begin(state, step, labels, updates, None, began, asynchronous=True))
 
     def _begun_async(self, one: RankSave) -> PendingSave:
-        step, done, saves, work = one.step, one.done, self._work.tenure.saves, self._work
-        saves.watch(step, done)
+        work = self._work
         try:
             self._hand_over(one)
         finally:
-            if one.measured is not None:
-                one.measured.returned()
-        return PendingSave(step, done, lambda: saves.seen(step), lambda: self._hurry(work, step))
+            one.measured.returned()
+        return one.pending(lambda: self._hurry(work, one.step), None)
 
     @warns_last
     def take_over(
@@ -158,7 +155,7 @@ class RankWriter(Writer):
         tenure = self._work.tenure
         tenure.saves.check(step)
         tenure.saves.take(step)
-        one = RankSave(step, tenure.exchange(step), Labels(), None, asynchronous=True)
+        one = RankSave(tenure.saves, step, tenure.exchange(step), asynchronous=True)
         self._flawed(one, error, time.monotonic())
 
     def conclude(self, step: int) -> None:
@@ -236,9 +233,9 @@ class RankWriter(Writer):
         if asynchronous and not isinstance(state, Adopted):
             # Before anything is said of this step: if an earlier one has failed, it is not begun, here or elsewhere.
             place, waited = self._place(step)
-        one = RankSave(step, tenure.exchange(step), labels, progress, asynchronous)
+        one = RankSave(tenure.saves, step, tenure.exchange(step), labels, progress, asynchronous=asynchronous)
         if place is not None:
-            one.take_place(place)
+            one.enter(place)
         try:
             prepare(self._means, tenure, one, state, updates, self._explaining)
         except BaseException as error:
@@ -249,18 +246,15 @@ class RankWriter(Writer):
 
     def _place(self, step: int) -> tuple[Place, float]:
         """A place in flight, and the seconds waited. Raises what stopped an earlier save, of which nobody was told."""
-        saves = self._work.tenure.saves
+        tenure = self._work.tenure
         try:
             return self._means.places.take()
         except Exception:
-            saves.release(step, None)
+            tenure.saves.release(step, None)
             raise
         except BaseException as error:  # Ctrl-C: the others, who may have given this step, need not wait for it
-            self._flawed(
-                RankSave(step, self._work.tenure.exchange(step), Labels(), None, asynchronous=True),
-                error,
-                time.monotonic(),
-            )
+            one = RankSave(tenure.saves, step, tenure.exchange(step), asynchronous=True)
+            self._flawed(one, error, time.monotonic())
             raise
 
     def _flawed(self, one: RankSave, error: BaseException, began: float) -> None:
@@ -268,11 +262,10 @@ class RankWriter(Writer):
         on_hand = self._means.options.diffs is not None and self.rank > 0
         tenure = self._work.tenure
         tenure.tell_flaw(one, error, over=not on_hand)
-        tenure.saves.release(one.step, error)
         self._measure(one, began, 0.0, error)
         one.let_go()
         one.flaw = error
-        one.done.set_exception(error)
+        one.fail(error, told=True)
         if self.rank == 0:
             self._work.lost()
         if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
@@ -282,13 +275,14 @@ class RankWriter(Writer):
     def _measure(self, one: RankSave, began: float, waited: float, error: BaseException | None = None) -> None:
         """Begin to measure a save: what this rank stores of it. With `error` it has ended."""
         share = one.share if one.share is not None and error is None else FlatState(None, {})
-        one.measured = self._means.meter.begin(share, one.step, began)
-        one.measured.waited = waited
+        measured = self._means.meter.begin(share, one.step, began)
+        measured.waited = waited
         if error is None:
-            one.measured.ends_with(one.done)
+            one.begin(measured)
             return
-        one.measured.failed(error)
-        one.measured.returned()
+        one.measured = measured
+        measured.failed(error)
+        measured.returned()
 
     def _hand_over(self, one: RankSave) -> Future[None]:
         """Have it written, and copy what is copied as it is written."""
@@ -305,8 +299,7 @@ class RankWriter(Writer):
         tenure = self._work.tenure
         tenure.tell_flaw(one, error)
         one.let_go()
-        tenure.saves.release(one.step, error)
-        one.done.set_exception(error)
+        one.fail(error, told=True)
         raise error
 
     def _hurry(self, work: Work, step: int) -> None:

@@ -101,8 +101,7 @@ class Writing:
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
             part = self._written(one, begun)
-        if one.measured is not None:
-            one.measured.stored = sum(segment.size for segment in part.segments)
+        one.measured.stored = sum(segment.size for segment in part.segments)
         crash_point("ranks.before-part")
         self._tenure.hand_in(one.exchange, part.packed())
         crash_point("ranks.part-sent")

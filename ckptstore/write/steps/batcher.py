@@ -17,13 +17,13 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import Workers
 from ckptstore.segments.write_session import SegmentSession
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.encoding import Fed
 from ckptstore.write.job import Job
 from ckptstore.write.order_policy import OrderPolicy
 from ckptstore.write.orders import Order
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.batch_segments import write_batch
-from ckptstore.write.steps.diff_options import DiffOptions
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.fed import FedStep, TooLongError
 from ckptstore.write.steps.gradient_sum import Sums
