@@ -136,10 +136,10 @@ if TYPE_CHECKING:
     from ckptstore.write.layered import LayeredSave as LayeredSave
     from ckptstore.write.ledger import PendingSave as PendingSave
     from ckptstore.write.metrics import SaveMetrics as SaveMetrics
-    from ckptstore.write.ranks.mailbox import Group as Group
-    from ckptstore.write.ranks.mailbox import Mailbox as Mailbox
-    from ckptstore.write.ranks.options import RankOptions as RankOptions
-    from ckptstore.write.ranks.writer import RankWriter as RankWriter
+    from ckptstore.write.ranks.messages.key_value_store import Group as Group
+    from ckptstore.write.ranks.messages.key_value_store import Mailbox as Mailbox
+    from ckptstore.write.ranks.rank_options import RankOptions as RankOptions
+    from ckptstore.write.ranks.rank_writer import RankWriter as RankWriter
     from ckptstore.write.second_tier import Lag as Lag
     from ckptstore.write.snapshot import Snapshot as Snapshot
     from ckptstore.write.steps.updates import Update as Update

@@ -23,7 +23,7 @@ from typing import Final, Self
 from ckptstore.agent.frames import peer_of
 from ckptstore.errors import AgentLostError, MailboxError
 from ckptstore.host import background_threads
-from ckptstore.write.ranks.mailbox import PIECE, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import PIECE, LocalMailbox
 
 __all__ = ["RemoteMailbox", "ServedMailbox"]
 
@@ -162,7 +162,10 @@ class ServedMailbox:
 
 
 class RemoteMailbox:
-    """Another rank's side (`write.ranks.mailbox.Mailbox`), for all threads of a process: one call at a time."""
+    """Another rank's side, for all threads of a process: one call at a time.
+
+    A `write.ranks.messages.key_value_store.Mailbox`.
+    """
 
     def __init__(self, connection: socket.socket, token: bytes, rank: int, lost: Callable[[str], None]) -> None:
         """Take a connected socket over.

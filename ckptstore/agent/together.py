@@ -1,6 +1,6 @@
 """The trainers of a job agree, once, where their agents meet: through the mailbox of their process group.
 
-1. They find each other (`write.ranks.finding`), and each says where it is, what stands in its way, and which step it
+1. They find each other (`write.ranks.rendezvous`), and each says where it is, what stands in its way, and which step it
    has of a trainer that died.
 2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job, and whether all have the same step; or why not.
 
@@ -21,10 +21,10 @@ from ckptstore.agent.place import Place, runtime_folder
 from ckptstore.agent.ranks import ENDING, Job
 from ckptstore.errors import AgentBusyError, CkptError, FailedRankError, MissingRankError, RankMismatchError
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.write.ranks.finding import gathered, joined, say_here
-from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
-from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.ranks.parts import pack, unpack
+from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.rank_messages import pack, unpack
+from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.ranks.rendezvous import gathered, joined, say_here
 
 __all__ = ["Kept", "Together"]
 
@@ -130,7 +130,7 @@ class Together:
 
     def _awaited(self, key: str, seconds: float) -> bytes:
         letter: bytes | None = None
-        if Deadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
+        if ReplyDeadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
             letter = fetch(self.group.mailbox, key)
         if letter is None:
             raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was begun")

@@ -20,8 +20,9 @@ __all__ = ["StoreMailbox", "process_group"]
 
 
 class StoreMailbox:
-    """A `torch.distributed` store as a mailbox (`write.ranks.mailbox.Mailbox`), for all threads of a process.
+    """A `torch.distributed` store as a mailbox, for all threads of a process.
 
+    A `write.ranks.messages.key_value_store.Mailbox`.
     One connection, one call at a time: each takes some 60 us. A connection for each thread would have to be made while
     a term is being opened, and torch connects to a host that is gone for as long as the group's time-out says.
     """

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ckptstore.write.local import LocalWriter
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
-    from ckptstore.write.ranks.options import RankOptions
-    from ckptstore.write.ranks.writer import RankWriter
+    from ckptstore.write.ranks.rank_options import RankOptions
+    from ckptstore.write.ranks.rank_writer import RankWriter
     from ckptstore.write.writer import Writer
 
 __all__ = ["Writing"]
@@ -232,8 +232,8 @@ def _opened_together(
     options: WriterOptions,
     ranks: RankOptions | None,
 ) -> RankWriter:
-    from ckptstore.write.ranks.opening import open_rank_writer, to_group
-    from ckptstore.write.ranks.options import RankOptions
+    from ckptstore.write.ranks.rank_options import RankOptions
+    from ckptstore.write.ranks.rank_writer_factory import open_rank_writer, to_group
 
     if group is None:
         raise UsageError("ranks= says how the ranks of a group save together: give group=, too")

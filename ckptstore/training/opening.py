@@ -18,8 +18,8 @@ from ckptstore.training.taken import TakenSteps
 from ckptstore.training.tenure import Tenure
 from ckptstore.training.unbounded import Unbounded
 from ckptstore.write.metrics import OnMetrics, SaveMetrics
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.rank_options import RankOptions
 from ckptstore.write.writer import Writer
 
 __all__ = ["Opening"]

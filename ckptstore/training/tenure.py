@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptstore.training.retention import Retention
 from ckptstore.training.saving import Saving
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.writer import Writer
 
 __all__ = ["Tenure"]

@@ -12,7 +12,7 @@ from ckptstore.host.option_checks import seconds, whole
 __all__ = ["Adapting", "DiffOptions"]
 
 
-class Pair(Protocol):
+class DiffSettings(Protocol):
     """A configuration of the LowDiff model: checkpoints from one full to the next, steps of a batch."""
 
     @property
@@ -28,7 +28,7 @@ class Adapting(Protocol):
     """What adapts (f, b) while training runs: `tuning.Controller`."""
 
     @property
-    def configuration(self) -> Pair:
+    def configuration(self) -> DiffSettings:
         """What is best now."""
 
     def wrote(self, nbytes: float, seconds: float) -> None:

@@ -19,7 +19,7 @@ from ckptstore.write.fed import FedSaves
 from ckptstore.write.feeding import Feed
 from ckptstore.write.fulls import Fulls
 from ckptstore.write.job import Job
-from ckptstore.write.ranks.writer import RankWriter
+from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.resident_bases import MemoryBase
 
 __all__ = [
@@ -62,8 +62,8 @@ def fed_memory(writer: ckptstore.Writer) -> Arenas:
 
 
 def rank_memory(writer: RankWriter) -> Arenas:
-    """What a rank copies its share to under a budget: `RankWriter._means`. As `memory`."""
-    bounded = writer._means.bounded
+    """What a rank copies its share to under a budget: `RankWriter._resources`. As `memory`."""
+    bounded = writer._resources.bounded
     assert bounded is not None
     return bounded.memory
 

@@ -22,7 +22,7 @@ from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.log import requests
 from ckptstore.log.change import Change
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.ranks.shares import holding_of, steady, updates_of
 from tests.store.states import same
 from tests.write.rank_threads import as_ranks
@@ -376,16 +376,16 @@ def test_a_state_that_one_rank_cannot_store_costs_no_batch(tmp_path: Path) -> No
 
 
 def test_a_rank_that_cannot_code_a_step_fails_its_batch_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.write.ranks import diffs
+    from ckptstore.write.steps import resident_step
 
-    coded = diffs.encode_step
+    coded = resident_step.encode_step
 
     def encode(flat: FlatState, updates: Any, base: Any, step: int, **how: Any) -> Any:
         if step == 3 and threading.current_thread().name.startswith("ckptstore-part") and flat.tree["step"] == 103:
             raise MemoryError("no memory")
         return coded(flat, updates, base, step, **how)
 
-    monkeypatch.setattr(diffs, "encode_step", encode)
+    monkeypatch.setattr(resident_step, "encode_step", encode)
 
     def work(group: Group) -> list[str]:
         model = trainer()

@@ -37,8 +37,8 @@ from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState
 from ckptstore.log import requests
 from ckptstore.log.change import Change
-from ckptstore.write.ranks.gathering import check_seen
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.gathered_parts import check_seen
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.resident_bases import ResidentBases
 from tests.write.inside import rank_base_kinds, rank_bases
 from tests.write.rank_threads import Clock, as_ranks
@@ -335,7 +335,7 @@ def test_ranks_one_step_apart_do_not_wait_for_each_other(tmp_path: Path) -> None
 
 def test_ranks_that_save_other_steps_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, over = Clock(monkeypatch), threading.Event()
-    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)  # neither hears the other to its end
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # neither hears the other to its end
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
@@ -589,7 +589,7 @@ def test_a_later_step_that_fails_takes_no_base_from_the_one_that_is_made(
             ordered.set()
             assert asked.wait(200)
 
-    monkeypatch.setattr("ckptstore.write.ranks.ordering.crash_point", passed)
+    monkeypatch.setattr("ckptstore.write.ranks.rank_orders.crash_point", passed)
 
     def work(group: Group) -> str:
         patient = RankOptions(timeout=200, per_rank="rng.*")
@@ -731,7 +731,7 @@ class Cut(LocalMailbox):
 def test_a_part_that_may_have_come_through_is_not_said_to_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)  # rank 1 says none
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 says none
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(timeout=120, per_rank="rng")) as writer:

@@ -158,8 +158,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/log/change_committer.py": (*_LOG, *_some("read_once", "tags_and_retirement")),
     "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_garbage_collection.py"),
     "ckptstore/log/*": _LOG,
-    "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),
-    "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
+    "ckptstore/write/ranks/messages/silent_ranks.py": _some("failed_in_flight"),
+    "ckptstore/write/ranks/messages/key_value_store.py": _some("rank_mailbox", "ranks"),
     "ckptstore/write/ranks/*": _some(
         "rank_letters",
         "rank_fences",

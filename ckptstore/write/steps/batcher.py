@@ -26,7 +26,7 @@ from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.batch_segments import write_batch
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.fed import FedStep, TooLongError
-from ckptstore.write.steps.gradient_sum import Sums
+from ckptstore.write.steps.gradient_sum import GradientSum
 from ckptstore.write.steps.resident_step import ResidentStep
 from ckptstore.write.steps.updates import Update
 
@@ -98,7 +98,7 @@ class Diffs:
         self._policy = policy
         self._resident = ResidentStep(options.policy, workers)
         self._workers = workers
-        self._sums = Sums()
+        self._sums = GradientSum()
         self.waiting: list[Waiting] = []
 
     def order(self, restorable: Callable[[CheckpointId], bool], step: int) -> Order | None:

@@ -25,10 +25,10 @@ from ckptstore.write.steps.encoding import Base, EncodedStep, fitting_updates, n
 from ckptstore.write.steps.resident_step import ResidentStep
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Sums"]
+__all__ = ["GradientSum"]
 
 
-class Sums:
+class GradientSum:
     """The gradients of a batch so far, by parameter: scaled and clipped, fp32. A rank sums those of its share.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Step diffs of one rank: it compresses its share of a step against its share of the step before, in its own memory.
 
-Rank 0 decides which steps are diffs and when a batch is written, and tells the others (`ordering`, `batches`). A rank
-compresses what an optimizer moved by its arithmetic where it stores a parameter and its moments alike, which `division`
-sees to.
+Rank 0 decides which steps are diffs and when a batch is written, and tells the others (`rank_orders`, `rank_batches`).
+A rank compresses what an optimizer moved by its arithmetic where it stores a parameter and its moments alike, which
+`division` sees to.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.encoding import Fed
 from ckptstore.write.feeding import Feed
 from ckptstore.write.order_policy import OrderPolicy
-from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.fed import TooLongError
-from ckptstore.write.steps.gradient_sum import Sums
+from ckptstore.write.steps.gradient_sum import GradientSum
 from ckptstore.write.steps.resident_step import ResidentStep
 
 __all__ = ["RankDiffs"]
@@ -48,7 +48,7 @@ class RankDiffs:
         self._workers = workers
         self._snapshots = snapshots
         self._resident = ResidentStep(options.policy, workers)
-        self._sums = Sums()
+        self._sums = GradientSum()
 
     @property
     def stored(self) -> int:

@@ -21,9 +21,19 @@ from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.orders import Order
-from ckptstore.write.ranks.mailbox import LETTER_LIMIT
+from ckptstore.write.ranks.messages.key_value_store import LETTER_LIMIT
 
-__all__ = ["BatchPart", "Opening", "Part", "Verdict", "pack", "pack_order", "told", "unpack", "unpack_order"]
+__all__ = [
+    "BatchPart",
+    "CommitVerdict",
+    "OpenedTerm",
+    "RankPart",
+    "pack",
+    "pack_order",
+    "told",
+    "unpack",
+    "unpack_order",
+]
 
 _KNOWN: Final = {
     kind.__name__: kind
@@ -57,7 +67,7 @@ def unpack(letter: bytes, where: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank has written of a step, durable already.
 
     Attributes:
@@ -83,7 +93,7 @@ class Part:
         return pack(self._row())
 
     @staticmethod
-    def packed_all(parts: Sequence[Part]) -> bytes:
+    def packed_all(parts: Sequence[RankPart]) -> bytes:
         """Those of several steps as one letter."""
         return pack([part._row() for part in parts])
 
@@ -99,17 +109,17 @@ class Part:
         }
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> Part:
+    def unpacked(cls, letter: bytes, where: str) -> RankPart:
         """The inverse of `packed`. Raises `FormatError`."""
         return cls._of_row(unpack(letter, where), where)
 
     @classmethod
-    def unpacked_all(cls, letter: bytes, where: str) -> list[Part]:
+    def unpacked_all(cls, letter: bytes, where: str) -> list[RankPart]:
         """The inverse of `packed_all`. Raises `FormatError`."""
         return [cls._of_row(row, where) for row in unpack(letter, where)]
 
     @classmethod
-    def _of_row(cls, row: dict[str, Any], where: str) -> Part:
+    def _of_row(cls, row: dict[str, Any], where: str) -> RankPart:
         try:
             return cls(
                 row["rank"],
@@ -133,7 +143,7 @@ class BatchPart:
         segments: in order.
         used: for each step the ids of those that hold something of it.
         costs: for each step the bytes of those that are its.
-        abandoned: see `Part`.
+        abandoned: see `RankPart`.
     """
 
     rank: int
@@ -180,7 +190,7 @@ def _entry(row: list[Any]) -> TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CommitVerdict:
     """What became of a step, or of several that were given together, for every rank.
 
     Attributes:
@@ -198,7 +208,7 @@ class Verdict:
         return pack({"infos": [dataclasses.asdict(info) for info in self.infos]})
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> Verdict:
+    def unpacked(cls, letter: bytes, where: str) -> CommitVerdict:
         """The inverse of `packed`; an error of a kind that only rank 0 can have is a `FailedRankError`."""
         found = unpack(letter, where)
         if "error" in found:
@@ -251,7 +261,7 @@ def _error(members: Mapping[str, Any]) -> CkptError:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class OpenedTerm:
     """The term that rank 0 has opened, for the others.
 
     Attributes:
@@ -276,7 +286,7 @@ class Opening:
         return pack({**dataclasses.asdict(self), "parent": None if self.parent is None else list(self.parent)})
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> Opening:
+    def unpacked(cls, letter: bytes, where: str) -> OpenedTerm:
         """The inverse of `packed`."""
         found = unpack(letter, where)
         parent = found.pop("parent")

@@ -14,9 +14,9 @@ from ckptstore.write.job import Job
 from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.orders import FULL_ORDER, Order
 from ckptstore.write.places import Place
-from ckptstore.write.ranks.agreeing import Agreement
-from ckptstore.write.ranks.arriving import ArrivingShare
-from ckptstore.write.ranks.exchange import Exchange
+from ckptstore.write.ranks.messages.step_messages import Exchange
+from ckptstore.write.ranks.rank_agreement import Agreement
+from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
