@@ -1,8 +1,9 @@
 """The writer of one rank: it stores this rank's share of each state, and returns what all ranks committed.
 
 Two threads work for it. One writes shares and hands them in, step after step (`share_writer`). The other waits for the
-commits (`commit_coordinator`); on rank 0 it gathers the parts and commits them. A save waits for other ranks if a tensor
-was added, removed or reshaped (`rank_agreement`), and while `max_in_flight` earlier saves are not durable on all ranks.
+commits (`commit_coordinator`); on rank 0 it gathers the parts and commits them. A save waits for other ranks if a
+tensor was added, removed or reshaped (`rank_agreement`), and while `max_in_flight` earlier saves are not durable on all
+ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The byte budget of a rank: its share is copied unit by unit, as it is written (`share_units`) or compressed (`feeding`).
+"""The byte budget of a rank: its share is copied in units, as it is written (`share_units`) or compressed (`feeding`).
 
 Each rank has memory of its own, so no rank waits for another's memory. It waits for its own medium and its own
 compression, which take the steps in turn.
