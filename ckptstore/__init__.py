@@ -129,19 +129,19 @@ if TYPE_CHECKING:
     from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
     from ckptstore.tiers.store_sync import Synced as Synced
-    from ckptstore.write.deltas import DeltaOptions as DeltaOptions
+    from ckptstore.write.delta_options import DeltaOptions as DeltaOptions
+    from ckptstore.write.diff_options import DiffOptions as DiffOptions
     from ckptstore.write.filling import LayerCopy as LayerCopy
     from ckptstore.write.interval import RestoreBound as RestoreBound
     from ckptstore.write.layered import LayeredSave as LayeredSave
     from ckptstore.write.ledger import PendingSave as PendingSave
     from ckptstore.write.metrics import SaveMetrics as SaveMetrics
-    from ckptstore.write.ranks.mailbox import Group as Group
-    from ckptstore.write.ranks.mailbox import Mailbox as Mailbox
-    from ckptstore.write.ranks.options import RankOptions as RankOptions
-    from ckptstore.write.ranks.writer import RankWriter as RankWriter
+    from ckptstore.write.ranks.messages.key_value_store import Group as Group
+    from ckptstore.write.ranks.messages.key_value_store import Mailbox as Mailbox
+    from ckptstore.write.ranks.rank_options import RankOptions as RankOptions
+    from ckptstore.write.ranks.rank_writer import RankWriter as RankWriter
     from ckptstore.write.second_tier import Lag as Lag
     from ckptstore.write.snapshot import Snapshot as Snapshot
-    from ckptstore.write.steps.batcher import DiffOptions as DiffOptions
     from ckptstore.write.steps.updates import Update as Update
     from ckptstore.write.writer import Writer as Writer
 
@@ -196,7 +196,7 @@ _HOMES = {
     "restore.restore_plan": "Plan",
     "store": "Store open repair verify",
     "tiers.store_sync": "Synced",
-    "write.deltas": "DeltaOptions",
+    "write.delta_options": "DeltaOptions",
     "write.filling": "LayerCopy",
     "write.interval": "RestoreBound",
     "write.layered": "LayeredSave",
@@ -207,7 +207,7 @@ _HOMES = {
     "write.metrics": "SaveMetrics",
     "write.second_tier": "Lag",
     "write.snapshot": "Snapshot",
-    "write.steps.batcher": "DiffOptions",
+    "write.diff_options": "DiffOptions",
     "write.steps.updates": "Update",
     "write.writer": "Writer",
 }

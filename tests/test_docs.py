@@ -72,7 +72,7 @@ step, loss = 2, loss_of_a_batch()
 """
 FOUR_RANKS = """
 import numpy, threading, ckptstore
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 box, store, ref = LocalMailbox(), ckptstore.open("runs/a"), 1
 def save(rank):
     with store.writer(group=Group(rank, 4, box), ranks=ckptstore.RankOptions(per_rank="rng")) as writer:

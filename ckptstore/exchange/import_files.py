@@ -20,7 +20,7 @@ from ckptstore.write.options import WriterOptions
 if TYPE_CHECKING:
     from ckptstore.log.checkpoint_info import CheckpointInfo
     from ckptstore.log.journal import Journal
-    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.delta_options import DeltaOptions
 
 __all__ = ["ImportedFile", "import_files", "step_of"]
 

@@ -20,7 +20,7 @@ __all__ = ["StoreMailbox", "process_group"]
 
 
 class StoreMailbox:
-    """A `torch.distributed` store as a mailbox (`write.ranks.mailbox.Mailbox`), for all threads of a process.
+    """A `torch.distributed` store as a mailbox, for all threads of a process.
 
     It uses one connection, one call at a time; a call takes about 60 us. Connections per thread would have to be made
     while a term is being opened. If the host is gone, torch tries to connect until the group's timeout.

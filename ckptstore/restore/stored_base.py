@@ -9,8 +9,12 @@ from contextlib import ExitStack
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.shards import shard_key
+from ckptstore.formats.sources import place_of
+from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.log.journal import Journal
+from ckptstore.restore.assembly import assemble
 from ckptstore.restore.chain import Chain, decode_chunk
 from ckptstore.restore.open_checkpoint import opened
 
@@ -59,14 +63,35 @@ class StoredBase:
         self._close()
 
 
-def open_base(journal: Journal, identity: CheckpointId) -> StoredBase:
-    """Open a committed checkpoint as the base of deltas. Close it with `StoredBase.forget`."""
+def open_base(journal: Journal, identity: CheckpointId, share: FlatState | None = None) -> StoredBase:
+    """Open a committed checkpoint as the base of deltas. Close it with `StoredBase.forget`.
+
+    Args:
+        share: what a rank stored of it; its tensors keep their names, and shards are read as shards. None: all of it.
+
+    Raises:
+        CorruptSegmentError: it is another checkpoint now, or a tensor of `share` is not in it.
+        StorageError: the medium failed.
+    """
     stack = ExitStack()
     try:
         found = stack.enter_context(opened(journal, identity.ref))
         if found.entry.id != identity:
             raise CorruptSegmentError(f"checkpoint {identity.ref}: is another one now")
-        return StoredBase(identity, found.chains, stack.close)
+        if share is None:
+            return StoredBase(identity, found.chains, stack.close)
+        keys = {name: _key(name, source) for name, source in share.tensors.items()}
+        stored = found.encodings
+        if lost := [name for name, key in keys.items() if key not in stored[-1]]:
+            raise CorruptSegmentError(f"checkpoint {identity.ref}: it does not have this rank's part of {lost[0]!r}")
+        chains = assemble(stored, list(keys.values()))
+        return StoredBase(identity, {name: chains[key] for name, key in keys.items()}, stack.close)
     except BaseException:
         stack.close()
         raise
+
+
+def _key(name: str, source: TensorSource) -> str:
+    """What a tensor of a share goes by among the entries of all segments."""
+    whole, offset = place_of(source)
+    return name if whole is None or offset is None else shard_key(name, source.shape, whole, offset)

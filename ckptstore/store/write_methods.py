@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ckptstore.exchange.import_files import ImportedFile
     from ckptstore.host.progress import Progress
     from ckptstore.maintenance.compact.idle_compaction import CompactOptions
-    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.delta_options import DeltaOptions
+    from ckptstore.write.diff_options import DiffOptions
     from ckptstore.write.local import LocalWriter
     from ckptstore.write.metrics import OnMetrics
     from ckptstore.write.options import WriterOptions
-    from ckptstore.write.ranks.options import RankOptions
-    from ckptstore.write.ranks.writer import RankWriter
-    from ckptstore.write.steps.batcher import DiffOptions
+    from ckptstore.write.ranks.rank_options import RankOptions
+    from ckptstore.write.ranks.rank_writer import RankWriter
     from ckptstore.write.writer import Writer
 
 __all__ = ["WriteMethods"]
@@ -215,13 +215,13 @@ class WriteMethods(StoreHandle):
 
 
 def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> DeltaOptions | None:
-    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.delta_options import DeltaOptions
 
     return deltas if deltas is None or isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
 
 
 def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
-    from ckptstore.write.steps.batcher import DiffOptions
+    from ckptstore.write.diff_options import DiffOptions
 
     if diffs is not None and not isinstance(diffs, DiffOptions):
         raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")
@@ -235,8 +235,8 @@ def _open_for_ranks(
     options: WriterOptions,
     ranks: RankOptions | None,
 ) -> RankWriter:
-    from ckptstore.write.ranks.opening import open_rank_writer, to_group
-    from ckptstore.write.ranks.options import RankOptions
+    from ckptstore.write.ranks.rank_options import RankOptions
+    from ckptstore.write.ranks.rank_writer_factory import open_rank_writer, to_group
 
     if group is None:
         raise UsageError("ranks= says how the ranks of a group save together: give group=, too")

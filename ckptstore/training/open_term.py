@@ -17,8 +17,8 @@ from ckptstore.training.save_reports import GrowthForecast, SaveReports
 from ckptstore.training.settings import SaveSettings
 from ckptstore.training.state_saves import StateSaves
 from ckptstore.training.strategies import Strategy
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.rank_options import RankOptions
 from ckptstore.write.writer import Writer
 
 __all__ = ["OpenTerm", "choose_strategy"]

@@ -14,7 +14,7 @@ from ckptstore.training.retention import Keep
 from ckptstore.training.save_pace import SavePolicy
 from ckptstore.training.save_reports import Scalars
 from ckptstore.training.strategies import STRATEGIES
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.metrics import OnMetrics
 
 __all__ = ["CheckpointerOptions", "SaveSettings", "SlowSavesWarning", "UnsavedStepWarning"]

@@ -28,8 +28,8 @@ from ckptstore.training.settings import SaveSettings, UnsavedStepWarning
 from ckptstore.training.strategies import Strategy
 from ckptstore.write.ledger import PendingSave, check_owner
 from ckptstore.write.lost import first_of
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.opening import to_group
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.rank_writer_factory import to_group
 from ckptstore.write.writer import Writer
 
 __all__ = ["StateSaves", "ranks_of"]

@@ -1,7 +1,7 @@
 """What makes a step urgent: SIGTERM, SIGUSR1, or a deadline that is near. An urgent step is saved durably at once.
 
-Ranks that save together agree on it (`write.ranks.accord`): all of them save the same step and stop after the same
-step, whichever of them received the signal.
+Ranks that save together agree on it (`write.ranks.save_barrier`): all of them save the same step and stop after the
+same step, whichever of them received the signal.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 
 from ckptstore.host.signal_requests import Notices
 from ckptstore.training.settings import SaveSettings
-from ckptstore.write.ranks.accord import Accord
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.save_barrier import Accord
 
 __all__ = ["Urgency"]
 

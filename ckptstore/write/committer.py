@@ -33,10 +33,10 @@ from ckptstore.write.commits import Commits
 from ckptstore.write.deltas import Deltas
 from ckptstore.write.encoding import Fed
 from ckptstore.write.feeding import Feed
-from ckptstore.write.interval import Decision
 from ckptstore.write.job import Job
 from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.no_space import tell_what_holds_space
+from ckptstore.write.orders import Order
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.stage import Copies, Stage
 from ckptstore.write.steps.batcher import BecomesFullError, Diffs
@@ -147,8 +147,9 @@ class Committer(Commits):
     def _add(self, snapshot: Snapshot, updates: Sequence[Update], job: Job) -> bool:
         """Compress a step, or store a full if one is due -> True: `snapshot` stays in memory."""
         diffs = self._in_order(job)
-        if not diffs.due(self.log.catalog.restorable, job.step):
-            full = diffs.add(snapshot, updates, job)
+        order = diffs.order(self.log.catalog.restorable, job.step)
+        if order is not None:
+            full = diffs.add(snapshot, updates, job, order)
             if full or not self._wait_at_most(diffs.options.seconds):
                 self.flush_in_time()
             return True
@@ -183,17 +184,18 @@ class Committer(Commits):
     def _add_fed(self, feed: Feed, updates: Sequence[Update], job: Job) -> None:
         """As `_add`, of a step that comes unit by unit: it takes the place of the one before in memory."""
         diffs = self._in_order(job)
-        room = None if diffs.due(self.log.catalog.restorable, job.step) else diffs.room(feed.flat)
-        if room is None:
+        order = diffs.order(self.log.catalog.restorable, job.step)
+        room = None if order is None else diffs.room(feed.flat)
+        if order is None or room is None:
             self.flush_in_time()
             diffs.restart()  # what it had in memory gives place to the full
             self._add_fed_full(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), job)
             return
         try:
-            if diffs.batch == 1 and not diffs.waiting:
+            if order.last and not diffs.waiting:
                 job.done.set_result(self._stream(Fed(feed, room), updates, job))
                 return
-            full = diffs.add_fed(Fed(feed, room), updates, job)
+            full = diffs.add_fed(Fed(feed, room), updates, job, order)
         except BecomesFullError as error:
             self.flush_in_time()
             self._add_fed_full(error.snapshot, job)
@@ -397,9 +399,9 @@ class Committer(Commits):
         feed: Feed | None = None,
     ) -> tuple[CheckpointInfo, bool]:
         """Write and commit a full or a delta -> it, and whether `snapshot` stays in memory as a base of deltas."""
-        made, decision, stored = self._write(flat, job, self._blocks, progress, feed)
+        made, order, stored = self._write(flat, job, self._blocks, progress, feed)
         info = self.publish(made, job)
-        kept = self._deltas.committed(decision, made.entry.id, flat, snapshot, stored, lambda: job.interrupted)
+        kept = self._deltas.committed(order, made.entry.id, flat, snapshot, stored, lambda: job.interrupted)
         return info, kept
 
     def _write(
@@ -409,7 +411,7 @@ class Committer(Commits):
         writers: ThreadPoolExecutor,
         progress: Progress | None,
         feed: Feed | None = None,
-    ) -> tuple[Made, Decision, int]:
+    ) -> tuple[Made, Order, int]:
         """Make a checkpoint durable -> it, how it was stored, and in how many bytes."""
         if self.ended is not None:
             raise self.ended
@@ -417,16 +419,16 @@ class Committer(Commits):
         moment, step, labels = time.time(), job.step, job.labels
         try:
             session = self._session(begun, progress, flat.nbytes, writers)
-            written, decision, base = self._deltas.write(flat, step, moment, session, self.log.catalog.restorable, feed)
+            written, order = self._deltas.write(flat, step, moment, session, self.log.catalog.restorable, feed)
             used = {segment.id for segment in written.segments}
             self._abandoned.extend([segment for segment in begun if segment not in used])
             begun = list(used)
             tensors, nbytes = written.tensors, written.nbytes
             entry = CheckpointEntry(self.log.number, step, written.state, moment, tensors, nbytes, labels.extra)
-            encoding = self._deltas.encoding(written, entry.node, base)
+            encoding = self._deltas.encoding(written, entry.node, order)
             tags = dict.fromkeys(labels.tags, entry.node)
             change = Change(written.segments, (entry,), (encoding,), tags=tags)
-            return Made(entry, change, tuple(begun)), decision, written.stored
+            return Made(entry, change, tuple(begun)), order, written.stored
         except BaseException:
             self._abandoned.extend(begun)  # the next commit names them in a drop, so that gc may remove what is left
             raise

@@ -37,6 +37,7 @@ from ckptstore.write.layered import Begun
 from ckptstore.write.ledger import Failures, Saves, check_owner
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
+from ckptstore.write.order_policy import OrderPolicy
 from ckptstore.write.path import SavePath
 from ckptstore.write.places import Places
 from ckptstore.write.retaining import short_of_space
@@ -131,8 +132,10 @@ class Lifetime(Writer):
             lambda: self._committer.log.catalog.keep,
             lambda: short_of_space(self._committer.log.catalog, self._backend.free_bytes),
         )
+        options = self._options
+        policy = OrderPolicy(options.deltas, options.diffs, chains)
         return Deltas(
-            self._options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), chains
+            options.deltas, self._backend, self._draft(term), self._snapshots, reopen, self._encoders(), policy
         )
 
     def _encoders(self) -> int:
@@ -201,7 +204,7 @@ class Lifetime(Writer):
         self._parent = parent
         diffs: Diffs | None = None
         if self._options.diffs is not None:
-            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers, self._deltas.chains)
+            diffs = Diffs(self._options.diffs, self._draft(term), self._deltas.workers, self._deltas.policy)
         committer = Committer(
             term,
             Saves(term.number, parent, self._failures),

@@ -12,9 +12,9 @@ from ckptstore.host import interpreter_exit
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.option_checks import MOST_BYTES, MOST_THREADS, seconds, whole
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.metrics import OnMetrics
-from ckptstore.write.steps.batcher import DiffOptions
 
 __all__ = ["WriterOptions"]
 

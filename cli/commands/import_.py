@@ -14,7 +14,7 @@ from ckptstore.cli.output import emit, note, progress, ratio, size, table
 
 if TYPE_CHECKING:
     from ckptstore.exchange.import_files import ImportedFile
-    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.delta_options import DeltaOptions
 
 
 @make_command(
@@ -145,7 +145,7 @@ def _print(imported: Sequence[ImportedFile]) -> None:
 
 
 def _deltas(interval: str, max_restore_cost: str) -> DeltaOptions:
-    from ckptstore.write.deltas import DeltaOptions
+    from ckptstore.write.delta_options import DeltaOptions
     from ckptstore.write.interval import RestoreBound
 
     if interval == "auto":

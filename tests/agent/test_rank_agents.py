@@ -40,9 +40,9 @@ from ckptstore.errors import (
 from ckptstore.frameworks import bridge
 from ckptstore.log.log_reader import Patience
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.ranks.mailbox import Deadline, Group, LocalMailbox, post
-from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.ranks.parts import pack
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox, ReplyDeadline, post
+from ckptstore.write.ranks.messages.rank_messages import pack
+from ckptstore.write.ranks.rank_options import RankOptions
 from ckptstore.write.snapshot import SnapshotPool
 from tests.agent.lives import ROOT, agents, kill, until
 from tests.agent.rank_trainer import OPTIONS, state
@@ -208,7 +208,7 @@ def test_the_trainers_close_their_writers_one_after_the_other(tmp_path: Path, ru
         for step in (1, 2):
             writer.hold(bridge.flattened(state(step, group.rank)), step)
         if group.rank == 0:
-            assert Deadline(200).wait(lambda: box.has(["left"]))
+            assert ReplyDeadline(200).wait(lambda: box.has(["left"]))
             assert steps(url) == []
         writer.close()
         if group.rank == 0:
@@ -328,7 +328,7 @@ def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, vic
         writer.save(state(1, group.rank), 1)
         group.mailbox.set(f"saved/{group.rank}", b"")
         if group.rank == victim:
-            assert Deadline(60).wait(lambda: group.mailbox.has(["saved/0", "saved/1"]))
+            assert ReplyDeadline(60).wait(lambda: group.mailbox.has(["saved/0", "saved/1"]))
             os.kill(writer.agent_pid, signal.SIGKILL)
         told: list[str] = []
         for step in itertools.count(2):
@@ -401,7 +401,7 @@ import numpy as np
 import ckptstore, ckptstore.agent
 from ckptstore.frameworks import bridge
 from ckptstore.host import cancellable_calls, interpreter_exit
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 
 interpreter_exit.SILENT_SECONDS = 0.2
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -461,11 +461,11 @@ def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path)
     def work(group: Group) -> None:
         with opened(url, group):
             box.set(f"open/{group.rank}", b"")
-            assert Deadline(60).wait(lambda: box.has(["open/0", "open/1"]))
+            assert ReplyDeadline(60).wait(lambda: box.has(["open/0", "open/1"]))
             if group.rank == 0:
                 others.extend(as_ranks(2, again))
                 box.set("over", b"")
-            assert Deadline(60).wait(lambda: box.has(["over"]))
+            assert ReplyDeadline(60).wait(lambda: box.has(["over"]))
 
     box, others = LocalMailbox(), list[Any]()
     assert as_ranks(2, work) == [None, None]

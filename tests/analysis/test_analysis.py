@@ -23,7 +23,7 @@ from ckptstore.analysis.sentences import what_to_do
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import BLOCK
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.analysis.analysis_data import trajectory, write
 

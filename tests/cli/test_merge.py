@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal

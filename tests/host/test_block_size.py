@@ -20,7 +20,7 @@ buffers.BLOCK_BYTES = int(sys.argv[2])  # before anything else is imported: as i
 import numpy as np
 
 import ckptstore
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from ckptstore.maintenance.merge import merge
 

@@ -15,7 +15,7 @@ from ckptstore import DeltaOptions, DiffOptions, RankOptions, RestoreBound, Stor
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
 from tests.forms import in_turn, short_or
 from tests.maintenance.test_prune_kills import killed_at
 from tests.store.states import same

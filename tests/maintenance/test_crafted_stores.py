@@ -26,7 +26,7 @@ from ckptstore.formats.shards import state_parts
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.chain import iterate_chain
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
 from tests.maintenance.crafted import Crafted, mutate

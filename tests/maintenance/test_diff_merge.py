@@ -37,7 +37,7 @@ from ckptstore.maintenance.merge import Merged, merge
 from ckptstore.maintenance.merge import merge_preparation as preparing_module
 from ckptstore.segments import packed_segments
 from ckptstore.store import Store
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.store.states import same
 from tests.write.test_deltas import trajectory

@@ -13,7 +13,7 @@ from ckptstore.errors import UsageError
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.merge import Merged, Range, merge
 from ckptstore.store import Store
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.maintenance.test_diff_merge import check, fill, refs
 from tests.write.test_deltas import trajectory

@@ -35,7 +35,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.maintenance.repair.store_repair import repair
 from ckptstore.maintenance.verify.verification import verify
 from ckptstore.write import encoding
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.cli.conftest import assert_documented, documented
 from tests.maintenance.crafted import Crafted
@@ -317,7 +317,7 @@ MEMORY = """
 import sys, re, pathlib
 import numpy as np
 import ckptstore, ckptstore.maintenance.verify.verification
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 status = pathlib.Path("/proc/self/status")
 def field(name): return int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) * 1024

@@ -22,7 +22,7 @@ from ckptstore.restore.stored_base import open_base
 from ckptstore.segments import packed_segments
 from ckptstore.segments.segment_reader import SegmentReader, check_chunk
 from ckptstore.write import encoding
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.store.states import same
 

@@ -18,7 +18,7 @@ from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.forms import short_or
 from tests.store.states import files, same

@@ -35,7 +35,7 @@ from ckptstore.errors import FormatError  # noqa: E402
 from ckptstore.training import Checkpointer  # noqa: E402
 from ckptstore.training.loaders import loader_contents  # noqa: E402
 from ckptstore.training.loaders.counted_batches import CountedBatches, counted  # noqa: E402
-from ckptstore.write.ranks.mailbox import Group  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 

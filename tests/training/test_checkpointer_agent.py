@@ -19,7 +19,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning  # noqa: E402
 from ckptstore.errors import AgentLostError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402

@@ -21,7 +21,7 @@ from ckptstore import DivergedReplicasError, MissingRankError, UnmadeStateError 
 from ckptstore.agent import AgentWriter  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
-from ckptstore.write.ranks.mailbox import Group  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.agent.lives import agents, own_runtime, until  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402

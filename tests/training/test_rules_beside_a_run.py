@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeltaOptions, Store  # noqa: E402
 from ckptstore.training import Checkpointer, retention  # noqa: E402
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 
 

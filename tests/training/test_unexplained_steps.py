@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.training import Checkpointer, OptimizerStep  # noqa: E402
-from ckptstore.write.ranks.mailbox import Group  # noqa: E402
+from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.training.test_explained_steps import Job  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 

@@ -128,7 +128,7 @@ _REQUEUED = """
 import os, sys
 import torch
 from ckptstore.training import Checkpointer
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 
 group = {"group": Group(0, 1, LocalMailbox())} if sys.argv[1] == "ranks" else {}
 model = torch.nn.Linear(40, 40)

@@ -16,11 +16,11 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.coded import Coded
-from ckptstore.write.deltas import MemoryBase
 from ckptstore.write.feeding import Feed
 from ckptstore.write.fulls import Fulls
 from ckptstore.write.job import Job
-from ckptstore.write.ranks.writer import RankWriter
+from ckptstore.write.ranks.rank_writer import RankWriter
+from ckptstore.write.resident_bases import MemoryBase
 
 __all__ = [
     "bases",
@@ -34,6 +34,7 @@ __all__ = [
     "interrupt_succession",
     "interrupt_waits_of_save",
     "memory",
+    "rank_base_kinds",
     "rank_bases",
     "rank_memory",
     "snapshots_held",
@@ -62,17 +63,24 @@ def fed_memory(writer: ckptstore.Writer) -> Arenas:
 
 
 def rank_memory(writer: RankWriter) -> Arenas:
-    """What a rank copies its share to under a budget: `RankWriter._means`. As `memory`."""
-    bounded = writer._means.bounded
+    """What a rank copies its share to under a budget: `RankWriter._resources`. As `memory`."""
+    bounded = writer._resources.bounded
     assert bounded is not None
     return bounded.memory
 
 
 def rank_bases(writer: RankWriter) -> list[CheckpointId]:
-    """What this rank has in memory for deltas: `RankWriter._work`, `Work._deltas`. As `bases`."""
-    deltas = writer._work._deltas
-    assert deltas is not None
-    return deltas.bases()
+    """What this rank has in memory for deltas: `RankWriter._work`, `Work._bases`. As `bases`."""
+    bases = writer._work._bases
+    assert bases is not None
+    return bases.ids()
+
+
+def rank_base_kinds(writer: RankWriter) -> list[str]:
+    """Where this rank has its bases: names of classes of `ResidentBases._bases`. As `bases`."""
+    bases = writer._work._bases
+    assert bases is not None
+    return [type(base).__name__ for base in bases._bases.values()]
 
 
 def snapshots_held(writer: ckptstore.Writer) -> int:
@@ -106,11 +114,11 @@ def interrupt_feeding(patch: pytest.MonkeyPatch) -> None:
 
 
 def bases(writer: ckptstore.Writer) -> list[MemoryBase | StoredBase]:
-    """What the next delta may be coded against: `Writer._deltas`, `Deltas._bases`.
+    """What the next delta may be coded against: `Writer._deltas`, `Deltas._bases`, `ResidentBases._bases`.
 
     Where a base is kept (memory, medium) changes no stored byte, so nobody who uses a store can tell.
     """
-    return list(writer._deltas._bases.values())
+    return list(writer._deltas._bases._bases.values())
 
 
 def interrupt_waits_of_save(patch: pytest.MonkeyPatch, known: threading.Event) -> None:

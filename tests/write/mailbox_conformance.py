@@ -8,7 +8,15 @@ from collections.abc import Callable
 import pytest
 
 from ckptstore.errors import FormatError, MailboxError
-from ckptstore.write.ranks.mailbox import LETTER_LIMIT, PIECE, Deadline, Mailbox, fetch, post, withdraw
+from ckptstore.write.ranks.messages.key_value_store import (
+    LETTER_LIMIT,
+    PIECE,
+    Mailbox,
+    ReplyDeadline,
+    fetch,
+    post,
+    withdraw,
+)
 
 Boxes = tuple[Mailbox, Mailbox]
 
@@ -102,6 +110,6 @@ class MailboxConformance:
 
     def test_waiting_ends_when_it_comes_or_when_the_time_is_over(self, boxes: Boxes) -> None:
         one, other = boxes
-        assert not Deadline(0.05).wait(lambda: other.has(["late"]))
+        assert not ReplyDeadline(0.05).wait(lambda: other.has(["late"]))
         threading.Timer(0.05, lambda: one.clone().set("late", b"")).start()
-        assert Deadline(10).wait(lambda: other.has(["late"]))
+        assert ReplyDeadline(10).wait(lambda: other.has(["late"]))

@@ -71,10 +71,10 @@ def plain(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def save_and_expect(folder: Path, name: str, state: dict[str, Any]) -> None:
+def save_and_expect(folder: Path, name: str, state: dict[str, Any], **how: Any) -> None:
     """Save twice, the second time in the background beside collectives; keep what a load has to give."""
     store = ckptstore.open(folder / name)
-    with store.writer(group=dist.group.WORLD, ranks=OPTIONS) as writer:
+    with store.writer(group=dist.group.WORLD, ranks=OPTIONS, **how) as writer:
         assert writer.save(state, 1).step == 1
         pending = writer.save_async(state, 2)
         for _ in range(20):
@@ -96,6 +96,15 @@ def fsdp(folder: Path) -> None:
     for layer in (net[0], net[2], net):
         fully_shard(layer)
     save_and_expect(folder, "fsdp", state_of(*trained(net)))
+
+
+def fsdp_stored_bases(folder: Path) -> None:
+    """The second save is a delta against shares that are read back from the store."""
+    net = model()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer)
+    options = ckptstore.DeltaOptions(interval=1, memory=0)
+    save_and_expect(folder, "fsdp_stored_bases", state_of(*trained(net)), deltas=options)
 
 
 def hsdp(folder: Path) -> None:
@@ -185,6 +194,25 @@ def ddp_diffs(folder: Path) -> None:
     stepwise(folder, "ddp_diffs", nn.parallel.DistributedDataParallel(model()))
 
 
+def ddp_sums(folder: Path) -> None:
+    """Gradients of replicas, summed up: each rank has those of its share."""
+    net = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    diffs = ckptstore.DiffOptions(batch=3, accumulate="sum", seconds=None)
+    with ckptstore.open(folder / "ddp_sums").writer(group=dist.group.WORLD, ranks=OPTIONS, diffs=diffs) as writer:
+        pending = []
+        for step in range(1, 8):
+            torch.manual_seed(step)
+            net(torch.randn(5, 13)).square().mean().backward()
+            optimizer.step()
+            state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+            pending.append(writer.save_async(state, step, updates=OptimizerStep(optimizer)))
+            optimizer.zero_grad()
+    assert [one.result().step for one in pending] == [1, 4, 4, 4, 7, 7, 7]
+    if dist.get_rank() == 0:
+        torch.save(net.state_dict(), folder / "ddp_sums.pt")
+
+
 def fsdp_diffs(folder: Path) -> None:
     """Steps of FSDP2's shards, uneven; then filled into a model that is cut in another way, and continued."""
     net = model()
@@ -261,7 +289,20 @@ def bounded_memory(folder: Path) -> None:
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
     one.__name__: one
-    for one in (ddp, fsdp, hsdp, tensor_parallel, both, placements, diverged, ddp_diffs, fsdp_diffs, bounded_memory)
+    for one in (
+        ddp,
+        fsdp,
+        hsdp,
+        tensor_parallel,
+        both,
+        placements,
+        diverged,
+        ddp_diffs,
+        ddp_sums,
+        fsdp_diffs,
+        fsdp_stored_bases,
+        bounded_memory,
+    )
 }
 
 

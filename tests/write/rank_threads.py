@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptstore.write.ranks import mailbox
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages import key_value_store
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 
 __all__ = ["Clock", "as_ranks"]
 
@@ -43,7 +43,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead = 0.0
-        monkeypatch.setattr(mailbox, "time", self)
+        monkeypatch.setattr(key_value_store, "time", self)
 
     def put_forward(self) -> None:
         """Hours pass for everybody who waits."""

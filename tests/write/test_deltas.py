@@ -21,7 +21,7 @@ from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
 from ckptstore.log.change import Change
 from ckptstore.write import encoding
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tests.store.states import every_dtype, same
 from tests.write import inside

@@ -18,7 +18,7 @@ from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.segments import packed_segments
 from ckptstore.write import encoding
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.steps import batch_segments, batcher
 from ckptstore.write.steps.encoding import EncodedStep
 from tests.store.states import same

@@ -20,7 +20,7 @@ import ckptstore
 from ckptstore import DiffOptions, RankOptions, StorageError, agent
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.arenas import LEAST
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from tests.warm_agents import start_warm
 from tests.write.rank_threads import as_ranks
 

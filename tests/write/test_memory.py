@@ -28,7 +28,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import LEAST
 from ckptstore.write import encoding
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from ckptstore.write.steps import encoding as step_encoding
 from ckptstore.write.steps import fed as fed_steps

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import MissingRankError
-from ckptstore.write.ranks.accord import Accord
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
+from ckptstore.write.ranks.save_barrier import Accord
 from tests.write.rank_threads import as_ranks
 
 STEPS = 40_000

@@ -12,6 +12,7 @@ import pytest
 
 import ckptstore
 from ckptstore import (
+    CorruptSegmentError,
     DivergedReplicasError,
     FailedRankError,
     RankOptions,
@@ -20,9 +21,9 @@ from ckptstore import (
 from ckptstore.formats.state import FlatState
 from ckptstore.log import requests
 from ckptstore.log.change import Change
-from ckptstore.write.ranks.deltas import RankDeltas
-from ckptstore.write.ranks.mailbox import Group
-from tests.write.inside import rank_bases
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.resident_bases import ResidentBases
+from tests.write.inside import rank_base_kinds, rank_bases
 from tests.write.rank_states import PATIENT, assert_same, sharded, state
 from tests.write.rank_threads import as_ranks
 
@@ -55,15 +56,15 @@ def test_deltas_of_ranks_are_restored_bit_for_bit(tmp_path: Path, deltas: Any, a
 
 
 def test_a_base_that_a_rank_cannot_keep_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, short = RankDeltas.committed, [True]
+    whole, short = ResidentBases.settle, [True]
 
-    def committed(self: RankDeltas, order: Any, identity: Any, *arguments: Any) -> None:
+    def settle(self: ResidentBases, order: Any, identity: Any, *arguments: Any) -> bool:
         if identity.node[1] == 2 and threading.current_thread().name.startswith("ckptstore") and short:
             short.clear()  # one rank of the two
             raise MemoryError("no more")
-        whole(self, order, identity, *arguments)
+        return whole(self, order, identity, *arguments)
 
-    monkeypatch.setattr(RankDeltas, "committed", committed)
+    monkeypatch.setattr(ResidentBases, "settle", settle)
 
     def work(group: Group) -> list[str]:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, deltas=100) as writer:
@@ -177,7 +178,7 @@ def test_a_later_step_that_fails_takes_no_base_from_the_one_that_is_made(
             ordered.set()
             assert asked.wait(200)
 
-    monkeypatch.setattr("ckptstore.write.ranks.ordering.crash_point", passed)
+    monkeypatch.setattr("ckptstore.write.ranks.rank_orders.crash_point", passed)
 
     def work(group: Group) -> str:
         patient = RankOptions(timeout=200, per_rank="rng.*")
@@ -232,4 +233,76 @@ def test_after_everything_was_retired_and_dropped_the_next_step_begins_anew(tmp_
         return kinds
 
     assert as_ranks(2, work) == [["full", "delta", "full", "delta"]] * 2
+    assert_same(ckptstore.open(tmp_path).load(4, rank=1), drifting(1, 4))
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_bases_of_ranks_that_do_not_fit_are_read_back_from_the_store(tmp_path: Path, interval: int) -> None:
+    """One rank has no memory for bases, the other for one of them: each reads its own share of the others back."""
+    resident: list[list[str]] = [[], []]
+
+    def work(group: Group) -> list[str]:
+        memory = 0 if group.rank else 100 << 10
+        options = ckptstore.DeltaOptions(interval=interval, form="paper", memory=memory)
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, deltas=options) as writer:
+            kinds = []
+            for step in range(1, 8):
+                kinds.append(writer.save_async(drifting(group.rank, step), step).result().kind)
+                writer.wait()
+                resident[group.rank] += rank_base_kinds(writer)
+        return kinds
+
+    assert as_ranks(2, work) == [["full", *["delta"] * 6]] * 2
+    assert set(resident[1]) == {"StoredBase"}
+    assert "MemoryBase" in resident[0]
+    store = ckptstore.open(tmp_path)
+    for step in range(1, 8):
+        for rank in range(2):
+            assert_same(store.load(step, rank=rank), drifting(rank, step))
+    assert store.checkpoint(2).stored < 0.7 * store.checkpoint(1).stored
+    assert store.verify(deep=True).ok
+
+
+def test_shards_build_on_the_same_shards_in_the_store(tmp_path: Path) -> None:
+    whole, cuts = np.random.default_rng(0).standard_normal((600, 40)), [slice(0, 200), slice(200, 600)]
+
+    def work(group: Group) -> list[str]:
+        options = ckptstore.DeltaOptions(memory=0)
+        with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, deltas=options) as writer:
+            kinds = [writer.save(sharded(whole + 1e-9 * step, cuts[group.rank]), step).kind for step in range(1, 4)]
+            assert set(rank_base_kinds(writer)) == {"StoredBase"}
+            return kinds
+
+    assert as_ranks(2, work) == [["full", "delta", "delta"]] * 2
+    store = ckptstore.open(tmp_path)
+    for step in range(1, 4):
+        assert_same(store.load(step), {"w": whole + 1e-9 * step})
+    assert store.checkpoint(3).stored < 0.7 * store.checkpoint(1).stored
+
+
+def test_a_damaged_base_of_a_rank_fails_one_step_on_all_ranks(tmp_path: Path) -> None:
+    """The step cannot become a full where the other ranks have written deltas; the next one is a full."""
+
+    def work(group: Group) -> list[str]:
+        options = ckptstore.DeltaOptions(memory=0 if group.rank else None)
+        store = ckptstore.open(tmp_path)
+        kinds = []
+        with store.writer(group=group, ranks=PATIENT, deltas=options) as writer:
+            for step in range(1, 5):
+                if step == 2 and group.rank:
+                    for segment in store.view().catalog.segments.values():
+                        if segment.size > 4096:
+                            path = tmp_path / segment.key
+                            data = bytearray(path.read_bytes())
+                            data[-200:] = bytes(200)
+                            path.write_bytes(data)
+                try:
+                    kinds.append(writer.save(drifting(group.rank, step), step).kind)
+                except CorruptSegmentError as error:
+                    kinds.append(type(error).__name__)
+                except FailedRankError as error:
+                    kinds.append("rank 1" if "rank 1" in str(error) else str(error))
+        return kinds
+
+    assert as_ranks(2, work) == [["full", "rank 1", "full", "delta"], ["full", "CorruptSegmentError", "full", "delta"]]
     assert_same(ckptstore.open(tmp_path).load(4, rank=1), drifting(1, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -14,14 +15,14 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, DivergedReplicasError, FailedRankError, RankOptions, Update
-from ckptstore.errors import CkptError, RankMismatchError, UnsupportedStateError, UsageError
+from ckptstore.errors import CkptError, RankMismatchError, UnsupportedStateError
 from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.log import requests
 from ckptstore.log.change import Change
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.ranks.shares import holding_of, steady, updates_of
 from tests.store.states import same
 from tests.write.rank_threads import as_ranks
@@ -375,16 +376,16 @@ def test_a_state_that_one_rank_cannot_store_costs_no_batch(tmp_path: Path) -> No
 
 
 def test_a_rank_that_cannot_code_a_step_fails_its_batch_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.write.ranks import diffs
+    from ckptstore.write.steps import resident_step
 
-    coded = diffs.encode_step
+    coded = resident_step.encode_step
 
     def encode(flat: FlatState, updates: Any, base: Any, step: int, **how: Any) -> Any:
         if step == 3 and threading.current_thread().name.startswith("ckptstore-part") and flat.tree["step"] == 103:
             raise MemoryError("no memory")
         return coded(flat, updates, base, step, **how)
 
-    monkeypatch.setattr(diffs, "encode_step", encode)
+    monkeypatch.setattr(resident_step, "encode_step", encode)
 
     def work(group: Group) -> list[str]:
         model = trainer()
@@ -484,11 +485,80 @@ def test_nothing_is_left_in_the_mailbox(tmp_path: Path) -> None:
     assert box.keys() == []
 
 
-def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: Path) -> None:
-    store = ckptstore.open(tmp_path)
-    with pytest.raises(UsageError, match="accumulate='sum'"):
-        store.writer(group=Group(0, 1, LocalMailbox()), diffs=DiffOptions(accumulate="sum"))
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_gradients_are_summed_up_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    """Each rank sums those of its share up. Together they are, bit for bit, the state that one process stores."""
+    if cut:
+        monkeypatch.setattr("ckptstore.write.ranks.division.CUT_FROM", 4096)
+    options = DiffOptions(batch=4, accumulate="sum", seconds=None)
+    steps = 11
 
+    def work(group: Group) -> list[tuple[int, bool]]:
+        model = trainer()
+        store = ckptstore.open(tmp_path / "ranks")
+        with store.writer(group=group, ranks=OPTIONS, diffs=options, max_in_flight=2) as writer:
+            pending = []
+            for step in range(1, steps + 1):
+                model.train()
+                updates, tags = model.updates(), [f"tag-{step}"]
+                pending.append(writer.save_async(model.state(), step, updates=updates, tags=tags))
+        return [(one.result().step, one.result().lossy) for one in pending]
+
+    answers = [(1, False), *[(5, True)] * 4, *[(9, True)] * 4, *[(11, True)] * 2]
+    assert as_ranks(3, work) == [answers] * 3
+    model = trainer()
+    alone = ckptstore.open(tmp_path / "alone", create=True)
+    with alone.writer(diffs=options) as writer:
+        for step in range(1, steps + 1):
+            model.train()
+            writer.save_async(model.state(), step, updates=model.updates())
+    store = ckptstore.open(tmp_path / "ranks")
+    assert [(info.step, info.kind, info.lossy) for info in store.checkpoints()] == [
+        (1, "full", False),
+        (5, "gradient", True),
+        (9, "gradient", True),
+        (11, "gradient", True),
+    ]
+    assert set(store.checkpoint(5).tags) == {"tag-2", "tag-3", "tag-4", "tag-5"}
+    for step in (5, 9, 11):
+        with pytest.warns(ckptstore.LossyWarning):
+            one, other = store.load(step), alone.load(step)
+        same(one, other)
+        assert one["master"]["wide"].tobytes() != truths(step)[step]["master"]["wide"].tobytes()
+    assert store.verify(deep=True).ok
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("how", ["gradient", "state"])
+def test_no_sum_lacks_a_step_that_failed(tmp_path: Path, culprit: int, how: str) -> None:
+    """A gradient that is missing fails its batch; a state that cannot be stored fails alone. A full follows either."""
+    options = DiffOptions(batch=4, accumulate="sum", seconds=None)
+
+    def work(group: Group) -> None:
+        model = trainer()
+        with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS, diffs=options) as writer:
+            pending = []
+            for step in range(1, 8):
+                model.train()
+                given, updates = model.state(), model.updates()
+                if step == 4 and group.rank == culprit:
+                    given, updates = (given, []) if how == "gradient" else ({**given, "buffer": object()}, updates)
+                with contextlib.suppress(UnsupportedStateError):
+                    pending.append(writer.save_async(given, step, updates=updates))
+                for one in pending if step == 4 else ():  # so that no later call raises it on one rank alone
+                    with contextlib.suppress(CkptError):
+                        one.result()
+
+    assert as_ranks(2, work) == [None] * 2
+    stored = [(info.step, info.kind) for info in ckptstore.open(tmp_path).checkpoints()]
+    if how == "gradient":
+        assert stored == [(1, "full"), (5, "full"), (7, "gradient")]
+    else:
+        assert stored == [(1, "full"), (3, "gradient"), (5, "full"), (7, "gradient")]
+    same(ckptstore.open(tmp_path).load(5), truths(5)[5])
+
+
+def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         how: dict[str, Any] = {"diffs": DiffOptions()} if group.rank == 0 else {}
         with pytest.raises(CkptError, match=r"rank 0 was opened with diffs=, rank 1 with neither"):

@@ -12,8 +12,8 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions, FencedError, StorageError
 from ckptstore.log.log_reader import Patience
-from ckptstore.write.ranks.exchange import attempt_id
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
+from ckptstore.write.ranks.messages.step_messages import attempt_id
 from tests.write.rank_states import PATIENT, state
 from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import OPTIONS, trainer

@@ -22,7 +22,7 @@ import ckptstore
 from ckptstore import DiffOptions, RankOptions, SaveMetrics
 from ckptstore.backends.local import LocalBackend
 from ckptstore.host.arenas import LEAST
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
 from tests import warmth
 from tests.forms import short_or
 from tests.write.rank_threads import as_ranks

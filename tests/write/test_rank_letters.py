@@ -22,9 +22,9 @@ from ckptstore.errors import (
     StorageError,
 )
 from ckptstore.formats.state import FlatState
-from ckptstore.write.ranks import diffs
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox, fetch, post
-from ckptstore.write.ranks.parts import Part
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox, fetch, post
+from ckptstore.write.ranks.messages.rank_messages import RankPart
+from ckptstore.write.steps import resident_step
 from tests.write.rank_states import PATIENT, assert_same, state
 from tests.write.rank_threads import Clock, as_ranks
 from tests.write.test_rank_diffs import OPTIONS, trainer
@@ -88,7 +88,7 @@ def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_ste
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = Crossing("/2.0/batch", "/4.0/order")
-    coded = diffs.encode_step
+    coded = resident_step.encode_step
 
     def encode(flat: FlatState, updates: Any, base: Any, step: int, **how: Any) -> Any:
         if step == 3 and flat.tree["step"] == 100:
@@ -96,7 +96,7 @@ def test_a_batch_that_rank_0_gives_up_while_others_wait_to_hear_how_the_next_ste
             raise MemoryError("no memory")
         return coded(flat, updates, base, step, **how)
 
-    monkeypatch.setattr(diffs, "encode_step", encode)
+    monkeypatch.setattr(resident_step, "encode_step", encode)
     options = DiffOptions(batch=9, seconds=None)
 
     def work(group: Group) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_hear_what_became_of_its_step_drops_nothing_of_it(
 ) -> None:
     """It was committed: to name its segments in a later drop would leave it without them."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)  # rank 1 says none
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 says none
     given_up = threading.Event()
 
     def work(group: Group) -> None:
@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_hear_what_became_of_its_step_drops_nothing_of_it(
 class Forged(LocalMailbox):
     """What rank 1 hands in of step 1 is another letter when it arrives."""
 
-    def __init__(self, change: Callable[[Part], Part]) -> None:
+    def __init__(self, change: Callable[[RankPart], RankPart]) -> None:
         super().__init__()
         self.change = change
 
@@ -168,7 +168,7 @@ class Forged(LocalMailbox):
         if key.endswith("/1.0/part/1"):
             other = LocalMailbox()
             other.set(key, value)
-            post(other, key, self.change(Part.unpacked(fetch(other, key) or b"", key)).packed())
+            post(other, key, self.change(RankPart.unpacked(fetch(other, key) or b"", key)).packed())
             value = other.get(key) or b""
         super().set(key, value)
 
@@ -194,7 +194,7 @@ class Forged(LocalMailbox):
     ids=["agreement", "nothing", "type", "more", "lost"],
 )
 def test_a_part_that_is_not_what_was_agreed_is_not_committed(
-    tmp_path: Path, change: Callable[[Part], Part], why: str
+    tmp_path: Path, change: Callable[[RankPart], RankPart], why: str
 ) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT, poll_seconds=None) as writer:
@@ -215,9 +215,9 @@ class Short(LocalMailbox):
         if key.endswith("/3.0/share/1"):
             other = LocalMailbox()
             other.set(key, value)
-            parts = Part.unpacked_all(fetch(other, key) or b"", key)
+            parts = RankPart.unpacked_all(fetch(other, key) or b"", key)
             assert len(parts) == 2
-            post(other, key, Part.packed_all(parts[:-1]))
+            post(other, key, RankPart.packed_all(parts[:-1]))
             value = other.get(key) or b""
         super().set(key, value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptstore.errors import MailboxError
-from ckptstore.write.ranks.mailbox import LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import LocalMailbox
 from tests.write.mailbox_conformance import Boxes, MailboxConformance
 
 

@@ -23,8 +23,8 @@ from ckptstore.formats import optim
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host.arenas import LEAST
-from ckptstore.write.deltas import DeltaOptions
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.steps import encoding as step_encoding
 from tests.forms import in_turn, long_only
 from tests.store.states import same
@@ -486,7 +486,7 @@ def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: P
         ("accumulate='sum'", {"diffs": DiffOptions(accumulate="sum")}),
         (f"at least {LEAST} are needed", {"memory": LEAST - 1}),
     ]
-    from ckptstore.write.ranks.mailbox import LocalMailbox
+    from ckptstore.write.ranks.messages.key_value_store import LocalMailbox
 
     for said, how in refused:
         with pytest.raises(UsageError, match=said):

@@ -21,7 +21,7 @@ pytest.importorskip("torch.distributed.tensor")
 
 SIZE = 4
 STEPWISE = ["ddp_diffs", "fsdp_diffs"]
-SAVED = ["ddp", "fsdp", "hsdp", "tensor_parallel", "both", "placements"]
+SAVED = ["ddp", "fsdp", "fsdp_stored_bases", "hsdp", "tensor_parallel", "both", "placements"]
 
 
 def run(folder: Path, names: list[str], size: int = SIZE) -> None:
@@ -49,7 +49,7 @@ def run(folder: Path, names: list[str], size: int = SIZE) -> None:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    run(folder, [*SAVED, "diverged", *STEPWISE])
+    run(folder, [*SAVED, "diverged", *STEPWISE, "ddp_sums"])
     return folder
 
 
@@ -104,6 +104,25 @@ def test_shards_are_stored_where_they_are(job: Path) -> None:
 def test_replicated_shards_are_stored_once(job: Path) -> None:
     own = [doc.tensors[1] for _, doc in ckptstore.open(job / "hsdp").describe(1)]
     assert sum("model.0.weight" in tensors for tensors in own) == 2
+
+
+def test_deltas_build_on_shares_that_are_read_back(job: Path) -> None:
+    store = ckptstore.open(job / "fsdp_stored_bases")
+    assert [info.kind for info in store.checkpoints()] == ["full", "delta"]
+
+
+def test_gradients_of_ranks_are_summed_up(job: Path) -> None:
+    """Plain SGD: the sum leads where training went, but for the rounding of each step."""
+    store = ckptstore.open(job / "ddp_sums")
+    found = [(info.step, info.kind, info.lossy) for info in store.checkpoints()]
+    assert found == [(1, "full", False), (4, "gradient", True), (7, "gradient", True)]
+    trained = torch.load(job / "ddp_sums.pt", weights_only=True)
+    with pytest.warns(ckptstore.LossyWarning):
+        loaded = store.load(7)["model"]
+    assert list(loaded) == list(trained)
+    for name, tensor in trained.items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-5, atol=1e-7)
+    assert store.verify(deep=True).ok
 
 
 @pytest.mark.parametrize("name", STEPWISE)

@@ -23,16 +23,9 @@ from ckptstore import (
     UsageError,
     WriterClosedError,
 )
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from tests.write.rank_states import PATIENT, state
 from tests.write.rank_threads import as_ranks
-
-
-def test_what_ranks_cannot_do_yet_is_said_before_a_term_is_opened(tmp_path: Path) -> None:
-    store = ckptstore.open(tmp_path)
-    with pytest.raises(UsageError, match=r"memory=.* cannot be combined"):
-        store.writer(group=Group(0, 1, LocalMailbox()), deltas=ckptstore.DeltaOptions(memory=1))
-    assert store.latest_step() is None
 
 
 def test_a_rank_with_another_store_is_refused(tmp_path: Path) -> None:

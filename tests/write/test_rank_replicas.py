@@ -17,7 +17,7 @@ from ckptstore import (
     RankOptions,
     UsageError,
 )
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
 from tests.write.rank_states import PATIENT, assert_same, sharded, state
 from tests.write.rank_threads import as_ranks
 

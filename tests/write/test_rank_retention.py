@@ -9,7 +9,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, RestoreBound
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
 from tests.write.rank_states import assert_same, state
 from tests.write.rank_threads import as_ranks
 from tests.write.test_rank_diffs import replicas, truths

@@ -12,7 +12,7 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions, FailedRankError, MissingRankError, RankMismatchError, RankOptions, SaveMetrics
 from ckptstore.errors import CheckpointNotFoundError, FencedError, UnsupportedStateError, UsageError
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from tests.store.states import same
 from tests.write.rank_threads import Clock, as_ranks
 
@@ -94,7 +94,7 @@ def test_a_failure_that_nobody_saw_stops_all(tmp_path: Path, rank: int, monkeypa
 
 def test_a_rank_that_does_not_come_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stopped = Clock(monkeypatch), threading.Semaphore(0)
-    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=OPTIONS) as writer:

@@ -25,7 +25,7 @@ from ckptstore.cli.main import cli
 from ckptstore.errors import CkptError
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
-from ckptstore.write.ranks.mailbox import Group
+from ckptstore.write.ranks.messages.key_value_store import Group
 from tests.forms import short_or
 from tests.write.rank_threads import as_ranks
 from tools.golden.shard_stores import Piece, ShardStore

@@ -24,8 +24,8 @@ from ckptstore import (
     UnsupportedStateError,
     UsageError,
 )
-from ckptstore.write.ranks.gathering import check_seen
-from ckptstore.write.ranks.mailbox import Group, LocalMailbox
+from ckptstore.write.ranks.gathered_parts import check_seen
+from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from tests.write.rank_states import PATIENT, assert_same, state
 from tests.write.rank_threads import Clock, as_ranks
 
@@ -121,7 +121,7 @@ def test_ranks_one_step_apart_do_not_wait_for_each_other(tmp_path: Path) -> None
 
 def test_ranks_that_save_other_steps_are_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, over = Clock(monkeypatch), threading.Event()
-    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)  # neither hears the other to its end
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # neither hears the other to its end
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
@@ -237,7 +237,7 @@ class Cut(LocalMailbox):
 def test_a_part_that_may_have_come_through_is_not_said_to_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.write.ranks.settling._FAREWELL", 0.5)  # rank 1 says none
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 says none
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(timeout=120, per_rank="rng")) as writer:

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from ckptstore.write.ranks.silence import Silence
+from ckptstore.write.ranks.messages.silent_ranks import SilentRanks
 
 
 def test_a_loss_is_for_steps_that_were_given_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 5.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    silence = Silence()
+    silence = SilentRanks()
     assert not silence.since(0.0)
     assert silence.about([0, 1, 2], 0.0) is None
     silence.note([1], 7, "rank 1 said nothing")

@@ -28,7 +28,7 @@ from ckptstore.host.threads import started_pool
 from ckptstore.training import Checkpointer, LayerwiseSnapshots
 from ckptstore.write.layered import LayeredSave
 from ckptstore.write.local import LocalWriter
-from ckptstore.write.ranks.writer import RankWriter
+from ckptstore.write.ranks.rank_writer import RankWriter
 from tests.write.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -33,7 +33,7 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.reports.restore_explanation import explain
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
 from ckptstore.write.interval import RestoreBound
 from tools.bench.pagecache import drop
 

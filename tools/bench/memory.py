@@ -33,9 +33,9 @@ from rich.table import Table
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
 from ckptstore.store import open as open_store
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.metrics import SaveMetrics
-from ckptstore.write.steps.batcher import DiffOptions
 from ckptstore.write.steps.updates import Update
 from tools.bench import machine
 from tools.bench.save_load import parse_size

@@ -46,8 +46,8 @@ from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host import crash_points
 from ckptstore.host.arenas import LEAST
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.rank_options import RankOptions
 from tools.crash.scenario import Violation
 
 __all__ = ["POINTS", "Life", "Sweep", "live", "sweep"]
@@ -484,7 +484,7 @@ def sweep(
     import torch.distributed  # noqa: F401  # once, before the forks; and what a rank needs
 
     import ckptstore.frameworks.torch_ranks
-    import ckptstore.write.ranks.opening
+    import ckptstore.write.ranks.rank_writer_factory
 
     chance = random.Random(seed)  # not a secret
     done = Sweep()

@@ -170,8 +170,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/log/change_committer.py": (*_LOG, *_some("read_once", "tags_and_retirement")),
     "ckptstore/log/pins.py": (*_LOG, "tests/maintenance/test_garbage_collection.py"),
     "ckptstore/log/*": _LOG,
-    "ckptstore/write/ranks/silence.py": _some("failed_in_flight"),
-    "ckptstore/write/ranks/mailbox.py": _some("rank_mailbox", "ranks"),
+    "ckptstore/write/ranks/messages/silent_ranks.py": _some("failed_in_flight"),
+    "ckptstore/write/ranks/messages/key_value_store.py": _some("rank_mailbox", "ranks"),
     "ckptstore/write/ranks/*": _some(
         "rank_letters",
         "rank_fences",
@@ -189,6 +189,10 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     **{
         f"ckptstore/write/{name}.py": _some("torch_offload", "layered", "writer", "reentrance", "diffs", "deltas*")
         for name in ("coded", "snapshot")
+    },
+    **{
+        f"ckptstore/write/{name}.py": _some("order_policy", "deltas*", "write/test_ranks", "rank_diffs")
+        for name in ("order_policy", "orders", "resident_bases", "deltas")
     },
     "ckptstore/write/retaining.py": _some("kept_fulls", "pruning", "rank_retention"),
     "ckptstore/write/commits.py": _some("replaced", "writer"),

@@ -1,7 +1,7 @@
 """Lets the trainers of a job agree, once, on how their agents find each other, through their group's mailbox.
 
-1. The ranks find each other (`write.ranks.finding`). Each reports its machine, what keeps it from having an agent, and
-   which step its former agent kept.
+1. The ranks find each other (`write.ranks.rendezvous`). Each reports its machine, what keeps it from having an agent,
+   and which step its former agent kept.
 2. Rank 0 posts ``answer/<session>/<rank>``: the token of the job and whether all kept the same step, or an error.
 
 From then on the agents use their own mailbox, which rank 0's agent serves and which outlives the trainers. The mailbox
@@ -21,10 +21,10 @@ from ckptstore.agent.protocol.agent_address import AgentAddress, runtime_folder
 from ckptstore.agent.protocol.rank_job import MAILBOX_ENDING, RankJob
 from ckptstore.errors import AgentBusyError, CkptError, FailedRankError, MissingRankError, RankMismatchError
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.write.ranks.finding import gathered, joined, say_here
-from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
-from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.ranks.parts import pack, unpack
+from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.rank_messages import pack, unpack
+from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.ranks.rendezvous import gathered, joined, say_here
 
 __all__ = ["AgentRendezvous", "KeptStep"]
 
@@ -130,7 +130,7 @@ class AgentRendezvous:
 
     def _awaited(self, key: str, seconds: float) -> bytes:
         letter: bytes | None = None
-        if Deadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
+        if ReplyDeadline(seconds, self.group.ended).wait(lambda: self.group.mailbox.has([key])):
             letter = fetch(self.group.mailbox, key)
         if letter is None:
             raise MissingRankError(f"rank 0 did not say within {seconds:g} s where its agent is; no agent was started")

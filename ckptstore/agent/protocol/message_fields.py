@@ -24,11 +24,11 @@ from ckptstore.formats.state import TensorSource
 from ckptstore.host import caller_warnings
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import RegionPlan, plan_regions
-from ckptstore.write.deltas import DeltaOptions
+from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.diff_options import DiffOptions
 from ckptstore.write.interval import RestoreBound
 from ckptstore.write.ledger import Labels
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.steps.batcher import DiffOptions
 
 __all__ = [
     "StateLayout",

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 from ckptstore.agent.protocol.message_fields import texts, whole_number
 from ckptstore.errors import AgentError
-from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.rank_options import RankOptions
 
 __all__ = ["MAILBOX_ENDING", "RankJob", "place_name"]
 

@@ -23,7 +23,7 @@ from typing import Final, Self
 from ckptstore.agent.protocol.frames import peer_of
 from ckptstore.errors import AgentLostError, MailboxError
 from ckptstore.host import background_threads
-from ckptstore.write.ranks.mailbox import PIECE, LocalMailbox
+from ckptstore.write.ranks.messages.key_value_store import PIECE, LocalMailbox
 
 __all__ = ["RemoteMailbox", "ServedMailbox"]
 
@@ -162,7 +162,10 @@ class ServedMailbox:
 
 
 class RemoteMailbox:
-    """The side of another rank (a `write.ranks.mailbox.Mailbox`). Any thread may call it; calls wait for each other."""
+    """The side of another rank, a `write.ranks.messages.key_value_store.Mailbox`.
+
+    Any thread may call it; calls wait for each other.
+    """
 
     def __init__(self, connection: socket.socket, token: bytes, rank: int, lost: Callable[[str], None]) -> None:
         """Take ownership of a connected socket.

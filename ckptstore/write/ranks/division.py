@@ -19,7 +19,7 @@ from ckptstore.errors import FormatError, RankMismatchError
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.boxes import Box, gap, overlapping
 from ckptstore.formats.layout import TensorSpec
-from ckptstore.write.ranks.mailbox import LETTER_LIMIT
+from ckptstore.write.ranks.messages.key_value_store import LETTER_LIMIT
 
 __all__ = [
     "Division",

@@ -8,7 +8,7 @@ does lead, under its own state hash, and everything about it says ``lossy``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,31 +16,44 @@ import numpy.typing as npt
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import optim
+from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
-from ckptstore.write.steps.encoding import Base, fitting_updates, numbers_of
+from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.steps.encoding import Base, EncodedStep, fitting_updates, numbers_of
+from ckptstore.write.steps.resident_step import ResidentStep
 from ckptstore.write.steps.updates import Update
 
-__all__ = ["Sums"]
+__all__ = ["GradientSum"]
 
 
-@dataclass(slots=True)
-class Sums:
-    """The gradients of a batch so far, by parameter: scaled and clipped, fp32."""
+class GradientSum:
+    """The gradients of a batch so far, by parameter: scaled and clipped, fp32. A rank sums those of its share.
 
-    _sums: dict[tuple[str, ...], npt.NDArray[np.float32]] = field(default_factory=dict)
-    _updates: dict[tuple[str, ...], Update] = field(default_factory=dict)
+    Attributes:
+        latest: the state of the last step that was added; None: none was.
+    """
 
-    def add(self, updates: Sequence[Update], flat: FlatState, base: Base) -> None:
-        """Add the gradients of one step.
+    def __init__(self) -> None:
+        self.latest: Snapshot | None = None
+        self._sums: dict[tuple[str, ...], npt.NDArray[np.float32]] = {}
+        self._updates: dict[tuple[str, ...], Update] = {}
+
+    def add(self, updates: Sequence[Update], snapshot: Snapshot, base: Base, *, explained: bool) -> None:
+        """Add the gradients of one step. Takes `snapshot`, its state, over.
+
+        Args:
+            updates: of `snapshot`. A rank may store no tensor that an optimizer moves.
+            base: what the batch is compressed against.
+            explained: the step was saved with updates=.
 
         Raises:
-            UsageError: no updates at all, or a parameter without its gradient; nothing was added.
+            UsageError: it was not, or a parameter has no gradient; nothing was added.
         """
-        if not updates:
+        if not explained:
             raise UsageError("gradients are to be summed up, and this step was saved without updates=")
-        fitting = list(fitting_updates(updates, flat, base))
+        fitting = list(fitting_updates(updates, snapshot.flat, base))
         for update in fitting:
             if update.gradient is None and not update.step.skipped:
                 raise UsageError(f"gradients are to be summed up, and there is none of {update.slots[0]!r}")
@@ -54,8 +67,25 @@ class Sums:
             else:
                 total += gradient
             self._updates[update.slots] = update
+        self._keep(snapshot)
 
-    def apply(self, flat: FlatState, base: Base) -> list[Update]:
+    def finish(self, resident: ResidentStep, identity: CheckpointId) -> EncodedStep:
+        """Compress the one step that stands for all that were added. It is the step in memory from now on.
+
+        Args:
+            resident: has the step that the batch is compressed against.
+            identity: of the last step that was added, without its state hash.
+        """
+        snapshot = self.latest
+        assert snapshot is not None
+        updates = self._apply(snapshot.flat, resident.here)
+        coded = resident.encode(snapshot.flat, updates, identity.step, lossy=True)
+        self.latest = None
+        self.clear()
+        resident.advance(identity._replace(state=coded.state), snapshot)
+        return coded
+
+    def _apply(self, flat: FlatState, base: Base) -> list[Update]:
         """Make `flat` the state to which the sums lead from `base`, in place -> the one step that it took.
 
         Args:
@@ -77,8 +107,14 @@ class Sums:
 
     def clear(self) -> None:
         """Begin a new batch."""
+        self._keep(None)
         self._sums.clear()
         self._updates.clear()
+
+    def _keep(self, snapshot: Snapshot | None) -> None:
+        before, self.latest = self.latest, snapshot
+        if before is not None:
+            before.free()
 
 
 def _copy(base: Base, name: str, out: Bytes) -> None:

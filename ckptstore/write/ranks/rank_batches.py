@@ -1,6 +1,6 @@
 """Step diffs that wait for their batch, and its end: what rank 0 decides and the others hear of, step by step.
 
-1. Each step is ordered by rank 0 (`ordering`), coded by every rank, and waits in its memory.
+1. Each step is ordered by rank 0 (`rank_orders`), coded by every rank, and waits in its memory.
 2. Rank 0 ends a batch: with the order of its last step, or, between two steps (somebody waits, or time is up), by a
    letter ``batch`` of its first step. Another rank that is asked for a result asks rank 0 (``hurry``).
 3. Every rank posts what it has coded of all steps (``share``). Rank 0 makes the state of each step of it, and posts
@@ -15,43 +15,54 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, MailboxError, MissingRankError
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.crash_points import crash_point
-from ckptstore.write.ranks.committing import Batched
-from ckptstore.write.ranks.diffs import RankDiffs
-from ckptstore.write.ranks.exchange import Exchange, attempt_id
-from ckptstore.write.ranks.gathering import Gathered
-from ckptstore.write.ranks.mailbox import Deadline, fetch
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.parts import BatchPart, Part, Verdict, pack, unpack
-from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.ranks.settling import Settling
-from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.ledger import Labels
+from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
+from ckptstore.write.ranks.gathered_parts import Gathered
+from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline, fetch
+from ckptstore.write.ranks.messages.rank_messages import BatchPart, CommitVerdict, RankPart, pack, unpack
+from ckptstore.write.ranks.messages.step_messages import Exchange, attempt_id
+from ckptstore.write.ranks.rank_committer import Batched
+from ckptstore.write.ranks.rank_diffs import RankDiffs
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.steps.batch_segments import RankShare, write_batch
 from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
 
-__all__ = ["LOOK_SECONDS", "Batches"]
+__all__ = ["LOOK_SECONDS", "RankBatches"]
 
 LOOK_SECONDS: Final = 0.1
 """How often a rank looks, while steps wait, whether their batch ends."""
 
 
-class Batches:
+class RankBatches:
     """Coded steps of one rank. The thread that writes calls it, but where it is said.
 
     Attributes:
         coding: rank 0: the step at hand is to become one of them.
     """
 
-    def __init__(self, means: Means, tenure: Tenure, diffs: RankDiffs, settling: Settling) -> None:
-        self._means = means
-        self._tenure = tenure
+    def __init__(
+        self,
+        resources: RankResources,
+        rank_term: RankTerm,
+        policy: OrderPolicy,
+        diffs: RankDiffs,
+        coordinator: CommitCoordinator,
+    ) -> None:
+        self._policy = policy
+        self._resources = resources
+        self._rank_term = rank_term
         self._diffs = diffs
-        self._settling = settling
+        self._coordinator = coordinator
         self._first: Exchange | None = None  # of the first step that waits; others look at it
         self._due = float("inf")  # when what waits is written, whatever comes
         self._late = float("inf")  # when this rank stops waiting for rank 0
@@ -83,15 +94,15 @@ class Batches:
             self._first = one.exchange
         if one.how.last:
             self.flush(ordered=True)
-        elif one.flaw is not None or self._diffs.stored > self._diffs.options.batch_bytes:
+        elif one.flaw is not None or self._policy.too_large(self._diffs.stored):
             self.end_early()
 
     def end_early(self) -> None:
         """Write what waits: at once on rank 0; the others ask it to."""
-        if self._tenure.committer is not None:
+        if self._rank_term.committer is not None:
             self.flush()
         elif self._first is not None and self._late == float("inf"):
-            self._late = time.monotonic() + 2 * self._means.ranks.timeout
+            self._late = time.monotonic() + 2 * self._resources.ranks.timeout
             with contextlib.suppress(MailboxError):  # whoever looks next finds out, too
                 self._first.hurry()
 
@@ -118,10 +129,10 @@ class Batches:
         first = self._first
         if first is None:
             return
-        first = first.using(self._tenure.watching_box)
+        first = first.using(self._rank_term.watch_box)
         now = time.monotonic()
         try:
-            if self._tenure.committer is not None:
+            if self._rank_term.committer is not None:
                 ends = now >= self._due or self._is_wanted() or first.hurried()
             else:
                 ends = now >= self._late or first.mailbox.has([first.key("batch")])
@@ -129,7 +140,9 @@ class Batches:
             ends = True  # which says so
         if ends:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._means.writing.submit(self.flush if self._tenure.committer is not None else self.follow)
+                self._resources.write_thread.submit(
+                    self.flush if self._rank_term.committer is not None else self.follow
+                )
 
     # -- the end of a batch
 
@@ -145,7 +158,7 @@ class Batches:
         if last is None and time.monotonic() >= self._late:
             late = MissingRankError(
                 f"step {self._first.step} was not saved: rank 0 did not write its batch within "
-                f"{2 * self._means.ranks.timeout:g} s"
+                f"{2 * self._resources.ranks.timeout:g} s"
             )
             self._fail(self._taken(), [], late)
         elif last is not None and self._diffs.waiting[-1].step >= last[0]:
@@ -153,13 +166,13 @@ class Batches:
 
     def wait_for_end(self) -> None:
         """The writer is closed: write what waits, with the others."""
-        if self._tenure.committer is not None:
+        if self._rank_term.committer is not None:
             self.flush()
             return
         if self._first is not None:
             self.end_early()
             with contextlib.suppress(CkptError):
-                Deadline(2 * self._means.ranks.timeout).wait(lambda: self._told_last() is not None)
+                ReplyDeadline(2 * self._resources.ranks.timeout).wait(lambda: self._told_last() is not None)
             self._late = 0.0
             self.follow()
 
@@ -179,23 +192,23 @@ class Batches:
             ordered: all ranks know that this is a batch, and which its last step is.
         """
         if self._diffs.waiting:
-            self._tenure.building = self._diffs.waiting[-1].step
+            self._rank_term.building = self._diffs.waiting[-1].step
         batch = self._taken()
         if not batch:
             return
         last = batch[-1]
         begun: list[str] = []
         try:
-            if self._tenure.stopped is not None:
-                raise self._tenure.stopped
+            if self._rank_term.stopped is not None:
+                raise self._rank_term.stopped
             if not ordered:
                 self._agree_on_end(batch)
             if (flaw := next((one.flaw for one in batch if one.flaw is not None), None)) is not None:
                 raise flaw
-            last.dropped = tuple(self._tenure.abandoned)
+            last.dropped = tuple(self._rank_term.abandoned)
             batched = self._written(batch, begun)
             last.begun = tuple(begun)
-            self._means.settling.submit(self._settling.settle_batch, batch, batched).result()
+            self._resources.commit_thread.submit(self._coordinator.settle_batch, batch, batched).result()
         except BaseException as error:  # noqa: BLE001  # whoever waits for the steps is told
             self._fail(batch, begun, error)
         finally:
@@ -209,7 +222,7 @@ class Batches:
 
     def _agree_on_end(self, batch: Sequence[RankSave]) -> None:
         first, last = batch[0].exchange, batch[-1].exchange
-        if self._tenure.committer is not None:
+        if self._rank_term.committer is not None:
             first.post("batch", pack([last.step, last.attempt]))
             crash_point("ranks.ended")
             return
@@ -220,22 +233,22 @@ class Batches:
     def _fail(self, batch: Sequence[RankSave], begun: Sequence[str], error: BaseException) -> None:
         """Nothing of a batch was committed, as far as this rank is concerned: tell the others, and whoever waits."""
         if isinstance(error, CommitUnknownError):
-            self._tenure.stopped = error
+            self._rank_term.stopped = error
         else:
-            self._tenure.abandon(list(begun))
-            self._tenure.tell_flaw(batch[-1], error)
-        self._settling.restart()
+            self._rank_term.abandon(list(begun))
+            self._rank_term.tell_flaw(batch[-1], error)
+        self._coordinator.restart()
         if len(batch) > 1:
             error.add_note(f"{named_steps(one.step for one in batch)} were to be written together")
         for one in batch:
             one.coded = None
-            self._tenure.failed(one, error)
+            self._rank_term.failed(one, error)
 
     def _leave(self, batch: Sequence[RankSave]) -> None:
         """Nobody here asks for letters of the steps any more; those of the last are the settling thread's."""
         for one in batch[:-1]:
-            if self._tenure.committer is not None:
-                self._tenure.answered.append(one.exchange)
+            if self._rank_term.committer is not None:
+                self._rank_term.answered.append(one.exchange)
             else:
                 with contextlib.suppress(MailboxError):
                     one.exchange.see()
@@ -243,23 +256,23 @@ class Batches:
     def _written(self, batch: Sequence[RankSave], begun: list[str]) -> list[Batched]:
         """Write this rank's share of a batch and hand it in -> what rank 0 commits."""
         exchange = batch[-1].exchange
-        parts = [self._part(one) for one in batch]
-        exchange.post("share", Part.packed_all(parts), exchange.rank)
+        made = self._diffs.checkpoints(list(batch))
+        parts = [self._part(one) for one in made]
+        exchange.post("share", RankPart.packed_all(parts), exchange.rank)
         crash_point("ranks.shared")
-        wholes = self._wholes(batch, exchange)
-        states = [whole.state for whole in wholes] if wholes else self._states(batch, exchange)
-        steps = self._diffs.placed(list(batch), states, self._tenure.number)
-        tree = attempt_id(self._tenure.opening.nonce, exchange.step, exchange.attempt)
-        part = self._stored(batch, steps, RankShare(exchange.rank, tree), begun)
+        wholes = self._wholes(made, exchange)
+        states = [whole.state for whole in wholes] if wholes else self._states(made, exchange)
+        steps = self._diffs.placed(made, states, self._rank_term.number)
+        tree = attempt_id(self._rank_term.opening.nonce, exchange.step, exchange.attempt)
+        part = self._stored(made, steps, RankShare(exchange.rank, tree), begun)
         crash_point("ranks.before-part")
-        self._tenure.hand_in(exchange, part.packed())
+        self._rank_term.hand_in(exchange, part.packed())
         crash_point("ranks.part-sent")
-        for one, cost in zip(batch, part.costs, strict=True):
-            if one.measured is not None:
-                one.measured.stored = cost
+        for one, cost in zip(made, part.costs, strict=True):
+            one.measured.stored = cost
         return [
-            Batched(one.step, one.time, one.labels, whole, step.base)
-            for one, whole, step in zip(batch, wholes, steps, strict=bool(wholes))
+            Batched(one.step, one.time, _labels(one, batch, made), whole, step.base, step.lossy)
+            for one, whole, step in zip(made, wholes, steps, strict=bool(wholes))
         ]
 
     def _stored(
@@ -269,9 +282,9 @@ class Batches:
         if not any(step.units for step in steps):  # nothing of this state is this rank's
             return BatchPart(share.rank, (), ((),) * len(batch), (0,) * len(batch), dropped)
         segments, encodings = write_batch(
-            self._means.session(begun.append),
+            self._resources.session(begun.append),
             steps,
-            self._tenure.draft,
+            self._rank_term.draft,
             times=[one.time for one in batch],
             digests=self._diffs.digests(steps[-1]),
             share=share,
@@ -279,21 +292,21 @@ class Batches:
         used = tuple(encoding.segments for encoding in encodings)
         return BatchPart(share.rank, segments, used, tuple(encoding.bytes or 0 for encoding in encodings), dropped)
 
-    def _part(self, one: RankSave) -> Part:
+    def _part(self, one: RankSave) -> RankPart:
         assert one.coded is not None
         assert one.agreement is not None
         entries = tuple(_entry(tensor) for unit in one.coded.units for tensor in unit)
-        return Part(self._means.group.rank, one.agreement.id, (), entries, one.digests or {}, one.tree)
+        return RankPart(self._resources.group.rank, one.agreement.id, (), entries, one.digests or {}, one.tree)
 
     def _wholes(self, batch: Sequence[RankSave], exchange: Exchange) -> list[Gathered]:
         """Rank 0: the state of all ranks at each step, of which the others are told if they need it."""
-        committer, agreement = self._tenure.committer, batch[-1].agreement
+        committer, agreement = self._rank_term.committer, batch[-1].agreement
         if committer is None:
             return []
         assert agreement is not None
-        settling = exchange.using(self._tenure.settling_box)
+        own = exchange.using(self._rank_term.commit_box)
         steps = [one.step for one in batch]
-        wholes = self._means.settling.submit(committer.wholes, settling, agreement, steps).result()
+        wholes = self._resources.commit_thread.submit(committer.wholes, own, agreement, steps).result()
         if len(batch) > 1:
             exchange.post("states", pack([whole.state for whole in wholes]))
             crash_point("ranks.states")
@@ -303,7 +316,7 @@ class Batches:
         """What rank 0 has made of the shares of all ranks: a step by itself builds on what is known."""
         if len(batch) == 1:
             return []
-        deadline = Deadline(2 * self._means.ranks.timeout)
+        deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         letter = exchange.first([exchange.key("verdict"), exchange.key("states")], deadline)
         if letter is None:
             raise MissingRankError(
@@ -311,8 +324,18 @@ class Batches:
             )
         # Asked for anew: it may have come since `letter` was there.
         if (verdict := fetch(exchange.mailbox, exchange.key("verdict"))) is not None:
-            raise Verdict.unpacked(verdict, "verdict").error or MissingRankError("rank 0 went on without this rank")
+            raise CommitVerdict.unpacked(verdict, "verdict").error or MissingRankError(
+                "rank 0 went on without this rank"
+            )
         return list(unpack(letter, "states"))
+
+
+def _labels(one: RankSave, batch: Sequence[RankSave], made: Sequence[RankSave]) -> Labels:
+    """What a checkpoint of a batch is called: where it stands for all of the steps, by the tags of all."""
+    if len(made) == len(batch):
+        return one.labels
+    tags = dict.fromkeys(tag for step in batch for tag in step.labels.tags)
+    return replace(one.labels, tags=tuple(tags))
 
 
 def _entry(tensor: EncodedTensor) -> TensorEntry:

@@ -1,6 +1,6 @@
-"""Opening a store for many ranks: they find each other, rank 0 opens one term, the others join it.
+"""Begin a term with many ranks: they find each other, rank 0 opens it, the others join it.
 
-1. They find each other (`finding`). When all are there, rank 0 opens the term. Until then nobody is fenced.
+1. They find each other (`rendezvous`). When all are there, rank 0 opens the term. Until then nobody is fenced.
 2. Rank 0 posts ``opened/<session>``; the others look whether they see that OPEN in their store, and say so.
 3. Rank 0 posts ``agreed/<session>/<rank>``: either all use the term, or none does.
 
@@ -23,16 +23,16 @@ from ckptstore.errors import (
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal
 from ckptstore.log.partial_objects import slot_bytes
-from ckptstore.write.ranks.finding import gathered, joined, say_here
-from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
-from ckptstore.write.ranks.parts import Opening, pack, unpack
+from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.rank_messages import OpenedTerm, pack, unpack
+from ckptstore.write.ranks.rendezvous import gathered, joined, say_here
 
 __all__ = ["join", "lead"]
 
 _BASE = "ckptstore/open"
 
 
-def lead(group: Group, timeout: float, begin: Callable[[], Opening], asked: str | None = None) -> Opening:
+def lead(group: Group, timeout: float, begin: Callable[[], OpenedTerm], asked: str | None = None) -> OpenedTerm:
     """Rank 0's side.
 
     Args:
@@ -85,7 +85,7 @@ def _check_asked(here: Mapping[int, bytes], asked: str | None) -> None:
 
 def _hear_all(group: Group, session: str, timeout: float) -> None:
     keys = [f"{_BASE}/sees/{session}/{rank}" for rank in range(1, group.size)]
-    heard = Deadline(timeout, group.ended).wait(lambda: group.mailbox.has(keys))
+    heard = ReplyDeadline(timeout, group.ended).wait(lambda: group.mailbox.has(keys))
     for rank, key in enumerate(keys, 1):
         letter = fetch(group.mailbox, key)
         if letter is None:
@@ -104,11 +104,11 @@ def join(
     coding: str,
     asked: str | None = None,
     flaw: BaseException | None = None,
-) -> Opening:
+) -> OpenedTerm:
     """The side of every other rank -> the term that rank 0 has opened.
 
     Args:
-        coding: what this rank was told to store beside fulls, which has to be what rank 0 was (`Opening.coding`).
+        coding: what this rank was told to store beside fulls, which has to be what rank 0 was (`OpenedTerm.coding`).
         asked: as for `lead`.
         flaw: why this rank wants no term: all ranks are told, and here it is raised.
 
@@ -120,7 +120,7 @@ def join(
     """
     box, invitation = group.mailbox, joined(group, _BASE)
     crash_point("ranks.joined")
-    deadline = Deadline(timeout, group.ended)
+    deadline = ReplyDeadline(timeout, group.ended)
     session, refused = unpack(_awaited(group, invitation, deadline), "invite")
     if refused is not None:
         raise RankMismatchError(f"the ranks are not of one group: {refused}")
@@ -129,10 +129,10 @@ def join(
     if flaw is not None:
         raise flaw
     # Others may come late, until rank 0 gives up: that is the longest this can take.
-    told = unpack(_awaited(group, f"{_BASE}/opened/{session}", Deadline(2 * timeout, group.ended)), "opened")
+    told = unpack(_awaited(group, f"{_BASE}/opened/{session}", ReplyDeadline(2 * timeout, group.ended)), "opened")
     if isinstance(told, str):
         raise FailedRankError(f"rank 0 could not open a term: {told}")
-    opening = Opening.unpacked(pack(told), "opened")
+    opening = OpenedTerm.unpacked(pack(told), "opened")
     try:
         _check_store(journal, opening)
         if opening.coding != coding:
@@ -146,14 +146,14 @@ def join(
     finally:
         post(box, f"{_BASE}/sees/{session}/{group.rank}", pack(reason))
     key = f"{_BASE}/agreed/{session}/{group.rank}"
-    answer = _awaited(group, key, Deadline(2 * timeout, group.ended))
+    answer = _awaited(group, key, ReplyDeadline(2 * timeout, group.ended))
     withdraw(box, [key])
     if (why := unpack(answer, "agreed")) is not None:
         raise FailedRankError(f"rank 0 could not begin the term with all ranks: {why}")
     return opening
 
 
-def _awaited(group: Group, key: str, deadline: Deadline) -> bytes:
+def _awaited(group: Group, key: str, deadline: ReplyDeadline) -> bytes:
     if not deadline.wait(lambda: group.mailbox.has([key])):
         raise MissingRankError(f"rank 0 did not open a term within {deadline.seconds:g} s")
     letter = fetch(group.mailbox, key)
@@ -162,7 +162,7 @@ def _awaited(group: Group, key: str, deadline: Deadline) -> bytes:
     return letter
 
 
-def _check_store(journal: Journal, opening: Opening) -> None:
+def _check_store(journal: Journal, opening: OpenedTerm) -> None:
     advice = "all ranks need one store (a shared file system, or an object store)"
     try:
         if journal.run != opening.run:

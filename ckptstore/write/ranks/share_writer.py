@@ -14,53 +14,57 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.encoding import Fed, write_coded
+from ckptstore.write.encoding import Base, Choices, Fed, write_coded
 from ckptstore.write.feeding import Feed
-from ckptstore.write.ranks.batches import Batches
-from ckptstore.write.ranks.deltas import RankDeltas
-from ckptstore.write.ranks.exchange import attempt_id
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.ordering import Ordering
-from ckptstore.write.ranks.parts import Part
-from ckptstore.write.ranks.preparing import with_digests
-from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.ranks.settling import Settling
-from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.orders import Order
+from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
+from ckptstore.write.ranks.messages.rank_messages import RankPart
+from ckptstore.write.ranks.messages.step_messages import attempt_id
+from ckptstore.write.ranks.rank_batches import RankBatches
+from ckptstore.write.ranks.rank_orders import RankOrders
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.ranks.rank_term import RankTerm
+from ckptstore.write.ranks.share_snapshot import with_digests
+from ckptstore.write.resident_bases import ResidentBases
 
-__all__ = ["Writing"]
+__all__ = ["ShareWriter"]
 
 
-class Writing:
+class ShareWriter:
     """What one thread does, one step after the other."""
 
     def __init__(
         self,
-        means: Means,
-        tenure: Tenure,
-        settling: Settling,
-        deltas: RankDeltas | None,
-        ordering: Ordering | None,
-        batches: Batches | None,
+        resources: RankResources,
+        rank_term: RankTerm,
+        coordinator: CommitCoordinator,
+        bases: ResidentBases | None,
+        ordering: RankOrders | None,
+        batches: RankBatches | None,
     ) -> None:
         """
         Args:
+            bases: of deltas; None: there are no deltas.
             ordering: where checkpoints build on others; None: all are plain fulls.
             batches: where steps are stored as step diffs.
         """
-        self._means = means
-        self._tenure = tenure
-        self._settling = settling
-        self._deltas = deltas
+        self._resources = resources
+        self._rank_term = rank_term
+        self._coordinator = coordinator
+        self._bases = bases
+        self._deltas = resources.options.deltas
+        self._choices = None if self._deltas is None else Choices(self._deltas.policy)
         self._ordering = ordering
         self._batches = batches
 
     def write(self, one: RankSave) -> None:
         """Write this rank's share and hand in its part, or code it; then somebody waits for what becomes of it."""
-        one.exchange = one.exchange.using(self._tenure.writing_box)
+        one.exchange = one.exchange.using(self._rank_term.write_box)
         begun: list[str] = []
         try:
-            if self._tenure.stopped is not None:
-                raise self._tenure.stopped
+            if self._rank_term.stopped is not None:
+                raise self._rank_term.stopped
             if self._ordering is not None:
                 one.order = self._ordering.order(one)
             if one.how.after is not None:
@@ -68,14 +72,14 @@ class Writing:
             else:
                 self._store(one, begun)
         except CommitUnknownError as error:
-            self._tenure.stopped = error
-            self._tenure.tell(one, error)
+            self._rank_term.stopped = error
+            self._rank_term.tell(one, error)
         except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
-            self._tenure.abandon(begun)
+            self._rank_term.abandon(begun)
             if one.order is not None:
-                self._settling.restart()
-            self._tenure.tell_flaw(one, error)
-            self._tenure.tell(one, error)
+                self._coordinator.restart()
+            self._rank_term.tell_flaw(one, error)
+            self._rank_term.tell(one, error)
         finally:
             if self._batches is not None:
                 self._batches.coding = False
@@ -89,75 +93,83 @@ class Writing:
     def _store(self, one: RankSave, begun: list[str]) -> None:
         if one.flaw is not None:
             raise one.flaw
-        one.dropped = tuple(self._tenure.abandoned)  # by the commit, if there is one
+        one.dropped = tuple(self._rank_term.abandoned)  # by the commit, if there is one
         one.began = time.monotonic()
         # Until it is committed: only then what it retires is free for the shares of the steps behind it.
-        space = self._means.journal.backend.begin_save()
+        space = self._resources.journal.backend.begin_save()
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
             part = self._written(one, begun)
-        if one.measured is not None:
-            one.measured.stored = sum(segment.size for segment in part.segments)
+        one.measured.stored = sum(segment.size for segment in part.segments)
         crash_point("ranks.before-part")
-        self._tenure.hand_in(one.exchange, part.packed())
+        self._rank_term.hand_in(one.exchange, part.packed())
         crash_point("ranks.part-sent")
         one.begun = tuple(begun)
-        settled = self._means.settling.submit(self._settling.settle, one)
+        settled = self._resources.commit_thread.submit(self._coordinator.settle, one)
         if self._ordering is not None:
             settled.result()  # the next step may build on this one
 
-    def _written(self, one: RankSave, begun: list[str]) -> Part:
+    def _written(self, one: RankSave, begun: list[str]) -> RankPart:
         assert one.share is not None
         assert one.agreement is not None
         total = sum(source.nbytes for source in one.share.tensors.values())
-        session = self._means.session(begun.append, Tally(one.progress, total).advance)
+        session = self._resources.session(begun.append, Tally(one.progress, total).advance)
         segments: tuple[SegmentEntry, ...] = ()
         entries: list[TensorEntry] = []
         if one.share.tensors:
             segments, entries = self._stored(one, session)
         elif isinstance(one.feed, Feed):
             one.feed.windows(())
-        rank = self._means.group.rank
-        return Part(rank, one.agreement.id, segments, tuple(entries), one.digests or {}, one.tree, one.dropped)
+        rank = self._resources.group.rank
+        return RankPart(rank, one.agreement.id, segments, tuple(entries), one.digests or {}, one.tree, one.dropped)
 
     def _stored(self, one: RankSave, session: SegmentSession) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
         def documents(count: int) -> list[SegmentDoc]:
             return self._documents(one, count)
 
-        deltas = self._deltas
-        base = None if deltas is None else deltas.base(one.how)
+        base = self._base(one.how)
         fed: Fed | None = None
         if isinstance(one.feed, Feed):
-            if deltas is None or base is None:
+            if self._bases is None or base is None:
                 self._take_whole(one, one.feed)
             else:
-                fed = deltas.taken_in(one.how, one.feed, self._means.snapshots)
+                fed = self._bases.receive(one.how, one.feed, follow=True)
+                assert fed is not None  # a budget for copies and one for bases are not given together
         assert one.share is not None
-        if deltas is None or (base is None and not deltas.options.compress_fulls):
+        if self._deltas is None or self._choices is None or (base is None and not self._deltas.compress_fulls):
             return write_plain(session, one.share, documents)
-        return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=deltas.choices, fed=fed)
+        return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=self._choices, fed=fed)
+
+    def _base(self, order: Order) -> Base | None:
+        """This rank's share of the base. Raises `FailedRankError` if it does not have it."""
+        if self._bases is None or order.base is None:
+            return None
+        base = self._bases.get(order.base)
+        if base is None:
+            raise FailedRankError(f"its share of {order.base.ref}, the base, is neither in memory nor open")
+        return base
 
     def _take_whole(self, one: RankSave, feed: Feed) -> None:
         """Copy a full that is fed, at once: its copy is what the next step is coded against."""
-        self._settling.give_place()
-        means = self._means
-        one.snapshot = feed.whole(lambda: means.snapshots.copy(feed.flat, means.workers.pool))
+        self._coordinator.give_place()
+        resources = self._resources
+        one.snapshot = feed.whole(lambda: resources.snapshots.copy(feed.flat, resources.workers.pool))
         one.share = with_digests(one.snapshot.flat, one.digests)
 
     def _documents(self, one: RankSave, count: int) -> list[SegmentDoc]:
         """What each of this rank's segments says of itself: SPEC.md 5.1, segments of many ranks."""
-        identity = attempt_id(self._tenure.opening.nonce, one.step, one.exchange.attempt)
-        term, order = self._tenure.number, one.how
+        identity = attempt_id(self._rank_term.opening.nonce, one.step, one.exchange.attempt)
+        term, order = self._rank_term.number, one.how
         return [
             replace(
-                self._tenure.draft,
+                self._rank_term.draft,
                 segment=uuid.uuid4().hex,
                 encodings={
                     one.step: StepEncoding(
                         term, order.kind, order.base, one.time, part=SegmentPart(identity, 1 + number, 1 + count)
                     )
                 },
-                extra={"rank": [[one.step, self._means.group.rank]]},
+                extra={"rank": [[one.step, self._resources.group.rank]]},
             )
             for number in range(count)
         ]

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Callable
 
 from ckptstore.errors import MissingRankError
-from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
-from ckptstore.write.ranks.parts import pack, unpack
+from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 
 __all__ = ["gathered", "joined", "say_here"]
 
@@ -49,7 +49,7 @@ def gathered(
                 post(box, invited[rank][1], pack([session, refusal(rank, size)]))
         return box.has(list(here.values()))
 
-    if not Deadline(timeout, group.ended).wait(met):
+    if not ReplyDeadline(timeout, group.ended).wait(met):
         missing = [str(rank) for rank, key in here.items() if not box.has([key])]
         raise MissingRankError(
             f"{told[0]}: rank {', '.join(missing[:8])} of {group.size} did not come within {timeout:g} s; every rank "

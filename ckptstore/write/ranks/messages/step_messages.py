@@ -13,9 +13,9 @@ from typing import Final
 
 from ckptstore.errors import FailedRankError, MissingRankError, UnmadeStateError
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.write.ranks.mailbox import Deadline, Mailbox, fetch, post, withdraw
-from ckptstore.write.ranks.parts import pack, unpack
-from ckptstore.write.ranks.silence import Silence
+from ckptstore.write.ranks.messages.key_value_store import Mailbox, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.rank_messages import pack, unpack
+from ckptstore.write.ranks.messages.silent_ranks import SilentRanks
 
 __all__ = ["Exchange", "attempt_id"]
 
@@ -57,7 +57,7 @@ class Exchange:
     rank: int
     size: int
     ended: Callable[[], None]
-    silence: Silence = field(default_factory=Silence)
+    silence: SilentRanks = field(default_factory=SilentRanks)
     given: float = field(default_factory=time.monotonic)
     _looked: float = field(default=0.0, init=False)
     _looked_for_ended: float = field(default=0.0, init=False)
@@ -93,7 +93,7 @@ class Exchange:
         kind = UnmadeStateError if unmade else FailedRankError
         return kind(f"step {self.step} was not saved: rank {rank}: {reason}")
 
-    def every(self, what: str, deadline: Deadline, doing: str) -> list[bytes]:
+    def every(self, what: str, deadline: ReplyDeadline, doing: str) -> list[bytes]:
         """The letter of every rank, in their order.
 
         Args:
@@ -129,7 +129,7 @@ class Exchange:
     def _missing(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self.mailbox.has([key])]
 
-    def first(self, keys: list[str], deadline: Deadline, *, patient: bool = True) -> bytes | None:
+    def first(self, keys: list[str], deadline: ReplyDeadline, *, patient: bool = True) -> bytes | None:
         """The letter of rank 0 at the first of these keys that has one, or None if none comes in time.
 
         None at once if an earlier step has waited for rank 0 in vain since this one was given.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Silence"]
+__all__ = ["SilentRanks"]
 
 
 class _Found(NamedTuple):
@@ -15,7 +15,7 @@ class _Found(NamedTuple):
     why: str
 
 
-class Silence:
+class SilentRanks:
     """What the time-outs of one term have shown, on one rank. Thread-safe: single operations of a dict are whole."""
 
     def __init__(self) -> None:

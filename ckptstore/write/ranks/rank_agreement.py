@@ -11,9 +11,9 @@ from typing import Any
 from ckptstore.errors import CkptError, MissingRankError, RankMismatchError
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.write.ranks.division import Division, Rows, decode_items, decode_rows, divide, encode_rows
-from ckptstore.write.ranks.exchange import Exchange
-from ckptstore.write.ranks.mailbox import Deadline
-from ckptstore.write.ranks.parts import Verdict, pack, unpack
+from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
+from ckptstore.write.ranks.messages.rank_messages import CommitVerdict, pack, unpack
+from ckptstore.write.ranks.messages.step_messages import Exchange
 from ckptstore.write.ranks.shares import Holding
 
 __all__ = ["Agreement", "agree", "check_kept"]
@@ -41,7 +41,7 @@ class Agreement:
 
 
 def agree(
-    exchange: Exchange, holding: Holding, known: Agreement | None, deadline: Deadline, *, replicas_apart: bool
+    exchange: Exchange, holding: Holding, known: Agreement | None, deadline: ReplyDeadline, *, replicas_apart: bool
 ) -> Agreement:
     """What this rank writes of `holding`.
 
@@ -66,11 +66,11 @@ def agree(
         )
     found = unpack(letter, exchange.key("division", exchange.rank))
     if "id" not in found:
-        raise Verdict.unpacked(letter, "division").error or RankMismatchError("rank 0 went on without this rank")
+        raise CommitVerdict.unpacked(letter, "division").error or RankMismatchError("rank 0 went on without this rank")
     return Agreement(found["id"], holding.id, decode_rows(found["writes"]), frozenset(found["compared"]))
 
 
-def _led(exchange: Exchange, holding: Holding, deadline: Deadline, replicas_apart: bool) -> Agreement:
+def _led(exchange: Exchange, holding: Holding, deadline: ReplyDeadline, replicas_apart: bool) -> Agreement:
     try:
         letters = exchange.every("items", deadline, "say what it has")
         check_changed(exchange, letters)
@@ -80,7 +80,7 @@ def _led(exchange: Exchange, holding: Holding, deadline: Deadline, replicas_apar
         division = divide([items for items, _ in told], list(families), replicas_apart=replicas_apart)
     except CkptError as error:
         for rank in range(1, exchange.size):
-            exchange.post("division", Verdict(error=error).packed(), rank)
+            exchange.post("division", CommitVerdict(error=error).packed(), rank)
         raise
     answers: list[Any] = []
     for rank in range(exchange.size):
@@ -101,7 +101,7 @@ def check_changed(exchange: Exchange, letters: list[bytes]) -> None:
         )
 
 
-def check_kept(exchange: Exchange, agreement: Agreement, deadline: Deadline) -> None:
+def check_kept(exchange: Exchange, agreement: Agreement, deadline: ReplyDeadline) -> None:
     """Rank 0, which kept to an agreement: whether all others did.
 
     Raises:
@@ -116,5 +116,5 @@ def check_kept(exchange: Exchange, agreement: Agreement, deadline: Deadline) -> 
             f"step {exchange.step} was not saved: rank {rank} has other tensors than before, rank 0 has not; if a rank "
             "has tensors of its own, name them in RankOptions(per_rank=[...]). The next save works"
         )
-        exchange.post("division", Verdict(error=error).packed(), rank)
+        exchange.post("division", CommitVerdict(error=error).packed(), rank)
         raise error

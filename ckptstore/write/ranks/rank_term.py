@@ -9,20 +9,20 @@ from ckptstore.formats.segment import SegmentDoc
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Saves
 from ckptstore.write.no_space import tell_what_holds_space
-from ckptstore.write.ranks.agreeing import Agreement
-from ckptstore.write.ranks.committing import RankCommitter
 from ckptstore.write.ranks.division import Family
-from ckptstore.write.ranks.exchange import Exchange
-from ckptstore.write.ranks.mailbox import Mailbox
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.parts import Opening, Verdict, told
-from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.ranks.silence import Silence
+from ckptstore.write.ranks.messages.key_value_store import Mailbox
+from ckptstore.write.ranks.messages.rank_messages import CommitVerdict, OpenedTerm, told
+from ckptstore.write.ranks.messages.silent_ranks import SilentRanks
+from ckptstore.write.ranks.messages.step_messages import Exchange
+from ckptstore.write.ranks.rank_agreement import Agreement
+from ckptstore.write.ranks.rank_committer import RankCommitter
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import RankSave
 
-__all__ = ["Tenure", "unknown"]
+__all__ = ["RankTerm", "unknown"]
 
 
-class Tenure:
+class RankTerm:
     """A term that many ranks write.
 
     Attributes:
@@ -42,24 +42,28 @@ class Tenure:
     """
 
     def __init__(
-        self, means: Means, opening: Opening, parent: CheckpointInfo | None, committer: RankCommitter | None
+        self,
+        resources: RankResources,
+        opening: OpenedTerm,
+        parent: CheckpointInfo | None,
+        committer: RankCommitter | None,
     ) -> None:
         self.opening = opening
         self.parent = parent
         self.committer = committer
         self.draft = SegmentDoc(opening.run, opening.term, "", {}, parents={opening.term: opening.parent})
-        self.saves = Saves(opening.term, parent, means.failures)
+        self.saves = Saves(opening.term, parent, resources.failures)
         self.agreed: Agreement | None = None
         self.families: dict[Family, None] = {}
         self.abandoned: list[str] = []
         self.answered: list[Exchange] = []
         self.stopped: WriterError | None = None
         self.building: int | None = None
-        self._means = means
+        self._resources = resources
         self._attempts: dict[int, int] = {}
-        self._silence = Silence()
-        box = means.group.mailbox
-        self._mailbox, self.writing_box, self.settling_box, self.watching_box = (box.clone() for _ in range(4))
+        self._silence = SilentRanks()
+        box = resources.group.mailbox
+        self._mailbox, self.write_box, self.commit_box, self.watch_box = (box.clone() for _ in range(4))
 
     @property
     def number(self) -> int:
@@ -73,7 +77,7 @@ class Tenure:
 
     def exchange(self, step: int) -> Exchange:
         """The letters of the next attempt at a step, for the thread of its caller."""
-        group = self._means.group
+        group = self._resources.group
         attempt = self._attempts.get(step, 0)
         return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, group.ended, self._silence)
 
@@ -94,7 +98,7 @@ class Tenure:
                     one.exchange.see()
                 return
             self.committer.missing = True
-            one.exchange.post("verdict", Verdict(error=told(error)).packed())
+            one.exchange.post("verdict", CommitVerdict(error=told(error)).packed())
             self.answered.append(one.exchange)
 
     def built(self, step: int) -> None:
@@ -105,7 +109,7 @@ class Tenure:
     def conclude(self, step: int) -> None:
         """Say that this rank is given no step above `step` any more: nobody need wait for its part of one."""
         with contextlib.suppress(MailboxError):  # then nobody waits for it, either
-            self._mailbox.set(f"{self.base}/over/{self._means.group.rank}", str(step).encode())
+            self._mailbox.set(f"{self.base}/over/{self._resources.group.rank}", str(step).encode())
             self._mailbox.set(f"{self.base}/over", b"1")
 
     def failed(self, one: RankSave, error: BaseException) -> None:
@@ -121,11 +125,7 @@ class Tenure:
             return
         if (committer := self.committer) is not None:
             tell_what_holds_space(error, lambda: committer.log.catalog, committer.log.journal.backend)
-        if one.asynchronous and not one.told:
-            self.saves.fail(one.step, error, one.done)
-        else:
-            self.saves.release(one.step, error)
-            one.done.set_exception(error)
+        one.fail(error, told=one.told)
 
     def abandon(self, segments: tuple[str, ...] | list[str]) -> None:
         """What was begun in vain: a later commit drops it."""
@@ -162,7 +162,7 @@ class Tenure:
         """Rank 0: remove all letters of the term, whoever has heard of them."""
         for exchange in self.answered:
             exchange.using(mailbox).clear()
-        for rank in range(self._means.group.size):
+        for rank in range(self._resources.group.size):
             mailbox.delete(f"{self.base}/at/{rank}")
 
 

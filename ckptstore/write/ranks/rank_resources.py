@@ -13,15 +13,15 @@ from ckptstore.write.ledger import Failures
 from ckptstore.write.metrics import Meter
 from ckptstore.write.options import WriterOptions
 from ckptstore.write.places import Places
-from ckptstore.write.ranks.bounded import Bounded
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.options import RankOptions
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.ranks.share_budget import ShareBudget
 from ckptstore.write.snapshot import SnapshotPool
 
-__all__ = ["Means"]
+__all__ = ["RankResources"]
 
 
-class Means:
+class RankResources:
     """Memory, threads and options of one rank.
 
     Attributes:
@@ -32,7 +32,7 @@ class Means:
         snapshots: memory for copies. `staging`: between state and medium.
         bounded: what shares are copied through under a budget; None: there is none.
         blocks: threads that write. `workers`: threads that copy, hash and code.
-        writing: the thread that writes and hands in. `settling`: the thread that waits for what becomes of that.
+        write_thread: writes and hands in. `commit_thread`: waits for what becomes of that.
         meter: tells of every save.
     """
 
@@ -46,9 +46,9 @@ class Means:
         self._background = SleepingPool(1, "ckptstore-touch")
         self.places = Places(options.max_in_flight, self.failures)
         self.snapshots = SnapshotPool(options.max_in_flight, self._background.submit, journal.backend.segment_bytes)
-        self.bounded: Bounded | None = None
+        self.bounded: ShareBudget | None = None
         if options.memory is not None:
-            self.bounded = Bounded(
+            self.bounded = ShareBudget(
                 options.memory,
                 options.max_in_flight,
                 coded=not options.plain,
@@ -57,8 +57,8 @@ class Means:
             )
         self.blocks = SleepingPool(options.threads, "ckptstore-write")
         self.workers = Workers.sleeping(min(os.cpu_count() or 1, self.staging.blocks - 1), "ckptstore-hash")
-        self.writing = started_pool(1, "ckptstore-part")
-        self.settling = started_pool(1, "ckptstore-settle")
+        self.write_thread = started_pool(1, "ckptstore-part")
+        self.commit_thread = started_pool(1, "ckptstore-settle")
         self.meter = Meter(options.on_metrics)
 
     def wake_for(self, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class Means:
 
     def close_threads(self) -> None:
         """Wait for those that work."""
-        for pool in (self.writing, self.settling, self.blocks, self.workers.pool):
+        for pool in (self.write_thread, self.commit_thread, self.blocks, self.workers.pool):
             pool.shutdown()
 
     def close(self) -> None:

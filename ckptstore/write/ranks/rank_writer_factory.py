@@ -1,4 +1,4 @@
-"""Opening a store for many ranks: one term, opened by rank 0; and the next one, when they go back."""
+"""Open a store for many ranks: rank 0 opens one term, and the next one when the ranks roll back."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term
 from ckptstore.write.opening import TermOpener
 from ckptstore.write.options import WriterOptions
-from ckptstore.write.ranks.committing import RankCommitter
-from ckptstore.write.ranks.deltas import RankDeltas
-from ckptstore.write.ranks.diffs import RankDiffs
-from ckptstore.write.ranks.mailbox import Group
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.meeting import join, lead
-from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.ranks.parts import Opening
-from ckptstore.write.ranks.tenure import Tenure
-from ckptstore.write.ranks.writer import RankWriter
+from ckptstore.write.ranks.messages.key_value_store import Group
+from ckptstore.write.ranks.messages.rank_messages import OpenedTerm
+from ckptstore.write.ranks.rank_committer import RankCommitter
+from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_term import RankTerm
+from ckptstore.write.ranks.rank_writer import RankWriter
+from ckptstore.write.ranks.term_bootstrap import join, lead
 
 __all__ = ["open_rank_writer", "to_group"]
 
@@ -55,16 +53,14 @@ def open_rank_writer(
         and as `Store.writer`, on rank 0.
     """
     interpreter_exit.check()
-    if options.deltas is not None:
-        RankDeltas(options.deltas)  # says what is wrong, before a term is opened
     opener = TermOpener(options, ranks=group.size, environment=environment)
     meeting = _Meeting(group, ranks, _coding(options))
     if group.rank:
         opening = meeting.joined(journal, None, None)
         if journal.backend.read_only:
             raise ReadOnlyError(f"{journal.url}: read-only, rank {group.rank} cannot write to it")
-        means = Means(Journal(journal.backend, journal.format), group, options, ranks)
-        return RankWriter(means, _joined(means, opening), meeting.go_back(opener))
+        resources = RankResources(Journal(journal.backend, journal.format), group, options, ranks)
+        return RankWriter(resources, _joined(resources, opening), meeting.go_back(opener))
 
     def begin() -> tuple[Term, CheckpointInfo | None]:
         journal.create()
@@ -74,25 +70,23 @@ def open_rank_writer(
         return opener.open(journal, parent)
 
     term, info, opening = meeting.led(journal, begin, None)
-    means = Means(term.journal, group, options, ranks)
-    return RankWriter(means, _led(means, term, info, opening), meeting.go_back(opener))
+    resources = RankResources(term.journal, group, options, ranks)
+    return RankWriter(resources, _led(resources, term, info, opening), meeting.go_back(opener))
 
 
 def _coding(options: WriterOptions) -> str:
-    if options.diffs is not None:
-        RankDiffs.check(options.diffs)
     names = [name for name, what in (("deltas=", options.deltas), ("diffs=", options.diffs)) if what is not None]
     return " and ".join(names)
 
 
-def _joined(means: Means, opening: Opening) -> Tenure:
-    info = None if opening.parent is None else look_up(means.journal, opening.parent.ref)
-    return Tenure(means, opening, info, None)
+def _joined(resources: RankResources, opening: OpenedTerm) -> RankTerm:
+    info = None if opening.parent is None else look_up(resources.journal, opening.parent.ref)
+    return RankTerm(resources, opening, info, None)
 
 
-def _led(means: Means, term: Term, info: CheckpointInfo | None, opening: Opening) -> Tenure:
+def _led(resources: RankResources, term: Term, info: CheckpointInfo | None, opening: OpenedTerm) -> RankTerm:
     draft = SegmentDoc(opening.run, opening.term, "", {}, parents={opening.term: opening.parent})
-    return Tenure(means, opening, info, RankCommitter(term, draft, means.ranks))
+    return RankTerm(resources, opening, info, RankCommitter(term, draft, resources.ranks))
 
 
 class _Meeting:
@@ -103,37 +97,37 @@ class _Meeting:
         self._timeout = ranks.timeout
         self._coding = coding
 
-    def joined(self, journal: Journal, asked: str | None, flaw: BaseException | None) -> Opening:
+    def joined(self, journal: Journal, asked: str | None, flaw: BaseException | None) -> OpenedTerm:
         """The side of every rank but 0."""
         return join(self._group, journal, self._timeout, self._coding, asked, flaw)
 
     def led(
         self, journal: Journal, begin: Callable[[], tuple[Term, CheckpointInfo | None]], asked: str | None
-    ) -> tuple[Term, CheckpointInfo | None, Opening]:
+    ) -> tuple[Term, CheckpointInfo | None, OpenedTerm]:
         """Rank 0's side: `begin` opens the term."""
         begun: list[tuple[Term, CheckpointInfo | None]] = []
 
-        def opened() -> Opening:
+        def opened() -> OpenedTerm:
             term, info = begin()
             begun.append((term, info))
             run, slot = term.journal.run, term.next_seq - 1
-            return Opening(run, term.number, term.nonce, slot, term.parent, journal.url, self._coding)
+            return OpenedTerm(run, term.number, term.nonce, slot, term.parent, journal.url, self._coding)
 
         opening = lead(self._group, self._timeout, opened, asked)
         return *begun[0], opening
 
-    def go_back(self, opener: TermOpener) -> Callable[[Means, str, BaseException | None, int], Tenure]:
+    def go_back(self, opener: TermOpener) -> Callable[[RankResources, str, BaseException | None, int], RankTerm]:
         """See `writer.GoBack`."""
 
-        def back(means: Means, ref: str, flaw: BaseException | None, after: int) -> Tenure:
+        def back(resources: RankResources, ref: str, flaw: BaseException | None, after: int) -> RankTerm:
             if self._group.rank:
-                return _joined(means, self.joined(means.journal, ref, flaw))
+                return _joined(resources, self.joined(resources.journal, ref, flaw))
 
             def begin() -> tuple[Term, CheckpointInfo | None]:
                 if flaw is not None:
                     raise flaw
-                return opener.open(means.journal, ref, after)
+                return opener.open(resources.journal, ref, after)
 
-            return _led(means, *self.led(means.journal, begin, ref))
+            return _led(resources, *self.led(resources.journal, begin, ref))
 
         return back

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from ckptstore.errors import MissingRankError, RankMismatchError
 from ckptstore.host.crash_points import crash_point
-from ckptstore.write.ranks.agreeing import check_kept
-from ckptstore.write.ranks.batches import Batches
-from ckptstore.write.ranks.deltas import RankDeltas
-from ckptstore.write.ranks.diffs import RankDiffs
-from ckptstore.write.ranks.mailbox import Deadline, fetch
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.orders import FULL_ORDER, Order
-from ckptstore.write.ranks.parts import Verdict
-from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.ranks.tenure import Tenure
+from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.orders import FULL_ORDER, Order
+from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline, fetch
+from ckptstore.write.ranks.messages.rank_messages import CommitVerdict, pack_order, unpack_order
+from ckptstore.write.ranks.rank_agreement import check_kept
+from ckptstore.write.ranks.rank_batches import RankBatches
+from ckptstore.write.ranks.rank_diffs import RankDiffs
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.ranks.rank_term import RankTerm
+from ckptstore.write.resident_bases import ResidentBases
 
-__all__ = ["Ordering"]
+__all__ = ["RankOrders"]
 
 
 class _HurryError(Exception):
     """Somebody waits for a step that waits for its batch."""
 
 
-class Ordering:
+class RankOrders:
     """How steps are stored. The thread that writes calls it."""
 
     def __init__(
         self,
-        means: Means,
-        tenure: Tenure,
-        deltas: RankDeltas | None,
+        resources: RankResources,
+        rank_term: RankTerm,
+        policy: OrderPolicy,
+        bases: ResidentBases | None,
         diffs: RankDiffs | None,
-        batches: Batches | None,
+        batches: RankBatches | None,
     ) -> None:
-        self._means = means
-        self._tenure = tenure
-        self._deltas = deltas
+        """
+        Args:
+            policy: decides on rank 0.
+            bases: of deltas; None: there are no deltas.
+            diffs, batches: of step diffs; None: there are none.
+        """
+        self._resources = resources
+        self._rank_term = rank_term
+        self._policy = policy
+        self._bases = bases
         self._diffs = diffs
         self._batches = batches
 
@@ -45,47 +54,65 @@ class Ordering:
         Raises:
             RankError: rank 0 does not store it, or does not say how. Nothing has changed.
         """
-        if self._tenure.committer is not None:
+        if self._rank_term.committer is not None:
             order = self._decided(one)
-            one.exchange.post("order", order.packed())
+            one.exchange.post("order", pack_order(order))
             crash_point("ranks.ordered")
             return order
         order = self._told(one)
         if self._batches is not None and self._batches.waiting and order.after is None:
             self._batches.flush()  # rank 0 has given it up
-        if not one.kept and self._deltas is not None:
-            self._deltas.restart()  # no base has these shares
+        if not one.kept:
+            self._forget_bases()
         return order
 
+    def _forget_bases(self) -> None:
+        """The ranks divide their tensors otherwise from now on: no base has these shares."""
+        self._policy.forget_bases()
+        if self._bases is not None:
+            self._bases.clear()
+
     def _decided(self, one: RankSave) -> Order:
-        committer = self._tenure.committer
+        committer = self._rank_term.committer
         assert committer is not None
         if self._diffs is not None and self._batches is not None:
             if one.kept:
-                self._wait_for_all(one)
+                try:
+                    self._wait_for_all(one)
+                except BaseException:
+                    self._policy.lost()
+                    raise
             else:
                 self._batches.flush()
                 self._diffs.restart()
             if self._batches.waiting and self._batches.waiting[-1].step > one.step:
                 self._batches.flush()  # the steps of a segment ascend
-            diffs = self._diffs
+            waiting = len(self._batches.waiting)
             self._batches.coding = True
-            asked = self._means.settling.submit(lambda: diffs.order(one, committer.log.catalog.restorable)).result()
+            asked = self._resources.commit_thread.submit(
+                lambda: self._policy.step_order(
+                    one.step, committer.log.catalog.restorable, waiting=waiting, waits=one.asynchronous
+                )
+            ).result()
             if asked is not None:
                 return asked
             self._batches.coding = False
             self._batches.flush()
-            if self._tenure.stopped is not None:
-                raise self._tenure.stopped
-        deltas = self._deltas
-        if deltas is None:
+            if self._rank_term.stopped is not None:
+                raise self._rank_term.stopped
+        bases = self._bases
+        if bases is None:
             return FULL_ORDER
         if not one.kept:
-            deltas.restart()
-        self._tenure.building = one.step
-        order = self._means.settling.submit(lambda: deltas.decide(committer.log.catalog.restorable, one.step)).result()
+            self._forget_bases()
+        self._rank_term.building = one.step
+        order = self._resources.commit_thread.submit(
+            lambda: self._policy.state_order(one.step, committer.log.catalog.restorable)
+        ).result()
+        if not self._policy.bases():
+            bases.forget()
         if order.base is None:
-            self._tenure.built(one.step)
+            self._rank_term.built(one.step)
         return order
 
     def _wait_for_all(self, one: RankSave) -> None:
@@ -96,13 +123,13 @@ class Ordering:
         batches = self._batches
 
         def look() -> None:
-            self._means.group.ended()
+            self._resources.group.ended()
             if batches.hurried():
                 raise _HurryError
 
         while True:
             try:
-                check_kept(one.exchange, one.agreement, Deadline(self._means.ranks.timeout, look))
+                check_kept(one.exchange, one.agreement, ReplyDeadline(self._resources.ranks.timeout, look))
             except _HurryError:
                 batches.flush()
                 continue
@@ -113,7 +140,7 @@ class Ordering:
     def _told(self, one: RankSave) -> Order:
         """Another rank: what rank 0 has decided. Meanwhile it may end the batch."""
         exchange = one.exchange
-        deadline = Deadline(2 * self._means.ranks.timeout)
+        deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         while True:
             ends = None if self._batches is None else self._batches.letter_key()
             keys = [exchange.key("order"), exchange.key("verdict"), *([] if ends is None else [ends])]
@@ -124,9 +151,9 @@ class Ordering:
                 )
             # Asked for anew: another one may have come since `letter` was there.
             if (order := fetch(exchange.mailbox, keys[0])) is not None:
-                return Order.unpacked(order)
+                return unpack_order(order, "order")
             if (verdict := fetch(exchange.mailbox, keys[1])) is not None:
-                error = Verdict.unpacked(verdict, "verdict").error
+                error = CommitVerdict.unpacked(verdict, "verdict").error
                 raise error or RankMismatchError("rank 0 went on without this rank")
             assert self._batches is not None
             self._batches.flush()

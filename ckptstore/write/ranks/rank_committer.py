@@ -24,14 +24,14 @@ from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.commits import Commits
 from ckptstore.write.ledger import Labels
-from ckptstore.write.ranks.agreeing import Agreement, check_kept
+from ckptstore.write.orders import Order
 from ckptstore.write.ranks.division import Division
-from ckptstore.write.ranks.exchange import Exchange, attempt_id
-from ckptstore.write.ranks.gathering import Gathered, check_replicas, check_seen, check_united, gathered
-from ckptstore.write.ranks.mailbox import Deadline
-from ckptstore.write.ranks.options import RankOptions
-from ckptstore.write.ranks.orders import Order
-from ckptstore.write.ranks.parts import BatchPart, Part, Verdict, told
+from ckptstore.write.ranks.gathered_parts import Gathered, check_replicas, check_seen, check_united, gathered
+from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
+from ckptstore.write.ranks.messages.rank_messages import BatchPart, CommitVerdict, RankPart, told
+from ckptstore.write.ranks.messages.step_messages import Exchange, attempt_id
+from ckptstore.write.ranks.rank_agreement import Agreement, check_kept
+from ckptstore.write.ranks.rank_options import RankOptions
 from ckptstore.write.steps.batch_segments import KIND
 
 __all__ = ["Batched", "RankCommitter"]
@@ -49,6 +49,7 @@ class Batched:
         labels: what is said of it.
         whole: the state of all ranks.
         base: the checkpoint that it builds on.
+        lossy: it is not the state that training had.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Batched:
     labels: Labels
     whole: Gathered
     base: CheckpointId
+    lossy: bool
 
 
 class RankCommitter(Commits):
@@ -111,11 +113,11 @@ class RankCommitter(Commits):
             infos = commit()
         except BaseException as error:
             self.missing = True
-            exchange.post("verdict", Verdict(error=told(error)).packed())
+            exchange.post("verdict", CommitVerdict(error=told(error)).packed())
             raise
         crash_point("ranks.committed")
         with contextlib.suppress(MailboxError):  # it is durable, whoever hears of it; the next save says what is gone
-            exchange.post("verdict", Verdict(tuple(infos)).packed())
+            exchange.post("verdict", CommitVerdict(tuple(infos)).packed())
         crash_point("ranks.told")
         return infos
 
@@ -123,21 +125,21 @@ class RankCommitter(Commits):
         if self.ended is not None:
             raise self.ended
 
-    def _deadline(self, exchange: Exchange) -> Deadline:
-        return Deadline(self._options.timeout, exchange.ended)
+    def _deadline(self, exchange: Exchange) -> ReplyDeadline:
+        return ReplyDeadline(self._options.timeout, exchange.ended)
 
     def _committed(
         self, exchange: Exchange, agreement: Agreement, session: SegmentSession, labels: Labels, order: Order
     ) -> CheckpointInfo:
         letters = exchange.every("part", self._deadline(exchange), "hand in its part")
-        parts = [Part.unpacked(letter, exchange.key("part", rank)) for rank, letter in enumerate(letters)]
+        parts = [RankPart.unpacked(letter, exchange.key("part", rank)) for rank, letter in enumerate(letters)]
         crash_point("ranks.gathered")
         whole = self._whole(parts, agreement, exchange.step)
         self._take_over(whole.abandoned)
         self._look_for({part.rank: part.segments for part in parts})
         return self._commit_whole(whole, exchange, session, labels, order)
 
-    def _whole(self, parts: list[Part], agreement: Agreement, step: int) -> Gathered:
+    def _whole(self, parts: list[RankPart], agreement: Agreement, step: int) -> Gathered:
         """One state of the parts of a step, of which replicas are alike."""
         division = agreement.division
         assert division is not None  # rank 0's
@@ -159,7 +161,7 @@ class RankCommitter(Commits):
             check_seen(self.log.journal, segments)
             self._seen.update(rank for rank, own in segments.items() if own)
 
-    def _compare(self, parts: list[Part], division: Division, step: int) -> None:
+    def _compare(self, parts: list[RankPart], division: Division, step: int) -> None:
         if self._options.diverged == "ignore":
             return
         try:
@@ -209,7 +211,7 @@ class RankCommitter(Commits):
         """
         self._check_ended()
         letters = exchange.every("share", self._deadline(exchange), "code its share")
-        every = [Part.unpacked_all(letter, exchange.key("share", rank)) for rank, letter in enumerate(letters)]
+        every = [RankPart.unpacked_all(letter, exchange.key("share", rank)) for rank, letter in enumerate(letters)]
         for rank, parts in enumerate(every):
             if len(parts) != len(steps):
                 raise RankMismatchError(f"rank {rank} has {len(parts)} steps for a batch, rank 0 {len(steps)}")
@@ -248,7 +250,7 @@ class RankCommitter(Commits):
             used = (identity, *(segment for part in parts for segment in part.used[number]))
             cost = costs[number] + sum(part.costs[number] for part in parts)
             entries.append(entry)
-            encodings.append(Encoding(entry.node, KIND, one.base, used, lossy=False, bytes=cost))
+            encodings.append(Encoding(entry.node, KIND, one.base, used, lossy=one.lossy, bytes=cost))
             tags |= dict.fromkeys(one.labels.tags, entry.node)
         segments = (first, *(segment for part in parts for segment in part.segments))
         self.commit(Change(segments, tuple(entries), tuple(encodings), tags=tags))
@@ -259,7 +261,7 @@ class RankCommitter(Commits):
     ) -> SegmentEntry:
         """Write the segment that holds the tree of each step, and no tensor."""
         encodings = {
-            one.step: StepEncoding(self.log.number, KIND, one.base, one.time, part=_first(identity, own))
+            one.step: StepEncoding(self.log.number, KIND, one.base, one.time, one.lossy, _first(identity, own))
             for one, own in zip(batch, counts, strict=True)
         }
         document = replace(

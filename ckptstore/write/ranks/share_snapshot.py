@@ -12,13 +12,13 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.places import Place
-from ckptstore.write.ranks.agreeing import agree
-from ckptstore.write.ranks.arriving import ArrivingShare
-from ckptstore.write.ranks.mailbox import Deadline
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.saving import Adopted, RankSave
+from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
+from ckptstore.write.ranks.rank_agreement import agree
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import Adopted, RankSave
+from ckptstore.write.ranks.rank_term import RankTerm
+from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, steady, updates_of
-from ckptstore.write.ranks.tenure import Tenure
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
 
@@ -26,7 +26,12 @@ __all__ = ["prepare", "with_digests"]
 
 
 def prepare(
-    means: Means, tenure: Tenure, one: RankSave, state: Any, updates: Updates | None, explaining: Explaining
+    resources: RankResources,
+    rank_term: RankTerm,
+    one: RankSave,
+    state: Any,
+    updates: Updates | None,
+    explaining: Explaining,
 ) -> None:
     """Agree what this rank stores, and copy that where the caller goes on.
 
@@ -37,31 +42,32 @@ def prepare(
     if isinstance(state, Adopted):
         one.adopted, state = state, state.snapshot.flat
     flat = state if isinstance(state, FlatState) else bridge.flattened(state, sharded=True)
-    means.wake_for(flat.nbytes)
-    named = steady(flat, means.ranks.globs)
+    resources.wake_for(flat.nbytes)
+    named = steady(flat, resources.ranks.globs)
     found = named.moved(explaining.found(updates, flat))
     flat = named.flat
-    families = len(tenure.families)
-    _learn(tenure, found)
-    if tenure.agreed is not None and len(tenure.families) > families:
+    one.explained = bool(found)
+    families = len(rank_term.families)
+    _learn(rank_term, found)
+    if rank_term.agreed is not None and len(rank_term.families) > families:
         explaining.say(
             "the ranks divide their tensors anew, because earlier saves did not say what an optimizer moves together: "
             "the next checkpoint is a full. Give updates= with the first save, too"
         )
-    holding = holding_of(named, means.group.rank, means.ranks.globs, list(tenure.families))
-    before, apart = tenure.agreed, means.ranks.diverged != "warn"
-    deadline = Deadline(means.ranks.timeout, means.group.ended)
-    agreement = tenure.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
+    holding = holding_of(named, resources.group.rank, resources.ranks.globs, list(rank_term.families))
+    before, apart = rank_term.agreed, resources.ranks.diverged != "warn"
+    deadline = ReplyDeadline(resources.ranks.timeout, resources.group.ended)
+    agreement = rank_term.agreed = one.agreement = agree(one.exchange, holding, before, deadline, replicas_apart=apart)
     one.kept = agreement is before
     crash_point("ranks.divided")
     compared = {name: flat.tensors[name] for name in flat.tensors if name in agreement.compared}
-    one.digests = {} if means.ranks.diverged == "ignore" else digests_of(compared, means.workers.pool)
+    one.digests = {} if resources.ranks.diverged == "ignore" else digests_of(compared, resources.workers.pool)
     one.tree = holding.tree
     one.share = share_of(holding, agreement.writes)
-    _copy(means, one, holding, found if explaining.wanted else None)
+    _copy(resources, one, holding, found if explaining.wanted else None)
 
 
-def _copy(means: Means, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> None:
+def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> None:
     """Copy the share, or say through what it will be copied.
 
     Args:
@@ -72,7 +78,7 @@ def _copy(means: Means, one: RankSave, holding: Holding, updates: Sequence[Updat
     if one.adopted is not None:
         _adopt(one, one.adopted, updates_of(holding, one.agreement.writes, updates or ()))
         return
-    bounded = means.bounded
+    bounded = resources.bounded
     if bounded is not None and (one.asynchronous or bounded.coded):
         one.feed = bounded.take(one.share, _known(one.share, one.digests))
         if isinstance(one.feed, ArrivingShare):
@@ -80,13 +86,13 @@ def _copy(means: Means, one: RankSave, holding: Holding, updates: Sequence[Updat
         one.updates = with_sparse_copies(updates_of(holding, one.agreement.writes, updates or ()))
         return
     if one.asynchronous:
-        one.snapshot = means.snapshots.placed(one.share, means.blocks)
+        one.snapshot = resources.snapshots.placed(one.share, resources.blocks)
     elif updates is not None:  # the next step is coded against this one
-        one.snapshot = means.snapshots.copy(one.share, means.workers.pool)
+        one.snapshot = resources.snapshots.copy(one.share, resources.workers.pool)
     if one.snapshot is not None:
         one.share = with_digests(one.snapshot.flat, one.digests)
         own = updates_of(holding, one.agreement.writes, updates or ())
-        one.updates, one.gradients = with_copies(own, means.snapshots, means.blocks)
+        one.updates, one.gradients = with_copies(own, resources.snapshots, resources.blocks)
 
 
 def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
@@ -94,18 +100,18 @@ def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
     assert one.share is not None
     flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
     one.snapshot = Snapshot(flat, lambda: None, given.snapshot.free)
-    one.take_place(Place(given.snapshot.land))
+    one.enter(Place(given.snapshot.land))
     one.share = with_digests(flat, one.digests)
     one.updates, one.gradients = updates, given.gradients
 
 
-def _learn(tenure: Tenure, updates: Sequence[Update]) -> None:
+def _learn(rank_term: RankTerm, updates: Sequence[Update]) -> None:
     """Note which tensors an optimizer moves together. What is shared already is divided anew for those alone that
     several ranks have alike: of others each rank has its place in all of them."""
-    known = tenure.agreed
+    known = rank_term.agreed
     for update in updates:
         if known is None or not known.compared.isdisjoint(update.slots):
-            tenure.families.setdefault(tuple(update.slots))
+            rank_term.families.setdefault(tuple(update.slots))
 
 
 def with_digests(share: LaidOutState, digests: Mapping[str, int] | None) -> LaidOutState:

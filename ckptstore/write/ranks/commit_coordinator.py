@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
-from ckptstore.formats.retention_forecast import Chains
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ranks.committing import Batched
-from ckptstore.write.ranks.deltas import RankDeltas
-from ckptstore.write.ranks.diffs import RankDiffs
-from ckptstore.write.ranks.exchange import Exchange
-from ckptstore.write.ranks.mailbox import Deadline
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.parts import Verdict
-from ckptstore.write.ranks.saving import RankSave
-from ckptstore.write.ranks.tenure import Tenure, unknown
+from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
+from ckptstore.write.ranks.messages.rank_messages import CommitVerdict
+from ckptstore.write.ranks.messages.step_messages import Exchange
+from ckptstore.write.ranks.rank_committer import Batched
+from ckptstore.write.ranks.rank_diffs import RankDiffs
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.ranks.rank_term import RankTerm, unknown
+from ckptstore.write.resident_bases import ResidentBases
 from ckptstore.write.snapshot import Snapshot
 
-__all__ = ["Settling"]
+__all__ = ["CommitCoordinator"]
 
 _FAREWELL = 10.0
 """Seconds that rank 0, closing, waits for the others to hear of the last steps: it may be the mailbox's host."""
@@ -31,23 +31,30 @@ class _WaitingError(Exception):
     """What is coded, or waits for its batch, builds on what a request may give up: that is committed before."""
 
 
-class Settling:
+class CommitCoordinator:
     """What one thread does, one job after the other."""
 
     def __init__(
-        self, means: Means, tenure: Tenure, deltas: RankDeltas | None, diffs: RankDiffs | None, chains: Chains
+        self,
+        resources: RankResources,
+        rank_term: RankTerm,
+        policy: OrderPolicy,
+        bases: ResidentBases | None,
+        diffs: RankDiffs | None,
     ) -> None:
         """
         Args:
-            chains: is told of fulls and deltas.
+            policy: learns of fulls and deltas.
+            bases: of deltas; None: there are no deltas.
+            diffs: of step diffs; None: there are none.
         """
-        self._chains = chains
-        self._means = means
-        self._tenure = tenure
-        self._deltas = deltas
+        self._policy = policy
+        self._resources = resources
+        self._rank_term = rank_term
+        self._bases = bases
         self._diffs = diffs
-        if tenure.committer is not None and deltas is not None:
-            tenure.committer.retainer.bases = deltas.bases
+        if rank_term.committer is not None:
+            rank_term.committer.retainer.bases = policy.bases
         self.busy: Callable[[], bool] = lambda: False
         """Whether a step is being coded, or waits."""
         self.flush_later: Callable[[], object] = lambda: None
@@ -55,15 +62,15 @@ class Settling:
 
     def settle(self, one: RankSave) -> None:
         """What becomes of a step: rank 0 decides it, the others hear of it."""
-        self._tenure.built(one.step)
-        one.exchange = one.exchange.using(self._tenure.settling_box)
+        self._rank_term.built(one.step)
+        one.exchange = one.exchange.using(self._rank_term.commit_box)
         try:
-            info = self._heard(one.exchange)[0] if self._tenure.committer is None else self._decided(one)
+            info = self._heard(one.exchange)[0] if self._rank_term.committer is None else self._decided(one)
         except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
             self._lost(one.begun, error)
-            self._tenure.failed(one, error)
+            self._rank_term.failed(one, error)
             return
-        self._tenure.committed(one.dropped)
+        self._rank_term.committed(one.dropped)
         one.done.set_result(info)  # it is durable: nothing that follows may say otherwise
         self._keep(one, info)
         self._tend()
@@ -71,29 +78,31 @@ class Settling:
     def settle_batch(self, batch: Sequence[RankSave], batched: Sequence[Batched]) -> None:
         """`settle` for the steps of a batch; `batched` is rank 0's."""
         last = batch[-1]
-        self._tenure.built(last.step)
-        exchange = last.exchange.using(self._tenure.settling_box)
-        committer = self._tenure.committer
+        self._rank_term.built(last.step)
+        exchange = last.exchange.using(self._rank_term.commit_box)
+        committer = self._rank_term.committer
         infos: Sequence[CheckpointInfo]
         try:
             if committer is None:
                 infos = self._heard(exchange)
             else:
-                self._tenure.answered.append(exchange)
+                self._rank_term.answered.append(exchange)
                 begun: list[str] = []
                 try:
-                    infos = committer.settle_batch(exchange, batched, self._means.session(begun.append))
+                    infos = committer.settle_batch(exchange, batched, self._resources.session(begun.append))
                 except BaseException:
                     last.begun += tuple(begun)
                     raise
         except BaseException as error:  # noqa: BLE001  # whoever waits for the steps is told
             self._lost(last.begun, error)
             for one in batch:
-                self._tenure.failed(one, error)
+                self._rank_term.failed(one, error)
             return
         assert self._diffs is not None
         self._diffs.written(infos[-1])
-        self._tenure.committed(last.dropped)
+        self._rank_term.committed(last.dropped)
+        if len(infos) < len(batch):
+            infos = [infos[-1]] * len(batch)  # the gradients of all were summed up
         for one, info in zip(batch, infos, strict=True):
             one.coded = None  # whoever holds the save holds no memory
             one.done.set_result(info)
@@ -102,41 +111,45 @@ class Settling:
     def _lost(self, begun: tuple[str, ...], error: BaseException) -> None:
         """What was written is of no use, and nobody builds on it."""
         if isinstance(error, FencedError | CommitUnknownError):
-            self._tenure.stopped = error  # this term drops nothing any more
+            self._rank_term.stopped = error  # this term drops nothing any more
         else:
-            self._tenure.abandon(begun)
+            self._rank_term.abandon(begun)
         self.restart()
 
     def restart(self) -> None:
-        """Let go of every base: the next checkpoint is a full."""
-        if self._deltas is not None:
-            self._deltas.restart()
+        """Give up every base: the next checkpoint is a full."""
+        self._policy.forget_bases()
+        if self._bases is not None:
+            self._bases.clear()
         if self._diffs is not None:
             self._diffs.restart()
 
     def give_place(self) -> None:
-        """A full comes that is fed: what was coded against so far is not any more, and the full takes its memory."""
-        if self._deltas is not None:
-            self._deltas.give_place()
+        """A full comes that is copied unit by unit: nothing builds on the bases any more, and it takes their memory."""
+        if self._bases is not None:
+            self._bases.clear()
         if self._diffs is not None:
             self._diffs.restart()
 
     def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
         """This rank's share of a checkpoint may be what the next one builds on."""
         seconds = time.monotonic() - one.began
-        below = None if one.how.base is None else one.how.base.step
-        self._chains.stored(info.step, below, info.stored / info.nbytes if info.nbytes else 1.0)
+        self._policy.took(info.stored, seconds)
+        self._policy.committed(one.how, info.id, info.stored, info.nbytes)
 
         def copied() -> Snapshot:
             assert one.share is not None
             if one.snapshot is None or one.retained:  # the memory is training's, or another base's
-                return self._means.snapshots.copy(one.share, self._means.workers.pool)
+                return self._resources.snapshots.copy(one.share, self._resources.workers.pool)
             one.retained = True
             return one.snapshot
 
         try:
-            if self._deltas is not None:
-                self._deltas.committed(one.how, info.id, info.stored, seconds, copied)
+            if self._bases is not None:
+                assert one.share is not None
+                own = None if one.retained else one.snapshot
+                if self._bases.settle(one.how, info.id, one.share, own):
+                    one.retained = True
             if self._diffs is not None:
                 self._diffs.begin(info, copied(), seconds)
         except Exception as error:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save
@@ -145,24 +158,24 @@ class Settling:
             warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}")
 
     def _decided(self, one: RankSave) -> CheckpointInfo:
-        committer = self._tenure.committer
+        committer = self._rank_term.committer
         assert committer is not None
         assert one.agreement is not None
-        self._tenure.answered.append(one.exchange)
+        self._rank_term.answered.append(one.exchange)
         begun: list[str] = []
         try:
-            session = self._means.session(begun.append)
+            session = self._resources.session(begun.append)
             return committer.settle(one.exchange, one.agreement, session, one.labels, one.how, kept=one.kept)
         except BaseException:
             one.begun += tuple(begun)
             raise
 
     def _heard(self, exchange: Exchange) -> tuple[CheckpointInfo, ...]:
-        deadline = Deadline(2 * self._means.ranks.timeout)
+        deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         try:
             letter = exchange.first([exchange.key("verdict")], deadline)
             if letter is not None:
-                verdict = Verdict.unpacked(letter, exchange.key("verdict"))
+                verdict = CommitVerdict.unpacked(letter, exchange.key("verdict"))
                 exchange.see()
         except MailboxError as error:
             raise unknown(exchange.step, str(error)) from error
@@ -176,7 +189,7 @@ class Settling:
 
     def housekeeping(self) -> None:
         """Answer requests and begin a fold. Steps that wait for their batch are written before a request is granted."""
-        committer = self._tenure.committer
+        committer = self._rank_term.committer
         if committer is None:
             return
         try:
@@ -185,35 +198,35 @@ class Settling:
             self.flush_later()
 
     def _check_idle(self) -> None:
-        if self.busy() or self._tenure.building is not None:
+        if self.busy() or self._rank_term.building is not None:
             raise _WaitingError
 
     def _tend(self) -> None:
-        if self._tenure.committer is not None:
+        if self._rank_term.committer is not None:
             self.housekeeping()
             with contextlib.suppress(MailboxError):
-                self._tenure.sweep(self._tenure.settling_box)
+                self._rank_term.sweep(self._rank_term.commit_box)
 
     def finish(self) -> None:
         """The last thing of a term."""
-        committer, box = self._tenure.committer, self._tenure.settling_box
+        committer, box = self._rank_term.committer, self._rank_term.commit_box
         if committer is None:
             return
         committer.retire_rest()
         committer.note_end()
         committer.finish_folds()
-        seconds, ended = min(_FAREWELL, self._means.ranks.timeout), self._means.group.ended
+        seconds, ended = min(_FAREWELL, self._resources.ranks.timeout), self._resources.group.ended
         with contextlib.suppress(MailboxError, AgentLostError):  # who is gone hears of nothing
-            Deadline(seconds, ended).wait(lambda: self._tenure.sweep(box))
-            self._tenure.clear(box)
+            ReplyDeadline(seconds, ended).wait(lambda: self._rank_term.sweep(box))
+            self._rank_term.clear(box)
 
     def give_way(self, error: WriterError) -> None:
         """Another term takes the place of this one."""
-        self._tenure.stopped = error
+        self._rank_term.stopped = error
         self.restart()
-        committer = self._tenure.committer
+        committer = self._rank_term.committer
         if committer is not None:
             committer.ended = error
             committer.finish_folds()
             with contextlib.suppress(MailboxError):
-                self._tenure.clear(self._tenure.settling_box)
+                self._rank_term.clear(self._rank_term.commit_box)

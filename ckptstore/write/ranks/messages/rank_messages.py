@@ -20,9 +20,20 @@ from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ranks.mailbox import LETTER_LIMIT
+from ckptstore.write.orders import Order
+from ckptstore.write.ranks.messages.key_value_store import LETTER_LIMIT
 
-__all__ = ["BatchPart", "Opening", "Part", "Verdict", "pack", "told", "unpack"]
+__all__ = [
+    "BatchPart",
+    "CommitVerdict",
+    "OpenedTerm",
+    "RankPart",
+    "pack",
+    "pack_order",
+    "told",
+    "unpack",
+    "unpack_order",
+]
 
 _KNOWN: Final = {
     kind.__name__: kind
@@ -56,7 +67,7 @@ def unpack(letter: bytes, where: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """What one rank has written of a step, durable already.
 
     Attributes:
@@ -82,7 +93,7 @@ class Part:
         return pack(self._row())
 
     @staticmethod
-    def packed_all(parts: Sequence[Part]) -> bytes:
+    def packed_all(parts: Sequence[RankPart]) -> bytes:
         """Those of several steps as one letter."""
         return pack([part._row() for part in parts])
 
@@ -98,17 +109,17 @@ class Part:
         }
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> Part:
+    def unpacked(cls, letter: bytes, where: str) -> RankPart:
         """The inverse of `packed`. Raises `FormatError`."""
         return cls._of_row(unpack(letter, where), where)
 
     @classmethod
-    def unpacked_all(cls, letter: bytes, where: str) -> list[Part]:
+    def unpacked_all(cls, letter: bytes, where: str) -> list[RankPart]:
         """The inverse of `packed_all`. Raises `FormatError`."""
         return [cls._of_row(row, where) for row in unpack(letter, where)]
 
     @classmethod
-    def _of_row(cls, row: dict[str, Any], where: str) -> Part:
+    def _of_row(cls, row: dict[str, Any], where: str) -> RankPart:
         try:
             return cls(
                 row["rank"],
@@ -132,7 +143,7 @@ class BatchPart:
         segments: in order.
         used: for each step the ids of those that hold something of it.
         costs: for each step the bytes of those that are its.
-        abandoned: see `Part`.
+        abandoned: see `RankPart`.
     """
 
     rank: int
@@ -179,7 +190,7 @@ def _entry(row: list[Any]) -> TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CommitVerdict:
     """What became of a step, or of several that were given together, for every rank.
 
     Attributes:
@@ -197,7 +208,7 @@ class Verdict:
         return pack({"infos": [dataclasses.asdict(info) for info in self.infos]})
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> Verdict:
+    def unpacked(cls, letter: bytes, where: str) -> CommitVerdict:
         """The inverse of `packed`; an error of a kind that only rank 0 can have is a `FailedRankError`."""
         found = unpack(letter, where)
         if "error" in found:
@@ -208,6 +219,22 @@ class Verdict:
                 members[name] = tuple(members[name])
             infos.append(CheckpointInfo(**members))
         return cls(tuple(infos))
+
+
+def pack_order(order: Order) -> bytes:
+    """An order as a letter."""
+    base = None if order.base is None else list(order.base)
+    return pack([base, order.gap, order.keep, [list(one) for one in order.forget], order.after, order.last])
+
+
+def unpack_order(letter: bytes, where: str) -> Order:
+    """The inverse of `pack_order`. Raises `FormatError`."""
+    try:
+        base, gap, keep, forget, after, last = unpack(letter, where)
+        ids = tuple(CheckpointId(*one) for one in forget)
+        return Order(None if base is None else CheckpointId(*base), gap, keep, ids, after, last)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{where}: not an order") from error
 
 
 def told(error: BaseException) -> CkptError:
@@ -234,7 +261,7 @@ def _error(members: Mapping[str, Any]) -> CkptError:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class OpenedTerm:
     """The term that rank 0 has opened, for the others.
 
     Attributes:
@@ -259,7 +286,7 @@ class Opening:
         return pack({**dataclasses.asdict(self), "parent": None if self.parent is None else list(self.parent)})
 
     @classmethod
-    def unpacked(cls, letter: bytes, where: str) -> Opening:
+    def unpacked(cls, letter: bytes, where: str) -> OpenedTerm:
         """The inverse of `packed`."""
         found = unpack(letter, where)
         parent = found.pop("parent")

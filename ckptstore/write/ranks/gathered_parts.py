@@ -21,7 +21,7 @@ from ckptstore.formats.shards import state_parts
 from ckptstore.formats.state import check_size, tensor_names, unflatten
 from ckptstore.log.journal import Journal
 from ckptstore.write.ranks.division import Division
-from ckptstore.write.ranks.parts import Part
+from ckptstore.write.ranks.messages.rank_messages import RankPart
 
 __all__ = ["Gathered", "check_replicas", "check_seen", "check_united", "gathered"]
 
@@ -49,7 +49,7 @@ class Gathered:
     abandoned: tuple[str, ...]
 
 
-def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathered:
+def gathered(parts: Sequence[RankPart], division: Division, agreement: str) -> Gathered:
     """One state of the parts of ranks 0, 1, ...
 
     Raises:
@@ -81,7 +81,7 @@ def gathered(parts: Sequence[Part], division: Division, agreement: str) -> Gathe
     )
 
 
-def check_united(tree: Any, parts: Sequence[Part]) -> None:
+def check_united(tree: Any, parts: Sequence[RankPart]) -> None:
     """Whether a process that is no rank can load everything.
 
     Prevents: a tensor that is stored, and that `load` without a rank leaves out.
@@ -106,7 +106,7 @@ def check_united(tree: Any, parts: Sequence[Part]) -> None:
         raise UnsupportedStateError(f"the states of the ranks cannot be one state: {error}") from error
 
 
-def _checked(part: Part, specs: dict[str, Any]) -> list[TensorEntry]:
+def _checked(part: RankPart, specs: dict[str, Any]) -> list[TensorEntry]:
     """The entries of a part, which are those that were agreed, and the rank's own."""
     found = {entry.name: entry for entry in part.entries}
     for name, spec in specs.items():
@@ -120,7 +120,7 @@ def _checked(part: Part, specs: dict[str, Any]) -> list[TensorEntry]:
     return list(found.values())
 
 
-def check_replicas(parts: Sequence[Part], division: Division, step: int) -> None:
+def check_replicas(parts: Sequence[RankPart], division: Division, step: int) -> None:
     """Compare the digests of what several ranks have alike.
 
     Raises:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress
-from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.feeding import Feed
-from ckptstore.write.ledger import Labels
-from ckptstore.write.metrics import Measured
+from ckptstore.write.job import Job
+from ckptstore.write.ledger import Labels, Saves
+from ckptstore.write.orders import FULL_ORDER, Order
 from ckptstore.write.places import Place
-from ckptstore.write.ranks.agreeing import Agreement
-from ckptstore.write.ranks.arriving import ArrivingShare
-from ckptstore.write.ranks.exchange import Exchange
-from ckptstore.write.ranks.orders import FULL_ORDER, Order
+from ckptstore.write.ranks.messages.step_messages import Exchange
+from ckptstore.write.ranks.rank_agreement import Agreement
+from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.snapshot import Snapshot
 from ckptstore.write.steps.encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
@@ -45,22 +43,21 @@ class Adopted:
             self.gradients.free()
 
 
-@dataclass(slots=True)
-class RankSave:
-    """A step that was given, and what has become of it so far.
+class RankSave(Job):
+    """A save as one rank sees it: a job that rank 0 orders and commits, and that this rank cannot give up by itself.
 
     Attributes:
         exchange: its letters, of the thread that has it now.
-        done: answers with what was committed.
-        asynchronous: its caller goes on meanwhile.
+        asynchronous: its caller does not wait for it.
+        progress: what its caller is told of it.
         agreement: who writes what.
         kept: the agreement is an earlier step's.
         share: what this rank stores. `tree`: of this rank's state. `digests`: of what others have alike.
-        place: among the saves in flight; None: it takes none.
-        snapshot: what owns the share's memory; None: it is training's.
+        snapshot: owns the share's memory; None: it is training's.
         adopted: the state that the share is a part of, where it was adopted.
-        feed: what the share is copied through as it is written or coded; None: it is where it stays.
-        updates: what optimizers did to the share. `gradients`: what owns the memory of theirs.
+        feed: copies the share as it is written or compressed; None: it is where it stays.
+        updates: what optimizers did to the share. `explained`: updates= said something of the state.
+        gradients: owns the memory of those of `updates`.
         flaw: why this rank cannot store it; the others are told.
         order: how it is stored; None: rank 0 has not said so.
         coded: the step diff; None: it is none, or there is a flaw.
@@ -69,32 +66,40 @@ class RankSave:
         retained: the snapshot stays in memory.
     """
 
-    step: int
-    exchange: Exchange
-    labels: Labels
-    progress: Progress | None
-    asynchronous: bool
-    done: Future[CheckpointInfo] = field(default_factory=Future)
-    agreement: Agreement | None = None
-    kept: bool = False
-    share: FlatState | None = None
-    tree: Any = None
-    digests: Mapping[str, int] | None = None
-    adopted: Adopted | None = None
-    place: Place | None = None
-    snapshot: Snapshot | None = None
-    feed: Feed | ArrivingShare | None = None
-    updates: Sequence[Update] = ()
-    gradients: Snapshot | None = None
-    flaw: BaseException | None = None
-    order: Order | None = None
-    coded: EncodedStep | None = None
-    begun: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    began: float = 0.0
-    time: float = field(default_factory=time.time)
-    retained: bool = False
-    measured: Measured | None = None
+    def __init__(
+        self,
+        saves: Saves,
+        step: int,
+        exchange: Exchange,
+        labels: Labels | None = None,
+        progress: Progress | None = None,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        super().__init__(saves, step, Labels() if labels is None else labels)
+        self.take()  # Prevents: a save that one rank cancels, and the others commit.
+        self.exchange = exchange
+        self.asynchronous = asynchronous
+        self.progress = progress
+        self.agreement: Agreement | None = None
+        self.kept = False
+        self.share: FlatState | None = None
+        self.tree: Any = None
+        self.digests: Mapping[str, int] | None = None
+        self.snapshot: Snapshot | None = None
+        self.adopted: Adopted | None = None
+        self.feed: Feed | ArrivingShare | None = None
+        self.updates: Sequence[Update] = ()
+        self.explained = False
+        self.gradients: Snapshot | None = None
+        self.flaw: BaseException | None = None
+        self.order: Order | None = None
+        self.coded: EncodedStep | None = None
+        self.begun: tuple[str, ...] = ()
+        self.dropped: tuple[str, ...] = ()
+        self.began = 0.0
+        self.time = time.time()
+        self.retained = False
 
     @property
     def how(self) -> Order:
@@ -104,18 +109,13 @@ class RankSave:
     @property
     def told(self) -> bool:
         """Whether the call that gave it raises what stops it."""
-        return self.feed is not None and (self.feed.told or self.feed.spoiled)
+        return not self.asynchronous or (self.feed is not None and (self.feed.told or self.feed.spoiled))
 
-    def take_place(self, place: Place) -> None:
-        """It has a place in flight, which it leaves when it is durable on all ranks or has failed, or in a batch."""
+    def enter(self, place: Place) -> None:
+        """See `Job.enter`. It leaves when it is durable on all ranks or has failed, or waits for its batch."""
+        super().enter(place)
         # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
-        self.place = place
-        self.done.add_done_callback(lambda _: place.leave())
-
-    def leave_place(self) -> None:
-        """It waits for its batch, which has a bound of its own."""
-        if self.place is not None:
-            self.place.leave()
+        self.done.add_done_callback(lambda _: self.leave())
 
     def let_go(self) -> None:
         """Nobody reads it any more: give its memory back, but what stays. May be repeated."""

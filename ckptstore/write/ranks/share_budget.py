@@ -1,7 +1,7 @@
-"""What a rank copies under a byte budget: its share, unit by unit, as it is written (`arriving`) or coded (`feeding`).
+"""The byte budget of a rank: its share is copied in units, as it is written (`share_units`) or compressed (`feeding`).
 
-Each rank has memory of its own, so no rank waits for another's: only for its own medium and its own coding, which come
-to every step in turn.
+Each rank has memory of its own, so no rank waits for another's memory. It waits for its own medium and its own
+compression, which take the steps in turn.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ckptstore.host.arenas import Arenas
 from ckptstore.host.threads import SleepingPool, default_threads
 from ckptstore.segments.units import plan_units
 from ckptstore.write.feeding import Feed, Feeding
-from ckptstore.write.ranks.arriving import ArrivingShare
-from ckptstore.write.ranks.saving import RankSave
+from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.ranks.share_units import ArrivingShare
 
-__all__ = ["Bounded"]
+__all__ = ["ShareBudget"]
 
 
-class Bounded:
+class ShareBudget:
     """The budget of one rank.
 
     Attributes:
@@ -88,7 +88,6 @@ class Bounded:
         """
         feed = one.feed
         assert feed is not None
-        assert one.measured is not None
         assert one.share is not None
         nbytes = one.share.nbytes
         written: list[Future[None]] = []

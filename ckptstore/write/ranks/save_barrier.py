@@ -22,8 +22,8 @@ from typing import Final
 from ckptstore.errors import CkptError, MailboxError, MissingRankError
 from ckptstore.host import interpreter_exit
 from ckptstore.host.background_threads import Periodic
-from ckptstore.write.ranks.mailbox import Deadline, Group, fetch, post, withdraw
-from ckptstore.write.ranks.parts import pack, unpack
+from ckptstore.write.ranks.messages.key_value_store import Group, ReplyDeadline, fetch, post, withdraw
+from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 
 __all__ = ["Accord"]
 
@@ -98,7 +98,7 @@ class Accord:
         keys = [f"{self._base}/farewell/{step}/{rank}" for rank in range(self._group.size)]
         try:
             self._box.set(keys[self._group.rank], b"1")
-            return Deadline(seconds).wait(lambda: self._box.has(keys))
+            return ReplyDeadline(seconds).wait(lambda: self._box.has(keys))
         except MailboxError:
             return False
 
@@ -146,7 +146,7 @@ class Accord:
         key, left = self._key("answer", self._round), f"{self._base}/left/0"
         if self._group.rank == 0:
             self._answer(key)
-        in_time = Deadline(self._timeout).wait(lambda: self._over or self._box.has([key]) or self._box.has([left]))
+        in_time = ReplyDeadline(self._timeout).wait(lambda: self._over or self._box.has([key]) or self._box.has([left]))
         letter = None if self._over else fetch(self._box, key)
         step, asked = (None, []) if letter is None else unpack(letter, key)
         with self._changed:
@@ -175,7 +175,7 @@ class Accord:
             gone = self._over or any(self._box.has([left[rank]]) for rank in missing)
             return gone or not missing
 
-        in_time = Deadline(self._timeout).wait(there)
+        in_time = ReplyDeadline(self._timeout).wait(there)
         if gone or not in_time:
             self._late = self._late or not in_time
             post(self._box, key, pack([None, []]))

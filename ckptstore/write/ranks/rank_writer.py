@@ -1,8 +1,9 @@
-"""The writer of one rank, for its caller: it stores this rank's share, and says what became of the step.
+"""The writer of one rank: it stores this rank's share of each state, and returns what all ranks committed.
 
-Two threads work for it: one writes and hands in (`writing`), the next steps' right behind; one waits for what becomes
-of each (`settling`), where rank 0 gathers and commits. A save waits for other ranks if a tensor was added, removed or
-reshaped (`agreeing`), and while `max_in_flight` earlier saves are not durable on all of them.
+Two threads work for it. One writes shares and hands them in, step after step (`share_writer`). The other waits for the
+commits (`commit_coordinator`); on rank 0 it gathers the parts and commits them. A save waits for other ranks if a
+tensor was added, removed or reshaped (`rank_agreement`), and while `max_in_flight` earlier saves are not durable on all
+ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ledger import Labels, PendingSave, check_owner
 from ckptstore.write.places import Place
-from ckptstore.write.ranks.means import Means
-from ckptstore.write.ranks.preparing import prepare
-from ckptstore.write.ranks.saving import Adopted, RankSave
-from ckptstore.write.ranks.tenure import Tenure
-from ckptstore.write.ranks.work import Work
+from ckptstore.write.ranks.rank_resources import RankResources
+from ckptstore.write.ranks.rank_save import Adopted, RankSave
+from ckptstore.write.ranks.rank_term import RankTerm
+from ckptstore.write.ranks.rank_work import RankWork
+from ckptstore.write.ranks.share_snapshot import prepare
 from ckptstore.write.steps.updates import Explaining, Update, Updates
 from ckptstore.write.writer import Writer
 
 __all__ = ["GoBack", "RankWriter"]
 
-GoBack: TypeAlias = Callable[[Means, str, BaseException | None, int], Tenure]
+GoBack: TypeAlias = Callable[[RankResources, str, BaseException | None, int], RankTerm]
 """Begins a term that continues from a checkpoint, together with all other ranks, if that of the given number is the
 newest and no rank has an error."""
 
@@ -54,19 +55,19 @@ class RankWriter(Writer):
         since = "from nothing" if self.parent is None else f"from {self.parent.ref}"
         return f"<RankWriter of {self.url!r}: rank {self.rank} of {self.size}, term {self.term}, {since}>"
 
-    def __init__(self, means: Means, tenure: Tenure, go_back: GoBack) -> None:
+    def __init__(self, resources: RankResources, rank_term: RankTerm, go_back: GoBack) -> None:
         """Use `opening.open_rank_writer`."""
-        options = means.options
-        self.rank, self.size = means.group.rank, means.group.size
-        self._means = means
+        options = resources.options
+        self.rank, self.size = resources.group.rank, resources.group.size
+        self._resources = resources
         self._go_back = go_back
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._ended: Future[None] | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._polls: Periodic | None = None
-        self._work = Work(means, tenure)
-        if tenure.committer is not None and options.poll_seconds is not None:
+        self._work = RankWork(resources, rank_term)
+        if rank_term.committer is not None and options.poll_seconds is not None:
             self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
             self._polls.start()
         interpreter_exit.watch(self)
@@ -76,17 +77,17 @@ class RankWriter(Writer):
     @property
     def url(self) -> str:
         """The store's."""
-        return self._means.journal.url
+        return self._resources.journal.url
 
     @property
     def term(self) -> int:
         """The number of this term."""
-        return self._work.tenure.number
+        return self._work.rank_term.number
 
     @property
     def parent(self) -> CheckpointInfo | None:
         """The checkpoint this term continues from, the same on all ranks; None for a new run."""
-        return self._work.tenure.parent
+        return self._work.rank_term.parent
 
     def _save(
         self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
@@ -104,8 +105,7 @@ class RankWriter(Writer):
             with contextlib.suppress(BaseException):
                 if written is not None:
                     written.result()
-            if one.measured is not None:
-                one.measured.returned()
+            one.measured.returned()
 
     def _save_async(self, state: Any, step: int, labels: Labels, updates: Updates | None) -> PendingSave:
         """See `Writer.save_async`."""
@@ -113,14 +113,12 @@ class RankWriter(Writer):
         return self._begun_async(self._begin(state, step, labels, updates, None, began, asynchronous=True))
 
     def _begun_async(self, one: RankSave) -> PendingSave:
-        step, done, saves, work = one.step, one.done, self._work.tenure.saves, self._work
-        saves.watch(step, done)
+        work = self._work
         try:
             self._hand_over(one)
         finally:
-            if one.measured is not None:
-                one.measured.returned()
-        return PendingSave(step, done, lambda: saves.seen(step), lambda: self._hurry(work, step))
+            one.measured.returned()
+        return one.pending(lambda: self._hurry(work, one.step), None)
 
     @warns_last
     def take_over(
@@ -155,15 +153,15 @@ class RankWriter(Writer):
             StepOrderError, WriterError: as `save_async`.
         """
         self._check_open()
-        tenure = self._work.tenure
-        tenure.saves.check(step)
-        tenure.saves.take(step)
-        one = RankSave(step, tenure.exchange(step), Labels(), None, asynchronous=True)
+        rank_term = self._work.rank_term
+        rank_term.saves.check(step)
+        rank_term.saves.take(step)
+        one = RankSave(rank_term.saves, step, rank_term.exchange(step), asynchronous=True)
         self._flawed(one, error, time.monotonic())
 
     def conclude(self, step: int) -> None:
         """Say that no step above `step` will be given by this rank: the others need not wait for its part of one."""
-        self._work.tenure.conclude(step)
+        self._work.rank_term.conclude(step)
 
     def _poll(self) -> None:
         """See `Writer.poll`."""
@@ -174,7 +172,7 @@ class RankWriter(Writer):
         """See `Writer.wait`."""
         self._check_open()
         self._drain()
-        self._means.failures.raise_unseen()
+        self._resources.failures.raise_unseen()
 
     def _tag(self, name: str, ref: str) -> CheckpointInfo:
         """See `Writer.tag`."""
@@ -199,14 +197,14 @@ class RankWriter(Writer):
         text, unseen = text_of(ref), None
         self._drain()
         try:
-            self._means.failures.raise_unseen()
+            self._resources.failures.raise_unseen()
         except BaseException as error:  # noqa: BLE001  # the others are told, and then it is raised
             unseen = error
-        tenure = self._go_back(self._means, text, unseen, self.term)
-        assert tenure.parent is not None  # a term that continues from a checkpoint has one
-        self._work.give_way(WriterClosedError(f"term {self.term} is over: {tenure.parent.ref} was gone back to"))
-        self._work = Work(self._means, tenure)
-        return tenure.parent
+        rank_term = self._go_back(self._resources, text, unseen, self.term)
+        assert rank_term.parent is not None  # a term that continues from a checkpoint has one
+        self._work.give_way(WriterClosedError(f"term {self.term} is over: {rank_term.parent.ref} was gone back to"))
+        self._work = RankWork(self._resources, rank_term)
+        return rank_term.parent
 
     def _drain(self) -> None:
         """Wait for everything that was given so far."""
@@ -228,19 +226,19 @@ class RankWriter(Writer):
         """Everything that needs the caller's state as it is now."""
         self._check_open()
         if not isinstance(state, Adopted):  # whose owner hears of each save by itself
-            self._means.failures.raise_unseen()
-        tenure = self._work.tenure
-        tenure.saves.check(step)
-        tenure.saves.take(step)
+            self._resources.failures.raise_unseen()
+        rank_term = self._work.rank_term
+        rank_term.saves.check(step)
+        rank_term.saves.take(step)
         place, waited = None, 0.0
         if asynchronous and not isinstance(state, Adopted):
             # Before anything is said of this step: if an earlier one has failed, it is not begun, here or elsewhere.
             place, waited = self._place(step)
-        one = RankSave(step, tenure.exchange(step), labels, progress, asynchronous)
+        one = RankSave(rank_term.saves, step, rank_term.exchange(step), labels, progress, asynchronous=asynchronous)
         if place is not None:
-            one.take_place(place)
+            one.enter(place)
         try:
-            prepare(self._means, tenure, one, state, updates, self._explaining)
+            prepare(self._resources, rank_term, one, state, updates, self._explaining)
         except BaseException as error:
             self._flawed(one, error, began)
             raise
@@ -249,30 +247,28 @@ class RankWriter(Writer):
 
     def _place(self, step: int) -> tuple[Place, float]:
         """A place in flight, and the seconds waited. Raises what stopped an earlier save, of which nobody was told."""
-        saves = self._work.tenure.saves
+        rank_term = self._work.rank_term
         try:
-            return self._means.places.take()
+            return self._resources.places.take()
         except Exception:
-            saves.release(step, None)
+            rank_term.saves.release(step, None)
             raise
         except BaseException as error:  # Ctrl-C: the others, who may have given this step, need not wait for it
-            self._flawed(
-                RankSave(step, self._work.tenure.exchange(step), Labels(), None, asynchronous=True),
-                error,
-                time.monotonic(),
-            )
+            one = RankSave(rank_term.saves, step, rank_term.exchange(step), asynchronous=True)
+            self._flawed(one, error, time.monotonic())
             raise
 
     def _flawed(self, one: RankSave, error: BaseException, began: float) -> None:
         """This rank has no share of a step: the others are told."""
-        on_hand = self._means.options.diffs is not None and self.rank > 0
-        tenure = self._work.tenure
-        tenure.tell_flaw(one, error, over=not on_hand)
-        tenure.saves.release(one.step, error)
+        on_hand = self._resources.options.diffs is not None and self.rank > 0
+        rank_term = self._work.rank_term
+        rank_term.tell_flaw(one, error, over=not on_hand)
         self._measure(one, began, 0.0, error)
         one.let_go()
         one.flaw = error
-        one.done.set_exception(error)
+        one.fail(error, told=True)
+        if self.rank == 0:
+            self._work.lost()
         if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._work.submit(one)
@@ -280,17 +276,18 @@ class RankWriter(Writer):
     def _measure(self, one: RankSave, began: float, waited: float, error: BaseException | None = None) -> None:
         """Begin to measure a save: what this rank stores of it. With `error` it has ended."""
         share = one.share if one.share is not None and error is None else FlatState(None, {})
-        one.measured = self._means.meter.begin(share, one.step, began)
-        one.measured.waited = waited
+        measured = self._resources.meter.begin(share, one.step, began)
+        measured.waited = waited
         if error is None:
-            one.measured.ends_with(one.done)
+            one.begin(measured)
             return
-        one.measured.failed(error)
-        one.measured.returned()
+        one.measured = measured
+        measured.failed(error)
+        measured.returned()
 
     def _hand_over(self, one: RankSave) -> Future[None]:
         """Have it written, and copy what is copied as it is written."""
-        bounded = self._means.bounded
+        bounded = self._resources.bounded
         if bounded is None or one.feed is None:
             return self._submit(one)
         return bounded.hand_over(one, self._submit)
@@ -300,14 +297,13 @@ class RankWriter(Writer):
             if self._ended is None:
                 return self._work.submit(one)
         error = WriterClosedError(f"the writer of term {self.term} is closed")
-        tenure = self._work.tenure
-        tenure.tell_flaw(one, error)
+        rank_term = self._work.rank_term
+        rank_term.tell_flaw(one, error)
         one.let_go()
-        tenure.saves.release(one.step, error)
-        one.done.set_exception(error)
+        one.fail(error, told=True)
         raise error
 
-    def _hurry(self, work: Work, step: int) -> None:
+    def _hurry(self, work: RankWork, step: int) -> None:
         with contextlib.suppress(RuntimeError):  # closing flushes; the interpreter is going
             work.hurry(step)
 
@@ -322,11 +318,11 @@ class RankWriter(Writer):
         interpreter_exit.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
-        self._means.close_threads()
+        self._resources.close_threads()
         self._work.release()
-        self._means.close()
+        self._resources.close()
         interpreter_exit.forget(self)
-        self._means.failures.raise_unseen()
+        self._resources.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
         """Take no save any more -> done when every earlier one is."""
@@ -356,16 +352,16 @@ class RankWriter(Writer):
 
     def _unfinished(self) -> list[int]:
         """The steps of `save_async` that are on their way, ascending (`host.interpreter_exit`)."""
-        return self._work.tenure.saves.pending()
+        return self._work.rank_term.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
         """The steps whose `save_async` failed and nobody has asked for (`host.interpreter_exit`)."""
-        return self._means.failures.take()
+        return self._resources.failures.take()
 
     def _check_open(self) -> None:
         check_owner(self._process, self.term)
-        if self._work.tenure.stopped is not None:
-            raise self._work.tenure.stopped
+        if self._work.rank_term.stopped is not None:
+            raise self._work.rank_term.stopped
         if self._ended is not None:
             raise WriterClosedError(f"the writer of term {self.term} is closed")
 

@@ -20,10 +20,10 @@ from ckptstore.formats.checksums import xxh3_64
 __all__ = [
     "LETTER_LIMIT",
     "PIECE",
-    "Deadline",
     "Group",
     "LocalMailbox",
     "Mailbox",
+    "ReplyDeadline",
     "fetch",
     "post",
     "withdraw",
@@ -124,7 +124,7 @@ class LocalMailbox:
 
 
 @dataclass(slots=True)
-class Deadline:
+class ReplyDeadline:
     """Waits for what others do, by looking again and again: first often, then every 50 ms.
 
     A wait in the store itself would hold its connection, and could not be ended.

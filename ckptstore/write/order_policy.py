@@ -1,0 +1,216 @@
+"""The policy decides how the next checkpoint is stored, from what was stored before and what that cost.
+
+It does no I/O and has no threads. A writer of one process asks its own policy. Of many ranks, rank 0 asks its policy
+and sends the `Order` to the others; their policies learn from the same orders, but nobody asks them.
+
+Fulls and deltas follow `interval.Schedule`. Step diffs follow `DiffOptions`: a full after so many steps, and a batch of
+so many steps or bytes. Rules of retention that keep a checkpoint for good can ask for a full (`retention_forecast`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.retention_forecast import Chains
+from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.diff_options import DiffOptions
+from ckptstore.write.interval import Decision, Schedule
+from ckptstore.write.orders import FULL_ORDER, Order
+
+__all__ = ["OrderPolicy"]
+
+_NO_DIFFS = DiffOptions()
+
+
+class OrderPolicy:
+    """Decides for one term. One thread calls it at a time; `bases` may be called by any thread."""
+
+    def __init__(
+        self,
+        deltas: DeltaOptions | None = None,
+        diffs: DiffOptions | None = None,
+        chains: Chains | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            deltas: None: no checkpoint is a delta.
+            diffs: None: no checkpoint is a step diff.
+            chains: says which checkpoint has to be a full because rules keep it; None: there are no rules.
+            clock: seconds; what training has run between two fulls is measured with it.
+        """
+        self._chains = Chains(tuple) if chains is None else chains
+        self._schedule = None if deltas is None else Schedule(deltas.interval, deltas.form, deltas.bound)
+        self._numbers: dict[CheckpointId, int] = {}  # of the bases, in the schedule
+        self._diffs = _NO_DIFFS if diffs is None else diffs
+        self._last: CheckpointId | None = None  # the step that the next step diff is made against
+        self._depth = 0  # step diffs since the last full or delta
+        self._size = 0.0  # of the last step diff, as a part of a full
+        self._clock = clock
+        self._begun = clock()
+
+    def begin_term(self) -> None:
+        """Another term begins: the next checkpoint is a full. What was learned of sizes stays."""
+        self.forget_bases()
+        self.end_steps()
+        self._size = 0.0
+        self._begun = self._clock()
+
+    # -- fulls and deltas
+
+    def state_order(self, step: int, restorable: Callable[[CheckpointId], bool]) -> Order:
+        """How the checkpoint of `step` is stored: as a full or a delta.
+
+        Args:
+            restorable: whether the catalog can restore a checkpoint, so that a delta may build on it.
+        """
+        if self._schedule is None:
+            return FULL_ORDER
+        order = self._order(self._schedule.decide())
+        if order.base is None:
+            return order
+        size = self._schedule.expected(order.gap)
+        if restorable(order.base) and not self._chains.wants_full(step, order.base.step, size):
+            return order
+        # A request retired the base and dropped its segments: a delta against it could never be committed. Or rules
+        # keep this checkpoint, and would keep the chain below it stored.
+        self.forget_bases()
+        return self._order(self._schedule.decide())
+
+    def _order(self, decision: Decision) -> Order:
+        ids = {number: identity for identity, number in self._numbers.items()}
+        base = None if decision.base is None else ids[decision.base]
+        forget = tuple(ids[number] for number in decision.forget if number in ids)
+        return Order(base, decision.gap, decision.keep, forget)
+
+    def took(self, stored: int, seconds: float) -> None:
+        """Learn how fast this medium is: `stored` bytes were written in `seconds`.
+
+        Decoding is about as fast as encoding and writing; it bounds a restore in seconds well enough.
+        """
+        if self._schedule is not None:
+            self._schedule.rate = stored / max(seconds, 1e-6)
+
+    def committed(self, order: Order, identity: CheckpointId, stored: int, nbytes: int) -> None:
+        """A full or a delta is committed.
+
+        Args:
+            stored: bytes it takes. `nbytes`: logical bytes of its state.
+        """
+        below = None if order.base is None else order.base.step
+        self._chains.stored(identity.step, below, stored / nbytes if nbytes else 1.0)
+        if self._schedule is None:
+            return
+        base = None if order.base is None else self._numbers.get(order.base)
+        if order.base is not None and base is None:
+            # Prevents: a delta against a base that was given up while this checkpoint was written.
+            self.forget_bases()
+            return
+        forget = tuple(self._numbers[one] for one in order.forget if one in self._numbers)
+        number = self._schedule.written(Decision(base, order.gap, order.keep, forget), stored)
+        if base is None:
+            self._numbers.clear()
+        for one in order.forget:
+            self._numbers.pop(one, None)
+        if order.keep:
+            self._numbers[identity] = number
+
+    def bases(self) -> list[CheckpointId]:
+        """The checkpoints that the next deltas may build on."""
+        return list(self._numbers)
+
+    def forget_bases(self) -> None:
+        """No checkpoint so far is a base: the next one is no delta. What was learned of sizes stays."""
+        self._numbers.clear()
+        if self._schedule is not None:
+            self._schedule.restart()
+
+    # -- step diffs
+
+    @property
+    def full_every(self) -> int:
+        """Checkpoints from one full to the next, at present."""
+        controller = self._diffs.controller
+        return self._diffs.full_every if controller is None else controller.configuration.interval
+
+    @property
+    def batch(self) -> int:
+        """Steps of a batch, at present."""
+        controller = self._diffs.controller
+        return self._diffs.batch if controller is None else controller.configuration.batch
+
+    def step_order(
+        self, step: int, restorable: Callable[[CheckpointId], bool], *, waiting: int, waits: bool = True
+    ) -> Order | None:
+        """How `step` is stored as a step diff; None: it is stored as `state_order` says.
+
+        Args:
+            restorable: as for `state_order`.
+            waiting: steps that wait for their batch.
+            waits: this step may wait, too; else its batch ends with it.
+        """
+        last = self._last
+        if last is None or self._depth + 1 >= self.full_every:
+            return None
+        if self._chains.wants_full(step, last.step, self._size):
+            return None
+        # A request may have retired what the step would build on. What waits builds on it already, and keeps it.
+        if not waiting and not restorable(last):
+            return None
+        return Order(after=last.step, last=not waits or waiting + 1 >= self.batch)
+
+    def too_large(self, stored: int) -> bool:
+        """Whether a batch of so many compressed bytes has to be written."""
+        return stored > self._diffs.batch_bytes
+
+    def joined(self) -> None:
+        """A step has joined its batch: alone (`compressed` follows, or was before), or in a sum with others."""
+        self._depth += 1
+
+    def compressed(self, identity: CheckpointId, base: int, stored: int, nbytes: int) -> None:
+        """A step diff was compressed: the next one is made against it.
+
+        Args:
+            identity: with its state hash, if that is known already; else `batch_committed` gives it.
+            base: the step that it is made against.
+            stored: bytes of its payloads. `nbytes`: logical bytes of the state.
+        """
+        self._size = stored / nbytes if nbytes else 1.0
+        self._chains.stored(identity.step, base, self._size)
+        self.batch_committed(identity)
+
+    def batch_committed(self, identity: CheckpointId) -> None:
+        """A batch is committed, and this is its last checkpoint."""
+        # Prevents: a sum that lacks a step that failed, because what waited before that step was written meanwhile.
+        if self._last is not None:
+            self._last = identity
+
+    def begin_steps(self, identity: CheckpointId, stored: int, seconds: float) -> None:
+        """A full or a delta is durable: the next step diff is made against it.
+
+        Args:
+            stored: bytes it takes. `seconds`: how long it took.
+
+        Raises:
+            whatever the controller raises; nothing has changed then.
+        """
+        controller = self._diffs.controller
+        if controller is not None:
+            before, self._begun = self._begun, self._clock()
+            controller.ran(self._begun - before)
+            controller.wrote(max(stored, 1), max(seconds, 1e-6))
+            controller.adapt()
+        self._last = identity
+        self._depth = 0
+
+    def end_steps(self) -> None:
+        """The next checkpoint is no step diff."""
+        self._last = None
+
+    def lost(self) -> None:
+        """A step was not saved that no batch has. Where gradients are summed up, the next checkpoint is a full."""
+        # Prevents: a sum that lacks a step.
+        if self._diffs.accumulate == "sum":
+            self.end_steps()

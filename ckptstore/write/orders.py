@@ -1,0 +1,42 @@
+"""An order says how one checkpoint is stored: as a full, a delta or a step diff. A writer and all ranks follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore.formats.records import CheckpointId
+
+__all__ = ["FULL_ORDER", "Order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How one checkpoint is stored.
+
+    Attributes:
+        base: the checkpoint that a delta is made against; None: a full, or a step diff.
+        gap: checkpoints between the two.
+        keep: the state stays in memory as a base of later deltas.
+        forget: bases that no delta needs once this checkpoint is committed.
+        after: the step that a step diff is made against; None: it is no step diff.
+        last: the batch is written with this step diff.
+    """
+
+    base: CheckpointId | None = None
+    gap: int = 0
+    keep: bool = False
+    forget: tuple[CheckpointId, ...] = ()
+    after: int | None = None
+    last: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of its encoding: ``full``, ``delta`` or ``gradient``."""
+        if self.after is not None:
+            return "gradient"
+        return "full" if self.base is None else "delta"
+
+
+FULL_ORDER: Final = Order()
+"""A full that is not kept as a base."""
