@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptstore.errors import FormatError
 
-__all__ = ["ALLOWED", "PickledArray", "named"]
+__all__ = ["ALLOWED", "PickledArray", "global_name"]
 
 _KINDS: Final = "biufc"
 _ORDERS: Final = ("<", ">", "|", "=")
@@ -109,6 +109,6 @@ ALLOWED: Final[list[_Allowed | Any]] = [
 """The replacements for ``torch.serialization.safe_globals``, with their names in numpy 1 and numpy 2."""
 
 
-def named(allowed: Any) -> str:
+def global_name(allowed: Any) -> str:
     """The name by which torch's unpickler finds an allowed global."""
     return str(allowed[1]) if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"

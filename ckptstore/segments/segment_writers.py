@@ -21,7 +21,7 @@ from ckptstore.formats.layout import Layout, TensorSpec
 from ckptstore.formats.segment import TensorEntry, raw_entry
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
-from ckptstore.host.arenas import Lease
+from ckptstore.host.arenas import ArenaLease
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
@@ -192,7 +192,7 @@ class _Arriving(Passage):
     ) -> None:
         super().__init__(session, layout, writes, digests)
         self._arrivals = arrivals
-        self._arrived: dict[int, Lease] = {}
+        self._arrived: dict[int, ArenaLease] = {}
 
     def jobs(self, own: Sequence[Unit]) -> Iterable[Callable[[], list[_Sums]]]:
         """Whoever asks waits for what has not arrived: no thread does that others need to make space for it."""

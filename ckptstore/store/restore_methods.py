@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.store.store_handle import Handle
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Reading(Handle):
         """
         from ckptstore.restore.load import LoadOptions, load  # numpy: only those who load need it
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
+        options = LoadOptions(framework, into, select, device, mmap, verify, threads, as_progress(progress), rank)
         return self._from_either(ref, lambda journal, one: load(journal, one, options))
 
     def _from_either(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
@@ -151,7 +151,7 @@ class Reading(Handle):
         from ckptstore.following.follower import Follower, FollowOptions
 
         options = FollowOptions(
-            into, select, framework, device, rank, each, poll, timeout, stop, threads, told(progress), out
+            into, select, framework, device, rank, each, poll, timeout, stop, threads, as_progress(progress), out
         )
         return Follower(self.journal, after, options)
 
@@ -260,16 +260,18 @@ class Reading(Handle):
             UnsupportedStateError: a state that has no place in such a file.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
-        from ckptstore.exchange.export import Below, export
+        from ckptstore.exchange.export import PrefixSelection, export
 
         if os.fspath(out).endswith(os.sep):
             raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
-        which = select if strip is None else Below(strip, select)
+        which = select if strip is None else PrefixSelection(strip, select)
         where = os.fspath(out)
         return self._from_either(
             ref,
-            lambda journal, one: export(journal, one, where, chosen, which, overwrite, max_shard_bytes, told(progress)),
+            lambda journal, one: export(
+                journal, one, where, chosen, which, overwrite, max_shard_bytes, as_progress(progress)
+            ),
         )
 
 

@@ -23,7 +23,7 @@ from ckptstore.agent.replicating import Replicated
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
-from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.training.replicas import Replicable
 
 __all__ = ["Consumed", "Step"]
@@ -208,7 +208,7 @@ class Consumed:
             else:
                 target.copy_(gradient.detach())
         if copies:
-            Gathering(copies).run(self._pool)
+            BatchedCopies(copies).run(self._pool)
         self._judge(kept, stale)
         return None if len(moved) == len(rows) else moved
 

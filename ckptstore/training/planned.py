@@ -20,7 +20,7 @@ from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
-from ckptstore.host.prefault import Touching
+from ckptstore.host.prefault import Prefault
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads
 from ckptstore.training.captured import Captured
 from ckptstore.training.foreseen import Foreseen
@@ -88,7 +88,7 @@ class PlannedSaves:
         self._in_vain = 0
         self._pause = 0
         self._looked = False  # ahead
-        self._touching: dict[int, Touching] = {}
+        self._touching: dict[int, Prefault] = {}
 
     @property
     def predicts(self) -> bool:
@@ -267,7 +267,7 @@ class PlannedSaves:
                 room = aligned(plan.size)
             except MemoryError:
                 return  # who needs it will say so
-            touching, place = Touching(room), Place(plan, room)
+            touching, place = Prefault(room), Place(plan, room)
             with self._lock:
                 if plan is not self._plan:
                     return

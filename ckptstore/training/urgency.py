@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from ckptstore.host.signal_requests import Notices
+from ckptstore.host.signal_requests import SignalRequests
 from ckptstore.training.deadline import Deadline
 from ckptstore.training.settings import Settings
 from ckptstore.write.ranks.accord import Accord
@@ -31,10 +31,10 @@ class Urgency:
     def __init__(self, settings: Settings, flush: Callable[[], object]) -> None:
         """
         Args:
-            flush: brings to an end what is on its way; see `Notices`.
+            flush: brings to an end what is on its way; see `SignalRequests`.
         """
         self.deadline = Deadline(settings.deadline_seconds)
-        self._notices = Notices(flush, settings.grace_seconds)
+        self._notices = SignalRequests(flush, settings.grace_seconds)
         self._timeout = settings.rank_timeout
         self._grace = settings.grace_seconds
         self._accord: Accord | None = None

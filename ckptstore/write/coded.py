@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptstore.formats.state import FlatState
-from ckptstore.host.cancellable_calls import within
+from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.write.committer import Committer
 from ckptstore.write.job import Job
@@ -69,7 +69,7 @@ class Coded(SavePath):
 
         def work() -> None:
             # What waits for its batch is written with it, and was given by others, who are not interrupted.
-            with_scope = store if committer.waiting else within(job.scope, store)
+            with_scope = store if committer.waiting else in_scope(job.scope, store)
             self._work(committer, job, with_scope)
 
         self.submit(work)
