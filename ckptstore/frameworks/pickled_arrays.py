@@ -102,7 +102,8 @@ ALLOWED: Final[list[_Allowed | Any]] = [
     (_dtype, "numpy.dtype"),
     (PickledArray, "numpy.ndarray"),
     (_no_bytes, "builtins.bytes"),
-    # Also under their own names: torch checks the class of an object before it sets the object's state.
+    # Also under their own names: torch sets the state of an object only if its class is allowed, and the process may
+    # allow numpy's class under the name above.
     PickledArray,
     _PickledDtype,
 ]

@@ -34,7 +34,7 @@ class _Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = aligned(nbytes)
-        self.touching = Prefault(self.memory)
+        self.prefault = Prefault(self.memory)
         self.asked = False  # whether `touch` has returned its prefault job
         self.free = [(0, len(self.memory))]
 
@@ -157,7 +157,7 @@ class Arenas:
             fresh = [arena for arena in self._arenas if not arena.asked]
             for arena in fresh:
                 arena.asked = True
-            return [arena.touching.run for arena in fresh]
+            return [arena.prefault.run for arena in fresh]
 
     def take(self, nbytes: int, short: Callable[[], None] = lambda: None) -> ArenaLease:
         """Allocate a piece of memory; wait while there is none.
@@ -198,7 +198,7 @@ class Arenas:
         """Stop prefaulting, and unmap the idle arenas."""
         with self._changed:
             for arena in list(self._arenas):
-                arena.touching.stop()
+                arena.prefault.stop()
                 if arena.idle:
                     self._drop(arena)
 
@@ -213,7 +213,7 @@ class Arenas:
                 arena = self._arenas[-1]
                 start = arena.take(nbytes)
                 assert start is not None
-            arena.touching.use()
+            arena.prefault.use()
             self._used += nbytes
             self.most = max(self.most, self._used)
         return ArenaLease(arena.memory[start : start + nbytes], lambda: self._give(arena, start, nbytes))
@@ -243,7 +243,7 @@ class Arenas:
         return True
 
     def _drop(self, arena: _Arena) -> None:
-        arena.touching.stop()
+        arena.prefault.stop()
         self._arenas.remove(arena)
 
     def _give(self, arena: _Arena, start: int, nbytes: int) -> None:

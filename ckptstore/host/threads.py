@@ -1,4 +1,4 @@
-"""Thread pools: run jobs in parallel or in order, on threads that start early, late or on demand."""
+"""Thread pools that run jobs in parallel or in order."""
 
 from __future__ import annotations
 
