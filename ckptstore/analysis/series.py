@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from ckptstore.errors import UsageError
-from ckptstore.exchange.checkpoint_folders import is_beside, survey
+from ckptstore.exchange.checkpoint_folders import is_companion, survey
 from ckptstore.exchange.import_files import step_of
 from ckptstore.exchange.weight_files import open_file
 from ckptstore.formats.checkpoint_ref import node_of
@@ -221,7 +221,7 @@ def _series_in(folder: Path) -> list[tuple[Path, ...]]:
     if indexes := sorted(folder.glob("*.index.json")):
         return [_with_optimizer((indexes[0],))] if len(indexes) == 1 else [(index,) for index in indexes]
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix.lower() in _WEIGHTS]
-    models = [file for file in files if not is_beside(file)]
+    models = [file for file in files if not is_companion(file)]
     if len(models) == 1:
         return [_with_optimizer((models[0],))]
     if len(models) > 1:

@@ -29,7 +29,7 @@ from ckptstore.backends.object_options import ObjectPlace
 from ckptstore.backends.system_errors import ON_THE_WAY
 from ckptstore.errors import CkptError, CorruptSegmentError, MissingDependencyError, StorageError, UsageError
 from ckptstore.host.bandwidth import PIECE, Bandwidth
-from ckptstore.host.cancellable_calls import carried, nap
+from ckptstore.host.cancellable_calls import cancellable, nap
 
 __all__ = ["PART", "Requests"]
 
@@ -147,7 +147,7 @@ class Requests:
             size = result.meta["size"]
             return None if size > limit else bytes(result.bytes()), size, result.meta["e_tag"] or ""
 
-        data, size, tag = carried(whole)
+        data, size, tag = cancellable(whole)
         self._pay(0 if data is None else len(data))  # how long it is was not known before: the next one waits
         if data is None:
             raise too_long(self.name(key), size, limit)
@@ -163,7 +163,7 @@ class Requests:
             self._pay(len(out))
             self.costs.count("range")
             # The bytes are copied here: a request that was given up must not write to memory that has another use.
-            data = memoryview(carried(lambda: obstore.get_range(self._once, key, start=start, length=len(out))))
+            data = memoryview(cancellable(lambda: obstore.get_range(self._once, key, start=start, length=len(out))))
             self.costs.receive(len(data))
             if len(data) != len(out):  # a short body with an honest length is no error to anybody else
                 raise _ShortError
@@ -184,7 +184,7 @@ class Requests:
 
         def call() -> int:
             self.costs.count("head")
-            return carried(lambda: obstore.head(self._once, key)["size"])
+            return cancellable(lambda: obstore.head(self._once, key)["size"])
 
         return self._run("head", key, call)
 
@@ -193,7 +193,7 @@ class Requests:
 
         def call() -> list[str]:
             self.costs.count("list")
-            batches = carried(lambda: list(obstore.list(self._once, prefix or None, chunk_size=_PAGE)))
+            batches = cancellable(lambda: list(obstore.list(self._once, prefix or None, chunk_size=_PAGE)))
             keys = [found["path"] for batch in batches for found in batch]
             self.costs.count("list", max(0, len(keys) - 1) // _PAGE)
             return keys
@@ -205,7 +205,7 @@ class Requests:
 
         def call() -> list[str]:
             self.costs.count("list")
-            found = carried(lambda: obstore.list_with_delimiter(self._once, prefix or None))
+            found = cancellable(lambda: obstore.list_with_delimiter(self._once, prefix or None))
             return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
 
         return self._run("list", prefix, call)
@@ -225,7 +225,7 @@ class Requests:
         def call() -> None:
             self._pay(size)
             self.costs.count("create", sent=size)
-            carried(lambda: obstore.put(self._once, key, parts, mode="create", use_multipart=False))
+            cancellable(lambda: obstore.put(self._once, key, parts, mode="create", use_multipart=False))
 
         self._run("create", key, call, writing=True, doubtful=False)
 
@@ -235,7 +235,7 @@ class Requests:
         def call() -> None:
             self._pay(len(data))
             self.costs.count("put", sent=len(data))
-            carried(lambda: obstore.put(self._once, key, data, use_multipart=False))
+            cancellable(lambda: obstore.put(self._once, key, data, use_multipart=False))
 
         self._run("put", key, call, writing=True)
 
@@ -246,7 +246,7 @@ class Requests:
             self.costs.count("part", 2 + -(-size // PART), sent=size)
             how: dict[str, Any] = {"chunk_size": PART, "max_concurrency": _PARTS_AT_ONCE}
             data: Any = parts if self.bandwidth is None else self._paced(parts)
-            carried(lambda: obstore.put(self._again, key, data, use_multipart=True, **how))
+            cancellable(lambda: obstore.put(self._again, key, data, use_multipart=True, **how))
 
         self._run("part", key, call, writing=True, doubtful=False)
 
@@ -268,7 +268,7 @@ class Requests:
         def call() -> None:
             self.costs.count("delete")
             try:
-                carried(lambda: obstore.delete(self._once, key))
+                cancellable(lambda: obstore.delete(self._once, key))
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise

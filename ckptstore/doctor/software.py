@@ -105,7 +105,7 @@ def _torch(*, quick: bool) -> Finding:
     from ckptstore.frameworks import bridge
 
     try:
-        seen = bridge.torch_here()
+        seen = bridge.torch_devices()
     except Exception as error:  # noqa: BLE001 - a broken build raises whatever it likes, and that is the finding
         what = f"{version} does not load: {type(error).__name__}: {error}"
         return Finding("software", "torch", "fails", what.splitlines()[0], "install torch again", {"version": version})

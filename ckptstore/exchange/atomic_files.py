@@ -31,7 +31,7 @@ from ckptstore.segments.block_stream import BlockStream
 __all__ = ["OutputFile", "Outputs", "outputs", "refuse_inside_store", "refuse_missing_folder", "refuse_store"]
 
 _THREADS: Final = 2
-_FORMAT_SAYS: Final = b'"ckptstore":"format"'
+_FORMAT_MARK: Final = b'"ckptstore":"format"'
 _FORMAT_BYTES: Final = 4096
 _STAGING: Final = 3 * BLOCK_BYTES
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -44,7 +44,7 @@ def refuse_store(path: Path) -> None:
     Renaming a file onto /dev/null, for example, would replace the null device of the machine.
     """
     refuse_inside_store(path)
-    if (kind := _not_a_file(path)) is not None:
+    if (kind := _other_kind(path)) is not None:
         raise UsageError(f"{path} is {kind}, not a regular file: choose another path")
 
 
@@ -65,7 +65,7 @@ def refuse_missing_folder(path: Path) -> None:
         raise UsageError(f"{folder} is not a folder")
 
 
-def _not_a_file(path: Path) -> str | None:
+def _other_kind(path: Path) -> str | None:
     """Describe what is at `path`. None: a regular file, a link to one, or nothing."""
     try:
         own = path.lstat().st_mode
@@ -86,7 +86,7 @@ def _is_store(folder: Path) -> bool:
     """Whether a folder is a store, even if it is still empty or its FORMAT file is damaged."""
     try:
         with (folder / FORMAT_KEY).open("rb") as file:
-            return _FORMAT_SAYS in file.read(_FORMAT_BYTES) or (folder / "log").is_dir()
+            return _FORMAT_MARK in file.read(_FORMAT_BYTES) or (folder / "log").is_dir()
     except OSError:
         return False
 

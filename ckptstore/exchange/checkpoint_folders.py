@@ -28,12 +28,12 @@ from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, U
 from ckptstore.exchange.safetensors_files import FileTensor
 from ckptstore.exchange.weight_files import OpenedFile, flattened, index_shards, load_file, open_file
 
-__all__ = ["FolderContents", "is_beside", "open_checkpoint", "survey"]
+__all__ = ["FolderContents", "is_companion", "open_checkpoint", "survey"]
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHTS: Final = ("model", "pytorch_model", "adapter_model", "pytorch_model_fsdp")
 """File names, without suffix, of a model's weights, by preference."""
-_BESIDE: Final = re.compile(
+_COMPANIONS: Final = re.compile(
     r"(optimizer|scheduler|scaler|sampler|training_args|dl_state_dict|custom_checkpoint)(_\d+)?"
 )
 _RNG: Final = re.compile(r"(?:rng_state(?:_(?P<rank>\d{1,9}))?\.pth|random_states_(?P<process>\d{1,9})\.pkl)")
@@ -113,7 +113,7 @@ def survey(folder: Path, leave_out: Sequence[str] = ()) -> FolderContents:
             raise
         raise StorageError(error.errno, error.strerror, error.filename) from error
     found = FolderContents(folder, weights, tuple(shards), left_out=left_out)
-    found.refused |= {entry.name: _why_not(entry) for entry in kept if entry not in files}
+    found.refused |= {entry.name: _refusal_reason(entry) for entry in kept if entry not in files}
     for file in files:
         if file != weights and file not in shards:
             _sort(found, file)
@@ -146,15 +146,15 @@ def _is_part(file: Path) -> bool:
     return file.suffix.lower() in _SUFFIXES
 
 
-def is_beside(file: Path) -> bool:
+def is_companion(file: Path) -> bool:
     """Whether this is a trainer's name for a file that accompanies the model's weights."""
-    return bool(_BESIDE.fullmatch(file.stem) or _RNG.fullmatch(file.name))
+    return bool(_COMPANIONS.fullmatch(file.stem) or _RNG.fullmatch(file.name))
 
 
 def _weights(folder: Path, files: Sequence[Path], folders: Sequence[Path]) -> Path:
     """Find the file with the model's weights, or its index. Raises `UsageError` if there is none, or several."""
     indexes = [file for file in files if file.name.endswith((".safetensors.index.json", ".bin.index.json"))]
-    models = [file for file in files if _is_part(file) and not is_beside(file)]
+    models = [file for file in files if _is_part(file) and not is_companion(file)]
     for candidates in (indexes, models):
         named = [file for file in candidates if file.name.split(".")[0] in _WEIGHTS]
         if named:
@@ -166,12 +166,12 @@ def _weights(folder: Path, files: Sequence[Path], folders: Sequence[Path]) -> Pa
             raise UsageError(
                 f"{folder} has {len(candidates)} checkpoint files and no index ({some}): name the one to import"
             )
-    where = "; ".join(f"{inner.name}: {why}" for inner in folders if (why := _why_not(inner)) != _FOLDER)
+    where = "; ".join(f"{inner.name}: {why}" for inner in folders if (why := _refusal_reason(inner)) != _FOLDER)
     what = f"{folder} has no .safetensors, .bin or .pt file with a model's weights"
     raise UsageError(f"{what}; {where}" if where else what)
 
 
-def _why_not(entry: Path) -> str:
+def _refusal_reason(entry: Path) -> str:
     if not entry.is_dir():
         return "it is not a regular file"
     if (entry / ".metadata").exists():

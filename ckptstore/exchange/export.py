@@ -36,7 +36,7 @@ from ckptstore.restore.tensor_streams import streams
 if TYPE_CHECKING:
     from ckptstore.log.journal import Journal
 
-__all__ = ["Below", "ExportResult", "export", "export_held", "is_export"]
+__all__ = ["ExportResult", "PrefixSelection", "export", "export_resident", "is_export"]
 
 _HEADER_ALIGN: Final = 128
 
@@ -44,7 +44,7 @@ Chunks = Callable[[str], Iterator[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
+class PrefixSelection:
     """A selection of tensors by prefix. They are written without the prefix, as `load_state_dict` needs them.
 
     Attributes:
@@ -90,7 +90,7 @@ def export(
     ref: str | int,
     out: str | Path,
     format: Literal["safetensors", "pt"] = "safetensors",
-    select: str | Sequence[str] | Below | None = None,
+    select: str | Sequence[str] | PrefixSelection | None = None,
     overwrite: bool = False,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
@@ -106,16 +106,16 @@ def export(
         out: the file. With shards, the names of the shards and of the index are derived from it.
         format: the file format.
         select: only tensors at places that match one of these globs (as in `Store.load`). A tensor's name in the file
-            is the name of its first matching place, without the ``_orig_mod`` of compiled modules. With `Below`, the
-            file is a flat dict of tensors, without the rest of the state. Exception: if the part below the prefix has
-            more than tensors, a ``.pt`` file has that part as it was saved.
+            is the name of its first matching place, without the ``_orig_mod`` of compiled modules. With a
+            `PrefixSelection`, the file is a flat dict of tensors, without the rest of the state. Exception: if the part
+            below the prefix has more than tensors, a ``.pt`` file has that part as it was saved.
         overwrite: replace existing files.
         max_shard_bytes: start another safetensors file before one exceeds this size. A larger tensor gets its own file.
         progress: called with the number of tensor bytes written.
 
     Raises:
         UsageError: `out` exists, is inside a store, or is not a regular file; its folder does not exist; shards of a
-            ``.pt`` file were requested; or a tensor's name without the prefix of `Below` is not valid in a file.
+            ``.pt`` file were requested; or a tensor's name without the prefix is not valid in a file.
         StorageError: the output cannot be written. No file is left behind.
         UnsupportedStateError: such a file cannot have the state.
         CheckpointNotFoundError: there is no such checkpoint.
@@ -136,7 +136,7 @@ def export(
     return restoring(journal, ref, written)
 
 
-def export_held(
+def export_resident(
     found: RestoreSource,
     out: str | Path,
     format: Literal["safetensors", "pt"] | None = None,
@@ -165,13 +165,13 @@ def _written(
     found: RestoreSource,
     out: Path,
     format: Literal["safetensors", "pt"],
-    select: str | Sequence[str] | Below | None,
+    select: str | Sequence[str] | PrefixSelection | None,
     overwrite: bool,
     max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> ExportResult:
     with outputs(overwrite) as files:
-        if not isinstance(select, Below):
+        if not isinstance(select, PrefixSelection):
             names, tree, tied = _picked(found, select or None)
         elif format == "pt" and (part := _part(found, select)) is not None:
             names, tree, tied = {name: name for name in tensor_names(part)}, part, ()
@@ -255,7 +255,7 @@ def _bare(names: Mapping[str, str]) -> dict[str, str]:
     return found if len(set(found.values())) == len(set(names.values())) else dict(names)
 
 
-def _part(found: RestoreSource, below: Below) -> Any:
+def _part(found: RestoreSource, below: PrefixSelection) -> Any:
     """The part of the tree below a prefix, if it has more than tensors and no further selection applies; or None.
 
     An optimizer's state, for example, is nested and has numbers and groups. ``load_state_dict`` cannot use its tensors
@@ -268,7 +268,7 @@ def _part(found: RestoreSource, below: Below) -> Any:
     return None if part is None or only_tensors(part) else part
 
 
-def _flat(found: RestoreSource, below: Below) -> _Chosen:
+def _flat(found: RestoreSource, below: PrefixSelection) -> _Chosen:
     prefix = below.prefix
     if not isinstance(prefix, str) or not prefix:
         raise UsageError(f"strip={prefix!r:.80}: pass a prefix of tensor names, such as 'model.'")

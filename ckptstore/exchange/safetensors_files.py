@@ -18,7 +18,7 @@ from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.state import Origin
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["DTYPES_MEMBER", "HEADER_LIMIT", "FileTensor", "naming", "read_safetensors"]
+__all__ = ["DTYPES_MEMBER", "HEADER_LIMIT", "FileTensor", "file_in_errors", "read_safetensors"]
 
 DTYPES_MEMBER: Final = "ckptstore.dtypes"
 """Member of an exported file's ``__metadata__``: JSON object, name -> logical dtype, of the tensors that safetensors
@@ -135,7 +135,7 @@ def _type(path: Path, name: str, entry: Mapping[str, Any], logical: str | None) 
     if not isinstance(code, str) or code not in dtypes.DTYPES:
         raise UnsupportedStateError(f"{path}: tensor {name!r:.80} has the dtype {code!r:.20}, which cannot be stored")
     if logical is not None:
-        with naming(path):
+        with file_in_errors(path):
             dtype = dtypes.get(logical)
         if code != dtype.storage or tuple(shape[len(shape) - len(dtype.trailing) :]) != dtype.trailing:
             raise FormatError(f"{path}: tensor {name!r:.80} is stored as {code}, which is not how {logical} is stored")
@@ -157,7 +157,7 @@ def _logical_dtypes(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def file_in_errors(path: Path) -> Iterator[None]:
     """Add the file's name to errors of functions that do not know the file."""
     try:
         yield

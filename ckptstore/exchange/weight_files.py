@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from ckptstore.errors import FormatError, MissingDependencyError, StorageError
-from ckptstore.exchange.safetensors_files import HEADER_LIMIT, FileTensor, naming, read_safetensors
+from ckptstore.exchange.safetensors_files import HEADER_LIMIT, FileTensor, file_in_errors, read_safetensors
 from ckptstore.formats import jsontext
 from ckptstore.formats.state import (
     FlatState,
@@ -129,12 +129,12 @@ def load_file(path: Path, opened: ExitStack, *, nested: bool = False) -> Any:
         return _load_index(path, opened, nested)
     if is_torch(path):
         return _load_torch(path)
-    return _assembled(path, *read_safetensors(path, opened), nested)
+    return _exported_state(path, *read_safetensors(path, opened), nested)
 
 
 def flattened(path: Path, state: Any) -> FlatState:
     """Flatten the state of a file. Raises `UnsupportedStateError` naming the file and the key path in it."""
-    with naming(path):
+    with file_in_errors(path):
         return flatten(state, _recognise)
 
 
@@ -166,13 +166,13 @@ def _load_torch(path: Path) -> Any:
     return load(path)
 
 
-def _assembled(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], nested: bool) -> Any:
+def _exported_state(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], nested: bool) -> Any:
     """The state that `ckpt restore` wrote, if the file has its tree. Otherwise a dict of the tensors by name."""
     if STATE_MEMBER not in metadata:
         return dict(tensors)
     text = metadata[STATE_MEMBER].encode(errors="surrogatepass")
     tree = jsontext.loads(text, what=f"{path}: {STATE_MEMBER}", max_bytes=HEADER_LIMIT)
-    with naming(path):
+    with file_in_errors(path):
         names = tensor_names(tree)
         if set(names) != tensors.keys():
             return dict(tensors)
@@ -226,7 +226,7 @@ def _load_index(path: Path, opened: ExitStack, nested: bool) -> Any:
         _check_complete(path, shard, found, where)
         tensors |= found
         metadata |= more
-    return _assembled(path, {name: tensors[name] for name in where}, metadata, nested)
+    return _exported_state(path, {name: tensors[name] for name in where}, metadata, nested)
 
 
 def _merge_torch(path: Path, where: Mapping[str, str], shards: Sequence[str]) -> dict[str, Any]:

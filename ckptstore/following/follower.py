@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
-from ckptstore.exchange.export import export_held
+from ckptstore.exchange.export import export_resident
 from ckptstore.following import ancestry
 from ckptstore.following.follower_targets import TargetState, from_file, refuse_foreign
 from ckptstore.formats.catalog import Catalog
@@ -268,7 +268,7 @@ class Follower:
         held = self._held[0]
         state = None
         if self._options.out is not None:
-            export_held(held, Path(self._options.out), select=self._options.select)
+            export_resident(held, Path(self._options.out), select=self._options.select)
         else:
             try:
                 state = rebuilt(held, self._options.loading)

@@ -28,13 +28,13 @@ __all__ = [
     "environment",
     "environment_differences",
     "flattened",
+    "optimizers",
     "process_group",
     "register",
     "registered",
     "shards",
-    "stepping",
     "tensors",
-    "torch_here",
+    "torch_devices",
     "torch_in_use",
     "torch_roots",
 ]
@@ -56,7 +56,7 @@ def tensors() -> ModuleType:
     return module
 
 
-def stepping() -> ModuleType:
+def optimizers() -> ModuleType:
     """Import `ckptstore.frameworks.torch_optimizers`. Raises `MissingDependencyError` if torch is not installed."""
     tensors()  # its error says how to install torch
     from ckptstore.frameworks import torch_optimizers as module
@@ -193,7 +193,7 @@ def environment() -> dict[str, Any]:
     return dict(describe_environment())
 
 
-def torch_here() -> dict[str, Any]:
+def torch_devices() -> dict[str, Any]:
     """Import torch and describe its devices: ``threads``, ``devices`` (number of GPUs), ``gpu`` (the first one's name).
 
     A broken installation of torch may raise any error.

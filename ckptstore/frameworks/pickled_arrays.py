@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptstore.errors import FormatError
 
-__all__ = ["ALLOWED", "PickledArray", "named"]
+__all__ = ["ALLOWED", "PickledArray", "global_name"]
 
 _KINDS: Final = "biufc"
 _ORDERS: Final = ("<", ">", "|", "=")
@@ -102,13 +102,14 @@ ALLOWED: Final[list[_Allowed | Any]] = [
     (_dtype, "numpy.dtype"),
     (PickledArray, "numpy.ndarray"),
     (_no_bytes, "builtins.bytes"),
-    # Also under their own names: torch checks the class of an object before it sets the object's state.
+    # Also under their own names: torch sets the state of an object only if its class is allowed, and the process may
+    # allow numpy's class under the name above.
     PickledArray,
     _PickledDtype,
 ]
 """The replacements for ``torch.serialization.safe_globals``, with their names in numpy 1 and numpy 2."""
 
 
-def named(allowed: Any) -> str:
+def global_name(allowed: Any) -> str:
     """The name by which torch's unpickler finds an allowed global."""
     return str(allowed[1]) if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"

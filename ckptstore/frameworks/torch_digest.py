@@ -61,7 +61,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 class DeviceDigests(Mapping[str, int]):
     """Digests that devices compute, by name. The names are known at once. Reading a digest waits for its device."""
 
-    def __init__(self, names: Mapping[str, int], waiting: Sequence[_Sums]) -> None:
+    def __init__(self, names: Mapping[str, int], waiting: Sequence[_PendingDigests]) -> None:
         """
         Args:
             names: bytes of each tensor.
@@ -88,7 +88,7 @@ class DeviceDigests(Mapping[str, int]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _PendingDigests:
     """Partial digests that are being copied to the host.
 
     Attributes:
@@ -150,7 +150,7 @@ def device_digests(
                         data.record_stream(stream)  # Prevents: memory reused before its digest is computed.
                     partials[name] = partial_on_device(adapter.flat_bytes(data.contiguous()), 0)
             if partials:
-                waiting.append(_Sums.queued(partials, stream))
+                waiting.append(_PendingDigests.queued(partials, stream))
                 found.update((name, members[name].nbytes) for name in partials)
     return DeviceDigests(found, waiting)
 

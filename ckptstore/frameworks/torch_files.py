@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from ckptstore.errors import CorruptionError, FormatError, StorageError, UnsupportedStateError
-from ckptstore.frameworks.pickled_arrays import ALLOWED, named
+from ckptstore.frameworks.pickled_arrays import ALLOWED, global_name
 
 __all__ = ["load"]
 
@@ -37,8 +37,8 @@ def _allowing() -> Iterator[None]:
     entries with the same name uses whichever comes last. That may be numpy's function, for which it may then refuse a
     state.
     """
-    names = {named(allowed) for allowed in ALLOWED}
-    taken = [allowed for allowed in torch.serialization.get_safe_globals() if named(allowed) in names]
+    names = {global_name(allowed) for allowed in ALLOWED}
+    taken = [allowed for allowed in torch.serialization.get_safe_globals() if global_name(allowed) in names]
     theirs: AbstractContextManager[None] = torch.serialization.safe_globals(taken)
     theirs.__exit__(None, None, None)  # `__exit__` removes them at once; clearing all would break other loads
     try:

@@ -26,13 +26,13 @@ import torch
 from ckptstore.formats.sources import Bytes, TensorSource
 from ckptstore.frameworks.torch_digest import device_digests
 from ckptstore.frameworks.torch_tensors import TorchSource
-from ckptstore.host.buffers import Region, region_of
+from ckptstore.host.buffers import MappedRegion, region_of
 
 __all__ = ["CopyQueue", "QueuedSource", "copy_queue", "device_of", "register", "registered"]
 
 _log: Final = logging.getLogger("ckptstore")
 _lock: Final = threading.Lock()
-_registered: Final[weakref.WeakKeyDictionary[Region, bool]] = weakref.WeakKeyDictionary()
+_registered: Final[weakref.WeakKeyDictionary[MappedRegion, bool]] = weakref.WeakKeyDictionary()
 """Every region that was tried, and whether the driver registered it."""
 
 

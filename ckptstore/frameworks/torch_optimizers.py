@@ -15,7 +15,7 @@ import torch
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats.optim import KINDS
 
-__all__ = ["TorchSteps", "kind_of", "settings_of", "warmed", "with_threads"]
+__all__ = ["TorchSteps", "kind_of", "set_threads", "settings_of", "warm_up"]
 
 _CLASSES: Final[Mapping[str, Any]] = {name: getattr(torch.optim, name) for name in KINDS}
 
@@ -111,13 +111,13 @@ class TorchSteps:
                     parameter.grad = None
 
 
-def with_threads(threads: int) -> None:
+def set_threads(threads: int) -> None:
     """Set the number of threads for this thread's steps: the division of a tensor determines some of its bits."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
 
-def warmed() -> None:
+def warm_up() -> None:
     """Take a tiny step of each kind, because torch loads modules at the first step."""
     for name, kind in KINDS.items():
         row = {slot: number for number, slot in enumerate(("weight", *kind.slots))}

@@ -18,9 +18,9 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.prefault import Touching
+from ckptstore.host.prefault import Prefault
 
-__all__ = ["LEAST", "Arenas", "Lease"]
+__all__ = ["LEAST", "ArenaLease", "Arenas"]
 
 LEAST: Final = 3 * CHUNK
 """The smallest budget, in bytes: one chunk is copied, one is hashed and one is written."""
@@ -34,7 +34,7 @@ class _Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = aligned(nbytes)
-        self.touching = Touching(self.memory)
+        self.prefault = Prefault(self.memory)
         self.asked = False  # whether `touch` has returned its prefault job
         self.free = [(0, len(self.memory))]
 
@@ -61,7 +61,7 @@ class _Arena:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class ArenaLease:
     """An allocated piece of memory.
 
     Attributes:
@@ -157,9 +157,9 @@ class Arenas:
             fresh = [arena for arena in self._arenas if not arena.asked]
             for arena in fresh:
                 arena.asked = True
-            return [arena.touching.run for arena in fresh]
+            return [arena.prefault.run for arena in fresh]
 
-    def take(self, nbytes: int, short: Callable[[], None] = lambda: None) -> Lease:
+    def take(self, nbytes: int, short: Callable[[], None] = lambda: None) -> ArenaLease:
         """Allocate a piece of memory; wait while there is none.
 
         Args:
@@ -198,11 +198,11 @@ class Arenas:
         """Stop prefaulting, and unmap the idle arenas."""
         with self._changed:
             for arena in list(self._arenas):
-                arena.touching.stop()
+                arena.prefault.stop()
                 if arena.idle:
                     self._drop(arena)
 
-    def _try(self, nbytes: int) -> Lease | None:
+    def _try(self, nbytes: int) -> ArenaLease | None:
         with self._changed:
             for arena in self._arenas:
                 if (start := arena.take(nbytes)) is not None:
@@ -213,10 +213,10 @@ class Arenas:
                 arena = self._arenas[-1]
                 start = arena.take(nbytes)
                 assert start is not None
-            arena.touching.use()
+            arena.prefault.use()
             self._used += nbytes
             self.most = max(self.most, self._used)
-        return Lease(arena.memory[start : start + nbytes], lambda: self._give(arena, start, nbytes))
+        return ArenaLease(arena.memory[start : start + nbytes], lambda: self._give(arena, start, nbytes))
 
     def _grow(self, nbytes: int) -> bool:
         """Map one more arena that holds `nbytes`, if the limit allows it. Returns whether it did."""
@@ -243,7 +243,7 @@ class Arenas:
         return True
 
     def _drop(self, arena: _Arena) -> None:
-        arena.touching.stop()
+        arena.prefault.stop()
         self._arenas.remove(arena)
 
     def _give(self, arena: _Arena, start: int, nbytes: int) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 from ckptstore.errors import UsageError
 from ckptstore.host.cancellable_calls import nap
 
-__all__ = ["PIECE", "Bandwidth", "bytes_per_second", "held_to"]
+__all__ = ["PIECE", "Bandwidth", "bytes_per_second", "rate_limited"]
 
 PIECE: Final = 1 << 20
 """Bytes of an upload that are sent at once."""
@@ -74,7 +74,7 @@ class Bandwidth:
             self._sleep(turn - now)
 
 
-def held_to(rate: float | None, advance: Callable[[int], None]) -> Callable[[int], None]:
+def rate_limited(rate: float | None, advance: Callable[[int], None]) -> Callable[[int], None]:
     """Wrap a progress callback so that the work which calls it is limited to `rate` bytes per second.
 
     A call waits until all bytes reported before have used up their time. Thread-safe if `advance` is.
@@ -87,8 +87,8 @@ def held_to(rate: float | None, advance: Callable[[int], None]) -> Callable[[int
         return advance
     bandwidth = Bandwidth(rate)
 
-    def told(nbytes: int) -> None:
+    def limited(nbytes: int) -> None:
         bandwidth.take(nbytes)
         advance(nbytes)
 
-    return told
+    return limited

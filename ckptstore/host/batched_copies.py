@@ -22,21 +22,21 @@ import numpy.typing as npt
 from ckptstore.formats import uncached_copy
 from ckptstore.host.threads import default_threads
 
-__all__ = ["Gathering", "shared_out"]
+__all__ = ["BatchedCopies", "run_shared"]
 
-_MOST: Final = 1024
+_MOST_PIECES: Final = 1024
 """Most pieces that one call takes (``IOV_MAX``)."""
-_LARGE: Final = 64 << 10
+_LARGE_PIECE: Final = 64 << 10
 """Bytes of a piece from which its own call is faster: the system call looks at every page."""
 _JOB: Final = 4 << 20
 """Bytes of a job, unless there are fewer than `_JOBS` jobs of this size."""
 _JOBS: Final = 32
 """Least number of jobs of a large copy: jobs get smaller, because every thread waits for the others' last job."""
-_ALONE: Final = 1 << 20
+_SINGLE_THREAD: Final = 1 << 20
 """Bytes that one thread copies before another one has woken up."""
-_MUCH: Final = 16 << 20
+_LARGE_COPY: Final = 16 << 20
 """Bytes from which a copy leaves the caches before anything reads it. Its large pieces bypass the caches."""
-_PAST: Final = 8 << 10
+_UNCACHED_PIECE: Final = 8 << 10
 """Bytes of a piece from which it bypasses the caches."""
 _NEVER: Final = 1 << 62
 
@@ -47,7 +47,7 @@ if _readv is not None:
     _readv.argtypes = (ctypes.c_int, *([ctypes.c_void_p, ctypes.c_ulong] * 2), ctypes.c_ulong)
 
 
-class Gathering:
+class BatchedCopies:
     """One set of copies, which may be run repeatedly.
 
     The caller keeps the memory of both sides alive, at the same addresses, as long as it uses this object.
@@ -59,35 +59,35 @@ class Gathering:
             copies: target address, source address, bytes. Copies of zero bytes are left out.
         """
         self.nbytes = sum(nbytes for _, _, nbytes in copies)
-        size = max(_ALONE, min(_JOB, self.nbytes // _JOBS))
+        size = max(_SINGLE_THREAD, min(_JOB, self.nbytes // _JOBS))
         self._jobs: list[Callable[[], None]] = []
         small: list[tuple[int, int, int]] = []
         large: list[tuple[int, int, int]] = []
         for to, at, nbytes in copies:
-            if 0 < nbytes < _LARGE:
+            if 0 < nbytes < _LARGE_PIECE:
                 small.append((to, at, nbytes))
             large += [
                 (to + start, at + start, min(size, nbytes - start))
-                for start in range(0, nbytes if nbytes >= _LARGE else 0, size)
+                for start in range(0, nbytes if nbytes >= _LARGE_PIECE else 0, size)
             ]
-        self._jobs += [_Moves(part) for part in _parted(large, len(large), size)]
-        self._jobs += [_Batch(part) for part in _parted(small, _MOST, size)]
-        past = _PAST if self.nbytes >= _MUCH else _NEVER
-        self._compiled = [_Compiled(part, past) for part in _parted(large + small, len(copies), size)]
+        self._jobs += [_SingleCopies(part) for part in _split(large, len(large), size)]
+        self._jobs += [_BatchedCall(part) for part in _split(small, _MOST_PIECES, size)]
+        past = _UNCACHED_PIECE if self.nbytes >= _LARGE_COPY else _NEVER
+        self._compiled = [_CompiledCopies(part, past) for part in _split(large + small, len(copies), size)]
 
     def run(self, pool: ThreadPoolExecutor) -> None:
         """Copy everything. A large copy also uses the threads of `pool`."""
         jobs: Sequence[Callable[[], None]] = self._compiled if uncached_copy.ready() else self._jobs
-        shared_out(pool, jobs, self.nbytes)
+        run_shared(pool, jobs, self.nbytes)
 
 
-def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]], nbytes: int = _NEVER) -> None:
+def run_shared(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]], nbytes: int = _NEVER) -> None:
     """Run all jobs, in this thread and in the pool's threads as they wake up. Raises the error of a job.
 
     Args:
         nbytes: bytes that all jobs copy together. A small copy is done in this thread alone.
     """
-    if nbytes <= _ALONE:
+    if nbytes <= _SINGLE_THREAD:
         for job in jobs:
             job()
         return
@@ -107,7 +107,7 @@ def shared_out(pool: ThreadPoolExecutor, jobs: Sequence[Callable[[], None]], nby
         one.result()
 
 
-def _parted(copies: Sequence[tuple[int, int, int]], most: int, job: int) -> list[list[tuple[int, int, int]]]:
+def _split(copies: Sequence[tuple[int, int, int]], most: int, job: int) -> list[list[tuple[int, int, int]]]:
     """Split the copies into parts of about `job` bytes and at most `most` copies."""
     parts: list[list[tuple[int, int, int]]] = []
     size = job
@@ -120,7 +120,7 @@ def _parted(copies: Sequence[tuple[int, int, int]], most: int, job: int) -> list
     return parts
 
 
-class _Moves:
+class _SingleCopies:
     """Copies pieces one after another."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
@@ -131,7 +131,7 @@ class _Moves:
             ctypes.memmove(to, at, nbytes)
 
 
-class _Compiled:
+class _CompiledCopies:
     """Copies pieces with the compiled loop."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int]], past: int) -> None:
@@ -143,11 +143,11 @@ class _Compiled:
         uncached_copy.moves(self._to, self._at, self._lengths, self._past)
 
 
-class _Batch:
+class _BatchedCall:
     """Copies pieces with one system call."""
 
     def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        self._each = _Moves(copies)
+        self._each = _SingleCopies(copies)
         self._nbytes = sum(nbytes for _, _, nbytes in copies)
         self._to = _vectors([(to, nbytes) for to, _, nbytes in copies])
         self._at = _vectors([(at, nbytes) for _, at, nbytes in copies])

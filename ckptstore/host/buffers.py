@@ -19,7 +19,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.layout import CHUNK
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "Region", "Staging", "aligned", "region_of"]
+__all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "MappedRegion", "Staging", "aligned", "region_of"]
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional bytes."""
@@ -37,7 +37,7 @@ DEFAULT_BUDGET: Final = 64 << 20
 """Default budget of `Staging`, in bytes."""
 
 
-class Region:
+class MappedRegion:
     """Mapped memory. It is unmapped when no array refers to it any more.
 
     Attributes:
@@ -65,12 +65,12 @@ class Region:
         self._mapping.madvise(mmap.MADV_DONTFORK)
 
 
-def region_of(memory: Bytes) -> Region | None:
+def region_of(memory: Bytes) -> MappedRegion | None:
     """The region of an array that `aligned` made, or of a part of one. None: it is other memory."""
     owner: object = memory
     while isinstance(owner, np.ndarray):
         owner = owner.base
-    return owner if isinstance(owner, Region) else None
+    return owner if isinstance(owner, MappedRegion) else None
 
 
 def aligned(nbytes: int) -> Bytes:
@@ -88,7 +88,7 @@ def aligned(nbytes: int) -> Bytes:
     if nbytes >= 4 << 20:
         with suppress(OSError):  # a kernel built without huge pages refuses; the memory works nevertheless
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.asarray(Region(mapping))[:nbytes]
+    return np.asarray(MappedRegion(mapping))[:nbytes]
 
 
 class Staging:

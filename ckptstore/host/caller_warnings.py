@@ -40,7 +40,7 @@ _LOG: Final = logging.getLogger("ckptstore")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_OURS: Final = __name__.partition(".")[0]
+_PACKAGE: Final = __name__.partition(".")[0]
 _BETWEEN: Final = frozenset({contextlib.__name__, functools.__name__})
 """Modules whose frames may lie between two frames of this package."""
 _THREADS: Final = frozenset({"threading", "concurrent.futures.thread"})
@@ -95,7 +95,7 @@ class UnpinnedWarning(UserWarning):
     """A reader cannot write its pin (no access, no space), so gc may delete what it reads. Such a read then fails."""
 
 
-class _Held(threading.local):
+class _Delayed(threading.local):
     """The warnings that one thread gives when its call is done.
 
     Attributes:
@@ -104,10 +104,10 @@ class _Held(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.said: list[tuple[str, type[Warning]]] = []
+        self.warnings: list[tuple[str, type[Warning]]] = []
 
 
-_held = _Held()
+_delayed = _Delayed()
 
 
 class WarningsLast:
@@ -118,18 +118,18 @@ class WarningsLast:
     """
 
     def __enter__(self) -> None:
-        _held.depth += 1
+        _delayed.depth += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _held.depth -= 1
+        _delayed.depth -= 1
         # Prevents: a step that is lost because a warning filter raised an error before the step was recorded.
-        if _held.depth:
+        if _delayed.depth:
             return
-        said, _held.said = _held.said, []
+        delayed, _delayed.warnings = _delayed.warnings, []
         raised: list[Warning] = []
-        for message, category in said:
+        for message, category in delayed:
             try:
                 warn(message, category)
             except Warning as warning:  # continue, so that every warning is given
@@ -159,12 +159,12 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     Inside `WarningsLast` the warning is delayed. In a thread of this package it is never raised: if warnings are
     errors, it is logged (logger ``ckptstore``, level WARNING).
     """
-    if _held.depth:
-        _held.said.append((message, category))
+    if _delayed.depth:
+        _delayed.warnings.append((message, category))
         return
     level = 2  # 1 would be a line of this function
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _passed(frame.f_globals.get("__name__", "")):
+    while frame is not None and _is_internal(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
         level += 1
     if frame is None or frame.f_globals.get("__name__") in _THREADS:
@@ -172,11 +172,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     try:
         warnings.warn(message, category, stacklevel=level)
     except Warning:
-        if not threading.current_thread().name.startswith(f"{_OURS}-"):
+        if not threading.current_thread().name.startswith(f"{_PACKAGE}-"):
             raise
         # Prevents: a save that fails because its thread gave a warning.
         _LOG.warning("%s: %s", category.__name__, message)
 
 
-def _passed(module: str) -> bool:
-    return module in _BETWEEN or module == _OURS or (module.startswith(f"{_OURS}.") and ".cli" not in module)
+def _is_internal(module: str) -> bool:
+    return module in _BETWEEN or module == _PACKAGE or (module.startswith(f"{_PACKAGE}.") and ".cli" not in module)

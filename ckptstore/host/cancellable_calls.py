@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 
 from ckptstore.host import background_threads
 
-__all__ = ["Scope", "abandon_all", "carried", "nap", "scope_here", "within"]
+__all__ = ["Scope", "abandon_all", "cancellable", "current_scope", "in_scope", "nap"]
 
 _T = TypeVar("_T")
 _IDLE: Final = 16
@@ -66,37 +66,37 @@ class Scope:
             raise AbandonedError
 
 
-_here = threading.local()
+_thread = threading.local()
 _process_wide = Scope()
 
 
-def scope_here() -> Scope | None:
+def current_scope() -> Scope | None:
     """The scope of the current thread. The main thread gets a new one if it has none; other threads may have None."""
-    found: Scope | None = getattr(_here, "scope", None)
+    found: Scope | None = getattr(_thread, "scope", None)
     if found is None and threading.current_thread() is threading.main_thread():
         return Scope()
     return found
 
 
-def within(scope: Scope | None, call: Callable[[], _T]) -> Callable[[], _T]:
+def in_scope(scope: Scope | None, call: Callable[[], _T]) -> Callable[[], _T]:
     """Wrap `call` so that it runs in `scope`, for use in another thread."""
     if scope is None:
         return call
 
     def inside() -> _T:
-        before = getattr(_here, "scope", None)
-        _here.scope = scope
+        before = getattr(_thread, "scope", None)
+        _thread.scope = scope
         try:
             return call()
         finally:
-            _here.scope = before
+            _thread.scope = before
 
     return inside
 
 
 def nap(seconds: float) -> None:
     """Sleep for `seconds`. Raises `AbandonedError` if the thread's scope is abandoned."""
-    (scope_here() or _process_wide).nap(seconds)
+    (current_scope() or _process_wide).nap(seconds)
 
 
 def abandon_all() -> None:
@@ -107,7 +107,7 @@ def abandon_all() -> None:
     _process_wide.abandon()
 
 
-class _Job:
+class _CarriedCall:
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
         self.ended = threading.Event()
@@ -125,10 +125,10 @@ class _Job:
 
 
 _lock = threading.Lock()
-_idle: list[SimpleQueue[_Job]] = []
+_idle: list[SimpleQueue[_CarriedCall]] = []
 
 
-def carried(call: Callable[[], _T]) -> _T:
+def cancellable(call: Callable[[], _T]) -> _T:
     """Make `call` in a carrier. Returns or raises what it does.
 
     If this is interrupted, the call continues and may still have its effect. If no carrier thread can be started, the
@@ -137,12 +137,12 @@ def carried(call: Callable[[], _T]) -> _T:
     Raises:
         AbandonedError: the scope was abandoned.
     """
-    scope = scope_here() or _process_wide
+    scope = current_scope() or _process_wide
     if scope.abandoned:
         raise AbandonedError
-    job = _Job(call)
+    job = _CarriedCall(call)
     try:
-        _handed(job)
+        _submit(job)
     except RuntimeError:  # no thread can be started, or the interpreter is exiting
         return call()
     scope.wait(job.ended)
@@ -167,16 +167,16 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _handed(job: _Job) -> None:
+def _submit(job: _CarriedCall) -> None:
     with _lock:
         queue = _idle.pop() if _idle else None
     if queue is None:
         queue = SimpleQueue()
-        background_threads.start(lambda: _carry(queue), "carrier")
+        background_threads.start(lambda: _run_carrier(queue), "carrier")
     queue.put(job)
 
 
-def _carry(queue: SimpleQueue[_Job]) -> None:
+def _run_carrier(queue: SimpleQueue[_CarriedCall]) -> None:
     while True:
         job = queue.get()
         job.run()

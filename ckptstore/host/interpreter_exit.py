@@ -24,7 +24,7 @@ from typing import Final
 from ckptstore.errors import WriterClosedError
 from ckptstore.host.cancellable_calls import abandon_all
 
-__all__ = ["ADVICE", "SILENT_SECONDS", "Ending", "await_end", "check", "forget", "give_up", "under_way", "watch"]
+__all__ = ["ADVICE", "SILENT_SECONDS", "Finishable", "await_end", "check", "forget", "give_up", "under_way", "watch"]
 
 ADVICE: Final = "a writer needs the main thread to be alive; join the training thread there"
 
@@ -32,7 +32,7 @@ SILENT_SECONDS: Final = 5.0
 """After this wait a message on stderr says what the process is waiting for."""
 
 
-class Ending(ABC):
+class Finishable(ABC):
     """A writer that is finished at interpreter exit. Methods that begin with ``_`` are called only by this module and
     by `host.sigterm`.
     """
@@ -69,31 +69,31 @@ class Ending(ABC):
         """
 
 
-_open: Final[set[Ending]] = set()
+_open: Final[set[Finishable]] = set()
 """Open writers, referenced until they are closed: a collected writer would lose its saves. The set is only changed by
 single calls, so that a fork cannot happen halfway through a change."""
-_given_up: Final[set[Ending]] = set()
+_given_up: Final[set[Finishable]] = set()
 """Writers whose `close` was interrupted."""
 _begun = False
 
 
-def watch(writer: Ending) -> None:
+def watch(writer: Finishable) -> None:
     """Finish `writer` at interpreter exit, unless `forget` is called first."""
     _open.add(writer)
 
 
-def forget(writer: Ending) -> None:
+def forget(writer: Finishable) -> None:
     """Stop watching `writer`, because it is closed."""
     _open.discard(writer)
     _given_up.discard(writer)
 
 
-def give_up(writer: Ending) -> None:
+def give_up(writer: Finishable) -> None:
     """Note that `close` was interrupted: the exit does not wait for `writer`, and reports what may be missing."""
     _given_up.add(writer)
 
 
-def await_end(writer: Ending, *, interrupted: bool) -> None:
+def await_end(writer: Finishable, *, interrupted: bool) -> None:
     """Wait until every save of `writer` is done, on behalf of its `close`. Ctrl-C during the wait gives it up.
 
     Args:
@@ -111,12 +111,12 @@ def await_end(writer: Ending, *, interrupted: bool) -> None:
         raise
 
 
-def _tell(writer: Ending, doing: str) -> None:
+def _tell(writer: Finishable, doing: str) -> None:
     """Print what the process waits for, and that Ctrl-C ends the wait."""
     _say(writer, f"{doing} once {_named(writer._unfinished())} written; Ctrl-C gives up")
 
 
-def interrupted(writer: Ending, steps: Sequence[int]) -> None:
+def interrupted(writer: Finishable, steps: Sequence[int]) -> None:
     """Print that steps are perhaps not saved, because the wait for them was interrupted."""
     _say(writer, f"interrupted: {_named(steps)} perhaps not saved")
 
@@ -154,7 +154,7 @@ def _finish_all() -> None:
             abandon_all()  # otherwise their threads, which the interpreter joins, would continue to wait
 
 
-def _finish(writers: Sequence[Ending]) -> None:
+def _finish(writers: Sequence[Finishable]) -> None:
     ends = [writer._end() for writer in writers]  # all of them first: a writer whose medium hangs delays no other
     if ends and wait(ends, SILENT_SECONDS).not_done:
         for writer in writers:
@@ -164,7 +164,7 @@ def _finish(writers: Sequence[Ending]) -> None:
         _close(writer)
 
 
-def _close(writer: Ending) -> None:
+def _close(writer: Finishable) -> None:
     for step, error in writer._unseen():
         _say(writer, f"step {step} was not saved: {error}")
     try:
@@ -175,11 +175,11 @@ def _close(writer: Ending) -> None:
 
 def _named(steps: Sequence[int]) -> str:
     if not steps:
-        return "what was given is"
+        return "every save is"
     return f"step {steps[0]} is" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} ({len(steps)}) are"
 
 
-def _say(writer: Ending, text: str) -> None:
+def _say(writer: Finishable, text: str) -> None:
     with contextlib.suppress(Exception):  # stderr may be closed, or None
         print(f"ckptstore: {writer.url}: {text}", file=sys.stderr, flush=True)
 

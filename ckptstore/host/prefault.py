@@ -16,7 +16,7 @@ from typing import Final
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 
-__all__ = ["Touching", "populate"]
+__all__ = ["Prefault", "populate"]
 
 _POPULATE_WRITE: Final = 23
 _PIECE: Final = 32 << 20
@@ -52,7 +52,7 @@ def populate(memory: Bytes) -> bool:
     return True
 
 
-class Touching:
+class Prefault:
     """Prefaults a buffer piece by piece, in the thread that calls `run`.
 
     Attributes:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["Advance", "Progress", "Tally", "phase", "told"]
+__all__ = ["Advance", "Progress", "Tally", "as_progress", "phase"]
 
 Advance = Callable[[int], None]
 """Internal callback: takes the number of bytes just done, from any thread. `Tally.advance` is one."""
@@ -57,7 +57,7 @@ class Tally:
             self._progress(self.done, max(self.total, self.done))
 
 
-def told(progress: Progress | bool | None) -> Progress | None:
+def as_progress(progress: Progress | bool | None) -> Progress | None:
     """Convert a public ``progress=`` argument.
 
     A function is returned as it is. True: a progress line on stderr. False and None: no reports.

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from ckptstore.host import background_threads
 
-__all__ = ["Notices"]
+__all__ = ["SignalRequests"]
 
 _NOTICED: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class Notices:
+class SignalRequests:
     """Notes SIGTERM and SIGUSR1 from `install` to `remove`.
 
     Only the main thread can install handlers; in other threads `install` does nothing.

@@ -19,14 +19,14 @@ from ckptstore.host import background_threads, interpreter_exit
 __all__ = ["forget", "watch"]
 
 
-_writers: weakref.WeakSet[interpreter_exit.Ending] = weakref.WeakSet()
+_writers: weakref.WeakSet[interpreter_exit.Finishable] = weakref.WeakSet()
 _before: object = None
 """The handler that this module replaced. None: this module's handler is not installed."""
 _called_back = False
 """Whether a handler installed later called this one. If so, the signal that is sent again arrives here again."""
 
 
-def watch(writer: interpreter_exit.Ending) -> None:
+def watch(writer: interpreter_exit.Finishable) -> None:
     """Flush `writer` on SIGTERM until `forget` is called.
 
     Does nothing outside the main thread, because only the main thread can install handlers.
@@ -43,7 +43,7 @@ def watch(writer: interpreter_exit.Ending) -> None:
         signal.signal(signal.SIGTERM, _on_signal)
 
 
-def forget(writer: interpreter_exit.Ending) -> None:
+def forget(writer: interpreter_exit.Finishable) -> None:
     """Stop flushing `writer`. After the last writer the previous handler is restored."""
     _writers.discard(writer)
     if not _writers and threading.current_thread() is threading.main_thread():

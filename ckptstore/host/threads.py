@@ -1,4 +1,4 @@
-"""Thread pools: run jobs in parallel or in order, on threads that start early, late or on demand."""
+"""Thread pools that run jobs in parallel or in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ckptstore.host.cancellable_calls import scope_here, within
+from ckptstore.host.cancellable_calls import current_scope, in_scope
 
 __all__ = [
     "WORTH_THREADS",
     "SleepingPool",
     "Workers",
+    "cancel_and_wait",
     "default_threads",
-    "let_go",
     "run_all",
     "started_pool",
     "workers",
@@ -54,10 +54,10 @@ class Workers:
         is. No job runs any more when this generator is exhausted, is closed, or raises the error of a job.
         """
         window: deque[Future[_T]] = deque()
-        scope = scope_here()
+        scope = current_scope()
         try:
             for job in jobs:
-                window.append(self.pool.submit(within(scope, job)))
+                window.append(self.pool.submit(in_scope(scope, job)))
                 if len(window) > self.threads:
                     yield window.popleft().result()
             while window:
@@ -67,10 +67,10 @@ class Workers:
                 scope.abandon()
             raise
         finally:  # when closed early: once the save has failed, no thread may continue to read the state
-            let_go(window)
+            cancel_and_wait(window)
 
 
-def let_go(futures: Iterable[Future[Any]]) -> None:
+def cancel_and_wait(futures: Iterable[Future[Any]]) -> None:
     """Cancel the futures that have not begun, and wait for those that run."""
     futures = list(futures)
     for future in futures:
@@ -179,8 +179,8 @@ def run_all(pool: ThreadPoolExecutor, work: Sequence[Callable[[], None]]) -> Non
     if len(work) == 1:
         work[0]()
         return
-    scope = scope_here()
-    futures: list[Future[None]] = [pool.submit(within(scope, job)) for job in work]
+    scope = current_scope()
+    futures: list[Future[None]] = [pool.submit(in_scope(scope, job)) for job in work]
     try:
         wait(futures, return_when=FIRST_EXCEPTION)
     except BaseException:  # Ctrl-C: running jobs stop waiting for their medium

@@ -21,7 +21,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import dtypes, kernel_choice, optim
 from ckptstore.formats.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
-from ckptstore.host.cancellable_calls import scope_here, within
+from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.pages import BLOCK
 from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
 
@@ -261,7 +261,9 @@ def _take_steps(
             ahead = None
             if prefetch is not None and number + 1 < len(windows):
                 ahead = prefetch.submit(
-                    within(scope_here(), partial(_read, windows[number + 1], index, scratch[(number + 1) % 2], verify))
+                    in_scope(
+                        current_scope(), partial(_read, windows[number + 1], index, scratch[(number + 1) % 2], verify)
+                    )
                 )
             try:
                 _decode(window, index, payloads, state)
@@ -303,7 +305,7 @@ def _decode(
     steps = []
     for link, payload in zip(window, payloads, strict=True):
         assert link.group is not None
-        steps.append(optim.Link(link.group.encoding, link.group.rule, payload))
+        steps.append(optim.StepLink(link.group.encoding, link.group.rule, payload))
     try:
         optim.decode(steps, state)
     except (CorruptSegmentError, FormatError, ValueError) as error:

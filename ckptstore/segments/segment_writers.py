@@ -20,7 +20,7 @@ from ckptstore.formats.layout import Layout, TensorSpec
 from ckptstore.formats.segment import TensorEntry, raw_entry
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
-from ckptstore.host.arenas import Lease
+from ckptstore.host.arenas import ArenaLease
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
@@ -191,7 +191,7 @@ class _UnitWriter(SegmentDataWriter):
     ) -> None:
         super().__init__(session, layout, writes, digests)
         self._arrivals = arrivals
-        self._arrived: dict[int, Lease] = {}
+        self._arrived: dict[int, ArenaLease] = {}
 
     def jobs(self, own: Sequence[SegmentUnit]) -> Iterable[Callable[[], list[_Sums]]]:
         """Waits here for the next unit, so that no thread does that others need to free memory for it."""

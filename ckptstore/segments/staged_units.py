@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
-from ckptstore.host.arenas import Arenas, Lease
+from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import let_go
+from ckptstore.host.threads import cancel_and_wait
 from ckptstore.segments.units import SegmentBytes, SegmentUnit, UnitPlan
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ class Arrivals:
         """
         self.spoiled = False
         self._stop = stop
-        self._taken_over: list[tuple[Lease, Future[None]]] = []
-        self._waiting: deque[tuple[Lease, Future[None]]] = deque()
+        self._taken_over: list[tuple[ArenaLease, Future[None]]] = []
+        self._waiting: deque[tuple[ArenaLease, Future[None]]] = deque()
         self._error: BaseException | None = None
         self._discarded = False
         self._changed = threading.Condition()
 
-    def put(self, lease: Lease, copied: Future[None]) -> bool:
+    def put(self, lease: ArenaLease, copied: Future[None]) -> bool:
         """Put the next unit, in `lease` once `copied` is done -> False: not wanted, the caller keeps it."""
         with self._changed:
             if self._discarded:
@@ -122,7 +122,7 @@ class Arrivals:
                     lease.free()
                     raise
                 if not self.put(lease, under_way[-1]):
-                    let_go(under_way)
+                    cancel_and_wait(under_way)
                     lease.free()
                     unwanted()
                     break
@@ -133,7 +133,7 @@ class Arrivals:
             if queue is not None:
                 queue.gate()
                 under_way = [copied for copied in under_way if copied not in queue.waiting]
-            let_go(under_way)
+            cancel_and_wait(under_way)
 
     def fail(self, error: BaseException) -> None:
         """No more units come. A waiting `take` raises `error`; units that are already there are still returned."""
@@ -141,7 +141,7 @@ class Arrivals:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def take(self) -> Lease:
+    def take(self) -> ArenaLease:
         """The next unit, copied. Waits for it.
 
         Raises:
@@ -174,7 +174,7 @@ class Arrivals:
             taken_over, self._taken_over = self._taken_over, []
             self._waiting.clear()
         # Prevents: memory that the next save gets while a unit of this one is still being copied into it.
-        let_go(copied for _, copied in taken_over)
+        cancel_and_wait(copied for _, copied in taken_over)
         for lease, _ in taken_over:
             lease.free()
 

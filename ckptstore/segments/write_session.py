@@ -16,7 +16,7 @@ from ckptstore.formats import checksums
 from ckptstore.formats.records import SegmentEntry
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.host.buffers import Staging, aligned
-from ckptstore.host.cancellable_calls import scope_here, within
+from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers
@@ -107,7 +107,7 @@ class SegmentSession:
 
         def apart(seal: Callable[[], None]) -> None:
             wait()
-            last.append(self.blocks.submit(within(scope_here(), seal)))
+            last.append(self.blocks.submit(in_scope(current_scope(), seal)))
 
         try:
             yield apart

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptstore.backends import open_backend
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.store.store import Store
 from ckptstore.store.tier_methods import restore_if_empty
 from ckptstore.tiers.store_pair import Remote
@@ -126,6 +126,6 @@ def repair(
         open_backend(source, create=False),
         open_backend(target, create=True),
         run=run,
-        progress=told(progress),
+        progress=as_progress(progress),
         threads=threads,
     )

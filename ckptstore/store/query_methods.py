@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from ckptstore.formats.html_tables import Rows
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.store.restore_methods import RestoreMethods
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class QueryMethods(RestoreMethods):
         """
         from ckptstore.reports.inspection import statistics
 
-        return statistics(self.journal, ref, tensor, told(progress))
+        return statistics(self.journal, ref, tensor, as_progress(progress))
 
     def stats(self) -> StoreStats:
         """The store's bytes by kind, term and class of tensor; its growth; the bytes that prune and gc would free.
@@ -156,7 +156,9 @@ class QueryMethods(RestoreMethods):
         """
         from ckptstore.reports.comparison import compare
 
-        found = compare(self.journal, ref_a, ref_b, select, told(progress), None if other is None else other.journal)
+        found = compare(
+            self.journal, ref_a, ref_b, select, as_progress(progress), None if other is None else other.journal
+        )
         columns = ("name", "dtype", "shape", "status", "bits_changed", "elements_changed", "norm_diff", "max_abs")
         return Rows(found, "tensor", columns)
 

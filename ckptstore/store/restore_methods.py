@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ckptstore.errors import CkptError, CorruptionError, NotFoundError, UsageError
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RestoreMethods(StoreHandle):
         """
         from ckptstore.restore.load import LoadOptions, load  # imports numpy, which only a load needs
 
-        options = LoadOptions(framework, into, select, device, mmap, verify, threads, told(progress), rank)
+        options = LoadOptions(framework, into, select, device, mmap, verify, threads, as_progress(progress), rank)
         return self._with_remote_fallback(ref, lambda journal, one: load(journal, one, options))
 
     def _with_remote_fallback(self, ref: str | int, work: Callable[[Journal, str | int], _T]) -> _T:
@@ -152,7 +152,7 @@ class RestoreMethods(StoreHandle):
         from ckptstore.following.follower import Follower, FollowOptions
 
         options = FollowOptions(
-            into, select, framework, device, rank, each, poll, timeout, stop, threads, told(progress), out
+            into, select, framework, device, rank, each, poll, timeout, stop, threads, as_progress(progress), out
         )
         return Follower(self.journal, after, options)
 
@@ -262,16 +262,18 @@ class RestoreMethods(StoreHandle):
             UnsupportedStateError: the state cannot be stored in such a file.
             StorageError: the output cannot be written. Nothing is left behind then.
         """
-        from ckptstore.exchange.export import Below, export
+        from ckptstore.exchange.export import PrefixSelection, export
 
         if os.fspath(out).endswith(os.sep):
             raise UsageError(f"{out} is the name of a folder: name the file to write")
         chosen = _format_of(out) if format is None else format
-        which = select if strip is None else Below(strip, select)
+        which = select if strip is None else PrefixSelection(strip, select)
         where = os.fspath(out)
         return self._with_remote_fallback(
             ref,
-            lambda journal, one: export(journal, one, where, chosen, which, overwrite, max_shard_bytes, told(progress)),
+            lambda journal, one: export(
+                journal, one, where, chosen, which, overwrite, max_shard_bytes, as_progress(progress)
+            ),
         )
 
 

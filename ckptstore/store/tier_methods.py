@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import StorageError
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.store.store_handle import StoreHandle
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TierMethods(StoreHandle):
         pair = self._pair_with(remote, remote_options, bandwidth)
         if not anew:
             pair.check_there()
-        return sync(pair, told(progress), anew=anew)
+        return sync(pair, as_progress(progress), anew=anew)
 
     def sync_forever(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from ckptstore.backends import open_backend
 from ckptstore.errors import CheckpointNotFoundError, UsageError
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store.store_handle import StoreHandle
 
@@ -52,7 +52,7 @@ class UpkeepMethods(StoreHandle):
         from ckptstore.maintenance.verify.verification import verify
 
         try:
-            return verify(self.journal, ref, deep=deep, progress=told(progress), threads=threads)
+            return verify(self.journal, ref, deep=deep, progress=as_progress(progress), threads=threads)
         except CheckpointNotFoundError as error:
             remote = self._remote_url_with(ref)
             if remote is None:
@@ -90,7 +90,7 @@ class UpkeepMethods(StoreHandle):
 
         dead_after = DEAD_AFTER if pin_ttl is None else pin_ttl
         return collect_patiently(
-            self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=told(progress)
+            self.journal, wait=wait, dead_after=dead_after, dry_run=dry_run, progress=as_progress(progress)
         )
 
     def merge(
@@ -138,7 +138,7 @@ class UpkeepMethods(StoreHandle):
             take_over=take_over,
             dry_run=dry_run,
             timeout=timeout,
-            progress=told(progress),
+            progress=as_progress(progress),
             on_loss=on_loss,
         )
 
@@ -193,7 +193,7 @@ class UpkeepMethods(StoreHandle):
             dry_run=dry_run,
             take_over=take_over,
             timeout=timeout,
-            progress=told(progress),
+            progress=as_progress(progress),
         )
 
     def retire(
@@ -364,4 +364,4 @@ class UpkeepMethods(StoreHandle):
         from ckptstore.maintenance.copies import copy
 
         there = target.backend if isinstance(target, StoreHandle) else open_backend(target, create=True)
-        return copy(self.journal, there, refs, form=form, progress=told(progress), threads=threads)
+        return copy(self.journal, there, refs, form=form, progress=as_progress(progress), threads=threads)

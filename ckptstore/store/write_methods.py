@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckptstore.errors import UsageError
-from ckptstore.host.progress import told
+from ckptstore.host.progress import as_progress
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
 from ckptstore.store.store_handle import StoreHandle
@@ -210,7 +210,7 @@ class WriteMethods(StoreHandle):
         from ckptstore.exchange.import_files import import_files
 
         return import_files(
-            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=told(progress)
+            self.journal, files, step, parent=parent, leave_out=leave_out, deltas=deltas, progress=as_progress(progress)
         )
 
 

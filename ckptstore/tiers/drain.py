@@ -26,7 +26,7 @@ from ckptstore.errors import (
 from ckptstore.formats.catalog import REMOTE, Catalog
 from ckptstore.formats.html_tables import counted
 from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, Node, SegmentEntry, ref_of
-from ckptstore.host.bandwidth import held_to
+from ckptstore.host.bandwidth import rate_limited
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
 from ckptstore.log import fold_writer
@@ -117,7 +117,7 @@ class Drain:
         self._damaged: dict[str, str] = {}  # segment -> its error
         self.at_work = False
         self.moved = 0
-        self._held = held_to(pair.bandwidth, advance)
+        self._held = rate_limited(pair.bandwidth, advance)
         self._answers = RequestAnswers(pair.remote)
         check_apart(pair.local.backend, pair.remote.backend)
 

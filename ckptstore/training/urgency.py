@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ckptstore.host.signal_requests import Notices
+from ckptstore.host.signal_requests import SignalRequests
 from ckptstore.training.settings import SaveSettings
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.save_barrier import Accord
@@ -33,13 +33,13 @@ class Urgency:
     def __init__(self, settings: SaveSettings, flush: Callable[[], object]) -> None:
         """
         Args:
-            flush: finishes the saves in flight; see `Notices`.
+            flush: finishes the saves in flight; see `SignalRequests`.
         """
         left = settings.deadline_seconds
         self._end = None if left is None else time.monotonic() + left
         self._before: float | None = None
         self._longest_step = self._longest_save = 0.0
-        self._notices = Notices(flush, settings.grace_seconds)
+        self._notices = SignalRequests(flush, settings.grace_seconds)
         self._timeout = settings.rank_timeout
         self._grace = settings.grace_seconds
         self._accord: Accord | None = None

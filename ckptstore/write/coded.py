@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptstore.formats.state import FlatState
-from ckptstore.host.cancellable_calls import within
+from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.write.committer import Committer
 from ckptstore.write.feeding import Feeding
@@ -147,7 +147,7 @@ class Coded(SavePath):
 
         try:
             # What waits for its batch is written with it, and was given by others, who are not interrupted.
-            kept = (store if committer.waiting else within(job.scope, store))()
+            kept = (store if committer.waiting else in_scope(job.scope, store))()
             if kept:
                 self._snapshots.kept(stage.flat)
         except BaseException as error:  # noqa: BLE001  # its saver hears of it

@@ -24,7 +24,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Advance
-from ckptstore.host.threads import Workers, let_go
+from ckptstore.host.threads import Workers, cancel_and_wait
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import drafts, write_stream
 from ckptstore.segments.plain_segments import WrittenState
@@ -282,7 +282,7 @@ def choose_all(
     try:
         return [future.result() for future in waiting]
     finally:
-        let_go(waiting)
+        cancel_and_wait(waiting)
 
 
 def _choose(

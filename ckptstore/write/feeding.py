@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.host.arenas import Arenas, Lease
+from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.threads import SleepingPool
@@ -68,7 +68,7 @@ class Unit:
 class Window:
     """A unit in memory, as whoever codes it sees it."""
 
-    def __init__(self, unit: Unit, lease: Lease) -> None:
+    def __init__(self, unit: Unit, lease: ArenaLease) -> None:
         self._lease = lease
         self._placed: list[tuple[Bytes, Bytes]] = []
         self._parts: dict[tuple[int, int], Bytes] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import let_go
+from ckptstore.host.threads import cancel_and_wait
 from ckptstore.write.snapshot import Snapshot, copy_jobs
 
 __all__ = ["Filling", "Layer", "LayerCopy", "memory"]
@@ -113,7 +113,7 @@ class Filling:
         """Copy nothing more, and wait for what is being copied."""
         if os.getpid() != self._process:
             return  # a fork: the threads are the parent's
-        let_go([job for layer in self._layers.values() for job in layer.jobs])
+        cancel_and_wait([job for layer in self._layers.values() for job in layer.jobs])
 
     def copies(self) -> list[LayerCopy]:
         """Of every layer whose copy was asked for."""

@@ -24,7 +24,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
-from ckptstore.host.cancellable_calls import scope_here, within
+from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.host.threads import SleepingPool, default_threads, started_pool
 from ckptstore.segments.staged_units import Arrivals, ArrivingState, Described, copied_now, copies_of
@@ -166,7 +166,7 @@ class Fulls(SavePath):
                 job.finish()
                 self.tend()
 
-        self.submit(lambda writers: within(job.scope, lambda: work(writers))())
+        self.submit(lambda writers: in_scope(job.scope, lambda: work(writers))())
 
     def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
         """See `SavePath.begin`. Raises what copying raised."""
@@ -215,7 +215,7 @@ class Fulls(SavePath):
 
     def commit(self, work: Callable[[], _T]) -> _T:
         """What the committer's thread makes of `work`."""
-        return self._commit.submit(within(scope_here(), work)).result()
+        return self._commit.submit(in_scope(current_scope(), work)).result()
 
     def _end_of(self, space: SaveSpace) -> None:
         """A save has ended. Its upkeep, which was submitted before, retires it if a newer one was quicker."""

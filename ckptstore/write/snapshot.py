@@ -19,7 +19,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
-from ckptstore.host.prefault import Touching
+from ckptstore.host.prefault import Prefault
 from ckptstore.host.threads import run_all
 from ckptstore.segments.aligned_regions import LaidOutState, RegionPlan, plan_regions
 
@@ -245,7 +245,7 @@ class SnapshotPool:
         with self._lock, contextlib.suppress(MemoryError):  # who needs it will say so
             for _ in range(self._out + sum(one.fits(nbytes) for one in self._free), count):
                 memory = aligned(nbytes)
-                fresh.append((memory, Touching(memory)))
+                fresh.append((memory, Prefault(memory)))
                 self._free.insert(0, _Free(memory, 0, fresh[-1][1]))
         with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
             for memory, touching in fresh:
@@ -256,12 +256,12 @@ class SnapshotPool:
     def _give(self, memory: Bytes) -> None:
         with self._lock:
             self._out -= 1
-            self._free.append(_Free(memory, 0, Touching(memory[:0])))
+            self._free.append(_Free(memory, 0, Prefault(memory[:0])))
 
     def _memory(self, nbytes: int) -> Bytes:
         with self._lock:
             fitting = [number for number, one in enumerate(self._free) if one.fits(nbytes)]
-            found = self._free.pop(fitting[-1]) if fitting else _Free(aligned(nbytes), 0, Touching(aligned(0)))
+            found = self._free.pop(fitting[-1]) if fitting else _Free(aligned(nbytes), 0, Prefault(aligned(0)))
             self._out += 1
             # States and gradients take turns. What nobody has wanted for long is of a state that has changed its size.
             self._free = [replace(one, passed=one.passed + 1) for one in self._free if one.passed < _PASSED]
@@ -280,7 +280,7 @@ class _Free:
 
     memory: Bytes
     passed: int
-    touching: Touching
+    touching: Prefault
 
     def fits(self, nbytes: int) -> bool:
         return nbytes <= len(self.memory) <= 2 * nbytes + (1 << 20)

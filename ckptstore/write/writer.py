@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 from ckptstore.errors import UsageError
 from ckptstore.formats.checkpoint_ref import step_number, text_of
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.interpreter_exit import Ending
-from ckptstore.host.progress import Progress, told
+from ckptstore.host.interpreter_exit import Finishable
+from ckptstore.host.progress import Progress, as_progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.layered import LayeredSave
@@ -23,7 +23,7 @@ from ckptstore.write.steps.updates import Updates
 __all__ = ["Writer"]
 
 
-class Writer(Ending):
+class Writer(Finishable):
     """One term of a store, as `Store.writer` and `ckptstore.agent.writer` open it. Leaving its ``with`` saves the rest.
 
     Without a ``with``, the interpreter's ordinary end does what leaving would; only a process that is killed loses what
@@ -103,7 +103,7 @@ class Writer(Ending):
             CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
         """
         refuse_within(self, self._WAIT)
-        return self._save(state, step_number(step), Labels.of(metadata, tags), updates, told(progress))
+        return self._save(state, step_number(step), Labels.of(metadata, tags), updates, as_progress(progress))
 
     @warns_last
     def save_async(

@@ -37,7 +37,7 @@ from ckptstore.formats.codecs.entropy import context_entropy, difference_entropy
 from ckptstore.formats.codecs.plane_coder import DEPTH, FAST, THRIFTY
 from ckptstore.formats.codecs.prefix import Prefix, distinct_prefixes
 from ckptstore.formats.codecs.raw_planes import Planes, Raw
-from ckptstore.formats.codecs.tensor_pools import TINY, Member, Pool, plan_pools
+from ckptstore.formats.codecs.tensor_pools import TINY, PoolMember, TensorPool, plan_pools
 from ckptstore.formats.codecs.xor_sub import MAX_CLASSES, RUN, Context, Sub, Xor
 
 __all__ = [
@@ -62,15 +62,15 @@ __all__ = [
     "CodecChoice",
     "Context",
     "Derive",
-    "Member",
     "Method",
     "Planes",
     "Policy",
-    "Pool",
+    "PoolMember",
     "Prefix",
     "Raw",
     "Sample",
     "Sub",
+    "TensorPool",
     "Xor",
     "add",
     "apply",

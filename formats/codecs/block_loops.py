@@ -36,8 +36,8 @@ def encode(
             the encoder needs it.
 
     Returns:
-        The payload, a view of ``out`` (or of fresh memory). It is at most ``len(chunk)`` + 16 bytes per MiB long (+ one
-        per MiB, except for ``sub`` with context). It is empty if the chunk equals what the base predicts.
+        The payload, a view of ``out`` (or of fresh memory). It is at most 16 bytes per MiB longer than the chunk (one
+        byte per MiB, except for ``sub`` with context). It is empty if the chunk equals what the base predicts.
 
     Raises:
         ValueError: the chunk exceeds ``CHUNK``, or the base or ``out`` has the wrong length.

@@ -59,7 +59,7 @@ def bound(length: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _GroupPlan:
     """How to encode a group, as a sample suggests.
 
     Attributes:
@@ -94,12 +94,12 @@ def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = Fa
     return at + 1 + count * word
 
 
-def _plan(words: Words, level: int, nested: bool) -> _Plan:
+def _plan(words: Words, level: int, nested: bool) -> _GroupPlan:
     word, count = words.itemsize, len(words)
     if level > plane_coder.THRIFTY:
-        return _Plan(None, 0, (ZSTD,) * word)
+        return _GroupPlan(None, 0, (ZSTD,) * word)
     if count < plane_coder.SMALL:  # such small planes are only encoded as FILL or RAW
-        return _Plan(None if words.any() else 0, 0, (ZSTD,) * word)
+        return _GroupPlan(None if words.any() else 0, 0, (ZSTD,) * word)
     size = min(SAMPLE, max(SAMPLE // 4, count // 16))
     sampled = words
     if count > size:
@@ -110,13 +110,13 @@ def _plan(words: Words, level: int, nested: bool) -> _Plan:
     if word > 1 and not nested and 20 * np.count_nonzero(sampled >> 8) <= len(sampled):
         mode = plane_coder.choose_mode(np.minimum(sampled, 255).astype(np.uint8), level)
         if mode in _NARROW_BITS:
-            return _Plan(_NARROW_BITS[mode], 0, ())
+            return _GroupPlan(_NARROW_BITS[mode], 0, ())
     modes = tuple(plane_coder.choose_mode(plane, level) for plane in planes)
     uncoded = next((byte for byte, mode in enumerate(modes) if mode != RAW), word)
-    return _Plan(None, uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2, modes)
+    return _GroupPlan(None, uncoded if uncoded in (word, 4) else min(uncoded, 2) // 2 * 2, modes)
 
 
-def _write_planes(words: Words, out: Bytes, at: int, plan: _Plan, level: int) -> int:
+def _write_planes(words: Words, out: Bytes, at: int, plan: _GroupPlan, level: int) -> int:
     word, count, wide = words.itemsize, len(words), plan.wide
     out[at] = wide
     at += 1

@@ -17,7 +17,7 @@ from ckptstore.formats import dtypes
 from ckptstore.formats.codecs.kernels import Bytes, Words
 from ckptstore.formats.codecs.plane_coder import Cursor
 
-__all__ = ["Bound", "Buffer", "Codec", "Kind", "Method", "Sample", "word_size"]
+__all__ = ["Bound", "Buffer", "Codec", "CodecDefaults", "Method", "Sample", "word_size"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | np.ndarray[Any, Any]"
 
@@ -108,7 +108,7 @@ class Codec(Protocol):
         """Decode one block into ``out``, which may be ``base`` itself. Raises ``CorruptSegmentError``."""
 
 
-class Kind:
+class CodecDefaults:
     """Defaults for codec classes: one method, tried only if a policy names it, not additive."""
 
     __slots__ = ()

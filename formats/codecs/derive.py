@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from ckptstore.formats.codecs import kernels, rounding
 from ckptstore.formats.codecs.block_loops import Fields
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.codec import Codec, Kind, Method, Sample
+from ckptstore.formats.codecs.codec import Codec, CodecDefaults, Method, Sample
 from ckptstore.formats.codecs.kernels import Bytes, Words
 from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.codecs.raw_planes import words_of, write_tail
@@ -24,7 +24,7 @@ TARGETS = tuple(_ROUND)
 
 
 @dataclass(frozen=True, slots=True)
-class Derive(Kind):
+class Derive(CodecDefaults):
     """The base is an fp32 tensor of the same shape, so it has twice the bytes. ``to`` is the dtype to round to."""
 
     to: str

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats.codecs import bitpacking
 from ckptstore.formats.codecs.block_loops import Fields
-from ckptstore.formats.codecs.codec import Codec, Kind, Method, Sample, word_size
+from ckptstore.formats.codecs.codec import Codec, CodecDefaults, Method, Sample, word_size
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
 from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.codecs.raw_planes import WORD_SIZES, words_of, write_tail
@@ -40,7 +40,7 @@ GROUPS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix(Kind):
+class Prefix(CodecDefaults):
     """Encodes the ``bits`` highest bits of each word with a dictionary per ``group`` words (0: per block)."""
 
     word: int

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.block_loops import Fields
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.codec import Bound, Codec, Kind, Method, Sample, word_size
+from ckptstore.formats.codecs.codec import Bound, Codec, CodecDefaults, Method, Sample, word_size
 from ckptstore.formats.codecs.entropy import best_entropy
 from ckptstore.formats.codecs.kernels import WORDS, Bytes, Words
 from ckptstore.formats.codecs.plane_coder import Cursor
@@ -22,7 +22,7 @@ _BACKWARD = {"none": kernels.PUT, "rotate": kernels.ROTATE, "fold": kernels.UNZI
 
 
 @dataclass(frozen=True, slots=True)
-class Raw(Kind):
+class Raw(CodecDefaults):
     """Stores the bytes unchanged."""
 
     name: ClassVar[str] = "raw"
@@ -60,7 +60,7 @@ class Raw(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Planes(Kind):
+class Planes(CodecDefaults):
     """Compresses the byte planes of the numbers.
 
     ``word`` is the size of one number in bytes (of a complex number's real part). ``map`` is applied first: ``rotate``

@@ -22,7 +22,7 @@ TINY = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PoolMember:
     """A tensor in a pool: its bytes are ``[offset, offset + nbytes)`` of the pool."""
 
     name: str
@@ -31,11 +31,11 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class TensorPool:
     """Tensors that are encoded as one. ``kind`` is what they have in common."""
 
     kind: Hashable
-    members: tuple[Member, ...]
+    members: tuple[PoolMember, ...]
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +57,7 @@ class Pool:
         return {member.name: data[member.offset : member.offset + member.nbytes] for member in self.members}
 
 
-def plan_pools(tensors: Iterable[tuple[str, Hashable, int]], tiny: int = TINY) -> list[Pool]:
+def plan_pools(tensors: Iterable[tuple[str, Hashable, int]], tiny: int = TINY) -> list[TensorPool]:
     """Group the tiny tensors among ``(name, kind, nbytes)`` into pools.
 
     Only tensors of the same ``kind`` share a pool, because one codec is chosen for all of them. The kind is the dtype
@@ -65,17 +65,17 @@ def plan_pools(tensors: Iterable[tuple[str, Hashable, int]], tiny: int = TINY) -
     no pool, and neither is a tensor without a partner. The plan depends only on the tensors and their order, so a base
     with the same tensors has the same pools.
     """
-    filling: dict[Hashable, list[Member]] = {}
-    full: list[Pool] = []
+    filling: dict[Hashable, list[PoolMember]] = {}
+    full: list[TensorPool] = []
     for name, kind, nbytes in tensors:
         if not 0 < nbytes < tiny:
             continue
         members = filling.setdefault(kind, [])
         at = members[-1].offset + members[-1].nbytes if members else 0
         if at + nbytes > BLOCK:
-            full.append(Pool(kind, tuple(members)))
+            full.append(TensorPool(kind, tuple(members)))
             members, at = filling.setdefault(kind, []), 0
             members.clear()
-        members.append(Member(name, at, nbytes))
-    full += [Pool(kind, tuple(members)) for kind, members in filling.items()]
+        members.append(PoolMember(name, at, nbytes))
+    full += [TensorPool(kind, tuple(members)) for kind, members in filling.items()]
     return [pool for pool in full if len(pool.members) > 1]

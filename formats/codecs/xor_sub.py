@@ -23,7 +23,7 @@ from ckptstore.errors import FormatError
 from ckptstore.formats.codecs import kernels
 from ckptstore.formats.codecs.block_loops import Fields, as_bytes
 from ckptstore.formats.codecs.blocks import read_group, write_group
-from ckptstore.formats.codecs.codec import Bound, Codec, Kind, Method, Sample, word_size
+from ckptstore.formats.codecs.codec import Bound, Codec, CodecDefaults, Method, Sample, word_size
 from ckptstore.formats.codecs.entropy import best_entropy, difference_entropy
 from ckptstore.formats.codecs.kernels import Bytes, Counts, Words
 from ckptstore.formats.codecs.plane_coder import Cursor
@@ -36,7 +36,7 @@ _MANTISSA = {"F64": 52, "F32": 23, "BF16": 7, "F16": 10, "C128": 52, "C64": 23, 
 
 
 @dataclass(frozen=True, slots=True)
-class Xor(Kind):
+class Xor(CodecDefaults):
     """Encodes the exclusive or with the base."""
 
     word: int
@@ -109,7 +109,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Sub(Kind):
+class Sub(CodecDefaults):
     """Encodes the wrapping integer difference of the bit patterns, zigzag-mapped; with ``context``, class by class."""
 
     word: int

@@ -18,8 +18,8 @@ from ckptstore.formats.optim.gradients import Gradient, SparseGradient
 from ckptstore.formats.optim.optimizer_table import KINDS, from_group, listed
 from ckptstore.formats.optim.predicted import CHUNK_NUMBERS
 from ckptstore.formats.optim.sgd import SGD, SGDRule
-from ckptstore.formats.optim.step_chain import Encoding, Link, decode
-from ckptstore.formats.optim.step_choice import Choice, choose, choose_variant, evaluate
+from ckptstore.formats.optim.step_chain import Encoding, StepLink, decode
+from ckptstore.formats.optim.step_choice import StepChoice, choose, choose_variant, evaluate
 from ckptstore.formats.optim.step_settings import Optimizer, Rule, Skip, Step
 from ckptstore.formats.optim.step_tiles import advance, widen
 
@@ -31,16 +31,16 @@ __all__ = [
     "Adam",
     "AdamRule",
     "AdamW",
-    "Choice",
     "Encoding",
     "Gradient",
-    "Link",
     "Optimizer",
     "Rule",
     "SGDRule",
     "Skip",
     "SparseGradient",
     "Step",
+    "StepChoice",
+    "StepLink",
     "advance",
     "choose",
     "choose_variant",

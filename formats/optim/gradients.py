@@ -83,7 +83,7 @@ Gradient: TypeAlias = "Array | SparseGradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GradientForm:
     """The form of a gradient's blocks: the dtype of the numbers, and whether they are sparse."""
 
     kind: str
@@ -95,7 +95,7 @@ class Form:
         return _ITEMSIZES[self.kind]
 
 
-FORMS = tuple(Form(kind, sparse) for sparse in (False, True) for kind in KINDS)
+FORMS = tuple(GradientForm(kind, sparse) for sparse in (False, True) for kind in KINDS)
 """The forms, by the number that payloads store."""
 
 
@@ -110,11 +110,11 @@ def kind_of(values: Array) -> str:
     raise ValueError(f"gradients must be fp32, fp16 or bf16, not {values.dtype}")
 
 
-def form_of(gradient: Gradient) -> Form:
+def form_of(gradient: Gradient) -> GradientForm:
     """The form in which a gradient is stored, without conversion. Raises ``ValueError`` for other dtypes."""
     if isinstance(gradient, SparseGradient):
-        return Form(kind_of(gradient.values), True)
-    return Form(kind_of(gradient), False)
+        return GradientForm(kind_of(gradient.values), True)
+    return GradientForm(kind_of(gradient), False)
 
 
 def write_gradient(gradient: Gradient, start: int, stop: int, out: Bytes, at: int, level: int) -> int:
@@ -130,7 +130,7 @@ def _write_values(values: Array, out: Bytes, at: int, level: int) -> int:
     return _PLANES[values.itemsize].write(as_bytes(values), _NOTHING, out, at, level)
 
 
-def read_gradient(form: Form, cursor: Cursor, out: Floats) -> None:
+def read_gradient(form: GradientForm, cursor: Cursor, out: Floats) -> None:
     """Read one block as fp32. Raises ``CorruptSegmentError`` if it is invalid."""
     if not form.sparse:
         _read_values(form, cursor, out)
@@ -143,7 +143,7 @@ def read_gradient(form: Form, cursor: Cursor, out: Floats) -> None:
     patterns_of(out)[where] = patterns_of(values)
 
 
-def _read_values(form: Form, cursor: Cursor, out: Floats) -> None:
+def _read_values(form: GradientForm, cursor: Cursor, out: Floats) -> None:
     if form.word == 4:
         _PLANES[4].read(cursor, _NOTHING, as_bytes(out))
         return

@@ -16,11 +16,11 @@ from ckptstore.formats.optim.adam import Adam, AdamW
 from ckptstore.formats.optim.sgd import SGD
 from ckptstore.formats.optim.step_settings import Optimizer, Rule
 
-__all__ = ["KINDS", "Kind", "from_group", "listed"]
+__all__ = ["KINDS", "OptimizerKind", "from_group", "listed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class OptimizerKind:
     """One optimizer.
 
     Attributes:
@@ -59,11 +59,11 @@ def _adam(group: Mapping[str, Any], *, decoupled: bool) -> Optimizer:
     )
 
 
-KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+KINDS: Final[Mapping[str, OptimizerKind]] = MappingProxyType(
     {
-        "SGD": Kind(SGD, (), _sgd),
-        "Adam": Kind(Adam, ("step", "exp_avg", "exp_avg_sq"), lambda group: _adam(group, decoupled=False)),
-        "AdamW": Kind(AdamW, ("step", "exp_avg", "exp_avg_sq"), lambda group: _adam(group, decoupled=True)),
+        "SGD": OptimizerKind(SGD, (), _sgd),
+        "Adam": OptimizerKind(Adam, ("step", "exp_avg", "exp_avg_sq"), lambda group: _adam(group, decoupled=False)),
+        "AdamW": OptimizerKind(AdamW, ("step", "exp_avg", "exp_avg_sq"), lambda group: _adam(group, decoupled=True)),
     }
 )
 """The optimizers, by the name of the class in ``torch.optim``."""

@@ -22,7 +22,7 @@ from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.kernel_choice import steady
 from ckptstore.formats.optim import residuals
 from ckptstore.formats.optim.arithmetic import Floats, exactly, floats, tiles
-from ckptstore.formats.optim.gradients import FORMS, Form, Gradient, form_of, read_gradient, write_gradient
+from ckptstore.formats.optim.gradients import FORMS, Gradient, GradientForm, form_of, read_gradient, write_gradient
 from ckptstore.formats.optim.predicted import blocks_of, chunk_of, finished, space
 from ckptstore.formats.optim.predicted import bound as _bound_of_state
 from ckptstore.formats.optim.step_settings import Rule, copy_bits
@@ -105,7 +105,7 @@ def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
     finished(cursor)
 
 
-def read_form(cursor: Cursor) -> tuple[Form, bool]:
+def read_form(cursor: Cursor) -> tuple[GradientForm, bool]:
     """Read a payload's first byte: the gradient's form, and whether residuals follow.
 
     Raises:
@@ -118,7 +118,7 @@ def read_form(cursor: Cursor) -> tuple[Form, bool]:
     return FORMS[number], first >= _RESIDUALS
 
 
-def read_block(rule: Rule, form: Form, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
+def read_block(rule: Rule, form: GradientForm, exceptions: bool, cursor: Cursor, state: Sequence[Floats]) -> None:
     """Decode one block in place."""
     gradient = floats("guess", len(state[0]))
     read_gradient(form, cursor, gradient)

@@ -12,7 +12,7 @@ from ckptstore.formats.codecs.codec import Buffer
 from ckptstore.formats.codecs.plane_coder import Cursor
 from ckptstore.formats.optim import predicted, replayed
 from ckptstore.formats.optim.arithmetic import Floats, exactly
-from ckptstore.formats.optim.gradients import Form
+from ckptstore.formats.optim.gradients import GradientForm
 from ckptstore.formats.optim.step_settings import Rule
 from ckptstore.formats.optim.step_tiles import Array, slots_of
 
@@ -20,7 +20,7 @@ Encoding: TypeAlias = Literal["predicted", "replayed", "sparse"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class StepLink:
     """One step of one chunk: its encoding, its rule and its payload."""
 
     encoding: Encoding
@@ -28,7 +28,7 @@ class Link:
     payload: Buffer
 
 
-def decode(links: Sequence[Link], state: Sequence[Array]) -> None:
+def decode(links: Sequence[StepLink], state: Sequence[Array]) -> None:
     """Apply the steps of all links in place: block by block, all links while the block is in cache.
 
     Raises:
@@ -39,7 +39,7 @@ def decode(links: Sequence[Link], state: Sequence[Array]) -> None:
         return
     if any(link.rule.slots != links[0].rule.slots for link in links):
         raise ValueError("all links of a chain must be steps of one parameter, with the same slots")
-    readers = [_Reader(link) for link in links]
+    readers = [_LinkReader(link) for link in links]
     with exactly():
         for block in predicted.blocks_of(slots_of(links[0].rule, state)):
             for reader in readers:
@@ -48,13 +48,13 @@ def decode(links: Sequence[Link], state: Sequence[Array]) -> None:
         predicted.finished(reader.cursor)
 
 
-class _Reader:
+class _LinkReader:
     """Decodes one link, block by block."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: StepLink) -> None:
         self.rule = link.rule
         self.cursor = Cursor(as_bytes(link.payload))
-        self.form: Form | None = None
+        self.form: GradientForm | None = None
         self.exceptions = False
         if link.encoding != "predicted":
             self.form, self.exceptions = replayed.read_form(self.cursor)

@@ -21,11 +21,11 @@ from ckptstore.formats.optim.step_tiles import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class StepChoice:
     """A way to store one step of one parameter, with its results on the samples.
 
     Attributes:
-        encoding, rule: for ``step_chain.Link``. With rule ``Skip``, ``predicted`` is a plain integer delta.
+        encoding, rule: for ``step_chain.StepLink``. With rule ``Skip``, ``predicted`` is a plain integer delta.
         variant: the optimizer's variant that the rule was made with; "" for ``Skip``.
         bits: stored bits per number of the parameter (the state has 32 bits per slot).
         throughput: bytes of state encoded per second by one core: one measurement on this thread.
@@ -66,7 +66,7 @@ def evaluate(
     new: Sequence[Array],
     gradient: Gradient | None = None,
     variant: str | None = None,
-) -> list[Choice]:
+) -> list[StepChoice]:
     """Try every way to store the step on samples. Returns them, smallest first.
 
     The arguments are those of ``predicted.encode`` and ``replayed.encode``, but of any length: two to six ranges of
@@ -87,7 +87,7 @@ def evaluate(
         size = _size(encoding, tried, old, new, gradient, ranges)
         seconds = max(time.thread_time() - began, 1e-9)
         bits, state = 8 * size / count, 4 * count * len(rule.slots)
-        choices.append(Choice(encoding, tried, "" if isinstance(tried, Skip) else found, bits, state / seconds))
+        choices.append(StepChoice(encoding, tried, "" if isinstance(tried, Skip) else found, bits, state / seconds))
     return sorted(choices, key=lambda choice: choice.bits)
 
 
@@ -98,7 +98,7 @@ def choose(
     new: Sequence[Array],
     gradient: Gradient | None = None,
     variant: str | None = None,
-) -> Choice:
+) -> StepChoice:
     """Choose the smallest way to store the step, by samples (``evaluate``)."""
     return evaluate(optimizer, step, old, new, gradient, variant)[0]
 

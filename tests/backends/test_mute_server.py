@@ -243,7 +243,7 @@ def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert out == bytes(1000)
-    assert cancellable_calls.carried(lambda: 7) == 7
+    assert cancellable_calls.cancellable(lambda: 7) == 7
 
 
 def test_a_save_gives_up_in_time(s3: Server, proxy: FaultProxy, url: str) -> None:

@@ -49,7 +49,7 @@ def test_golden_steps_stay_readable(reader: str, request: pytest.FixtureRequest)
         if reader == "page":
             slots = page.decode(group.encoding, group.rule.params, payload, slots)
         else:
-            optim.decode([optim.Link(group.encoding, group.rule, payload)], slots)
+            optim.decode([optim.StepLink(group.encoding, group.rule, payload)], slots)
         cut = len(slots[0]) // len(group.members)
         for number, member in enumerate(group.members):
             for name, part in zip(member, slots, strict=True):

@@ -198,16 +198,16 @@ def test_a_chain_is_its_links_one_after_another():
             payload = optim.predicted.encode(rule, state, after)
         else:
             payload = optim.replayed.encode(rule, state, after, kept if encoding == "sparse" else gradient)
-        links.append(optim.Link(encoding, rule, payload))
+        links.append(optim.StepLink(encoding, rule, payload))
         state = after
     restored = copy(start)
     optim.decode(links, restored)
     assert equal(restored, state)
     optim.decode([], restored)
     with pytest.raises(CorruptSegmentError, match="sparse"):
-        optim.decode([optim.Link("sparse", links[1].rule, links[1].payload)], copy(start))
+        optim.decode([optim.StepLink("sparse", links[1].rule, links[1].payload)], copy(start))
     with pytest.raises(ValueError, match="slots"):
-        optim.decode([links[0], optim.Link("predicted", optim.SGD().rule(STEP), b"")], copy(start))
+        optim.decode([links[0], optim.StepLink("predicted", optim.SGD().rule(STEP), b"")], copy(start))
 
 
 # ------------------------------------------------------------------------------------------------- what it costs

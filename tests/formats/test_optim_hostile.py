@@ -88,12 +88,12 @@ def test_what_follows_the_last_block(encoding: optim.Encoding) -> None:
     }[encoding]
     decode = getattr(optim, encoding).decode
     decode(SGD, payload, state(SGD))
-    optim.decode([optim.Link(encoding, SGD, payload)] * 2, state(SGD))
+    optim.decode([optim.StepLink(encoding, SGD, payload)] * 2, state(SGD))
     with pytest.raises(CorruptSegmentError, match="follow"):
         decode(SGD, payload + b"\0", state(SGD))
     for links in ([payload, payload + b"\0"], [payload + b"\0", payload]):
         with pytest.raises(CorruptSegmentError, match="follow"):
-            optim.decode([optim.Link(encoding, SGD, link) for link in links], state(SGD))
+            optim.decode([optim.StepLink(encoding, SGD, link) for link in links], state(SGD))
 
 
 def test_a_payload_of_the_other_kind() -> None:
@@ -102,7 +102,7 @@ def test_a_payload_of_the_other_kind() -> None:
         optim.sparse.decode(SGD, dense, state(SGD))
     for encoding, payload in (("sparse", dense), ("replayed", sparse(b"\x07", 1, ONE))):
         with pytest.raises(CorruptSegmentError, match=f"said to be {encoding}"):
-            optim.decode([optim.Link(encoding, SGD, payload)], state(SGD))  # type: ignore[arg-type]
+            optim.decode([optim.StepLink(encoding, SGD, payload)], state(SGD))  # type: ignore[arg-type]
 
 
 def test_a_state_longer_than_a_chunk() -> None:

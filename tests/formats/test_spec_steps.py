@@ -110,7 +110,7 @@ def payloads(rule: optim.Rule, old: Arrays, new: Arrays, gradient: np.ndarray, r
 
 def ours(encoding: Any, rule: optim.Rule, payload: bytes, old: Arrays) -> Arrays:
     state = [part.copy() for part in old]
-    optim.decode([optim.Link(encoding, optim.rule(rule.params), payload)], state)
+    optim.decode([optim.StepLink(encoding, optim.rule(rule.params), payload)], state)
     return state
 
 

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.host import prefault
-from ckptstore.host.arenas import LEAST, Arenas, Lease
+from ckptstore.host.arenas import LEAST, ArenaLease, Arenas
 from ckptstore.host.buffers import aligned
 from ckptstore.host.pages import BLOCK
-from ckptstore.host.prefault import Touching, populate
+from ckptstore.host.prefault import Prefault, populate
 from tests.forms import short_or
 
 MIB = 1 << 20
 UNIT = 16 * MIB + 2 * BLOCK
 
 
-def place(lease: Lease) -> tuple[int, int]:
+def place(lease: ArenaLease) -> tuple[int, int]:
     address = lease.memory.__array_interface__["data"][0]
     return address, address + len(lease.memory)
 
@@ -54,7 +54,7 @@ def test_pieces_do_not_overlap_and_the_budget_holds(budget: int | None, actions:
     def short() -> None:
         raise ShortError
 
-    leases: list[Lease] = []
+    leases: list[ArenaLease] = []
     for action, number in actions:
         if action == "expect":
             arenas.expect(number * BLOCK, 2)
@@ -83,7 +83,7 @@ def test_who_waits_goes_on_when_memory_is_given_back() -> None:
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
     first = [arenas.take(UNIT) for _ in range(2)]
-    found: list[Lease] = []
+    found: list[ArenaLease] = []
     asked = threading.Event()
     waiter = threading.Thread(target=lambda: found.append(arenas.take(UNIT, asked.set)))
     waiter.start()
@@ -218,12 +218,12 @@ class TestTouching:
     def test_every_page_is_there(self, how: Any) -> None:
         memory = aligned(96 * MIB)
         before = resident()
-        Touching(memory, how).run()
+        Prefault(memory, how).run()
         assert resident() - before > 90 * MIB
 
     def test_nothing_that_is_used_is_changed(self, how: Any) -> None:
         memory = aligned(96 * MIB)
-        one = Touching(memory, how)
+        one = Prefault(memory, how)
         one.use()
         memory[:] = 7
         one.run()
@@ -232,7 +232,7 @@ class TestTouching:
     def test_used_while_it_is_touched(self, how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefault, "_PIECE", MIB)
         memory = aligned(64 * MIB)
-        one = Touching(memory, how)
+        one = Prefault(memory, how)
         thread = threading.Thread(target=one.run)
         thread.start()
         one.use()
@@ -241,7 +241,7 @@ class TestTouching:
         assert (memory == 7).all()
 
     def test_it_can_be_stopped(self, how: Any) -> None:
-        one = Touching(aligned(96 * MIB), how)
+        one = Prefault(aligned(96 * MIB), how)
         one.stop()
         one.run()
         assert one.touched == 0

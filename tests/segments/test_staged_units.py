@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckptstore.formats.sources import NumpySource
-from ckptstore.host.arenas import Arenas, Lease
+from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.segments.staged_units import Arrivals, Described, copied_now
 
 PAGE = 4096
@@ -178,7 +178,7 @@ def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -
     freed: list[int] = []
 
     def unit(number: int, copied: Future[None]) -> bool:
-        return arrivals.put(Lease(np.zeros(PAGE, np.uint8), lambda: freed.append(number)), copied)
+        return arrivals.put(ArenaLease(np.zeros(PAGE, np.uint8), lambda: freed.append(number)), copied)
 
     going, begun = threading.Event(), threading.Event()
     pool = ThreadPoolExecutor(1)

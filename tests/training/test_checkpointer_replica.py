@@ -21,7 +21,7 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentRestartWarning, AgentWriter  # noqa: E402
 from ckptstore.agent.protocol.replica_recipe import Proof  # noqa: E402
 from ckptstore.errors import UsageError, WriterClosedError  # noqa: E402
-from ckptstore.host.batched_copies import Gathering  # noqa: E402
+from ckptstore.host.batched_copies import BatchedCopies  # noqa: E402
 from ckptstore.host.caller_warnings import UnexplainedStepWarning  # noqa: E402
 from ckptstore.host.threads import workers  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
@@ -316,12 +316,12 @@ def test_a_parameter_that_grows_is_handed_over_whole(
     beyond: list[int] = []
     room = 4 * words
 
-    class Gathered(Gathering):
+    class Gathered(BatchedCopies):
         def __init__(self, copies: Sequence[tuple[int, int, int]]) -> None:
             beyond.extend(nbytes for _, _, nbytes in copies if nbytes > room)
             super().__init__([one for one in copies if one[2] <= room])  # so that a failure is told, and no crash
 
-    monkeypatch.setattr(consumed_gradients, "Gathering", Gathered)
+    monkeypatch.setattr(consumed_gradients, "BatchedCopies", Gathered)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(words)) for _ in range(2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (

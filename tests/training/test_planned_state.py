@@ -21,8 +21,8 @@ import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.agent import AgentWriter  # noqa: E402
 from ckptstore.formats import uncached_copy  # noqa: E402
 from ckptstore.frameworks import bridge  # noqa: E402
-from ckptstore.host.batched_copies import Gathering  # noqa: E402
-from ckptstore.host.prefault import Touching  # noqa: E402
+from ckptstore.host.batched_copies import BatchedCopies  # noqa: E402
+from ckptstore.host.prefault import Prefault  # noqa: E402
 from ckptstore.host.threads import started_pool  # noqa: E402
 from ckptstore.training import Checkpointer, TopKHook  # noqa: E402
 from ckptstore.training.capture.capture_plan import StatePlan  # noqa: E402
@@ -497,8 +497,8 @@ def test_memory_is_touched_before_the_first_step_that_is_saved(
 ) -> None:
     """At the end of the first step it is known how much; that one is not saved."""
     told: list[int] = []
-    touch = Touching.run
-    monkeypatch.setattr(Touching, "run", lambda one: (touch(one), told.append(one.touched))[0])
+    touch = Prefault.run
+    monkeypatch.setattr(Prefault, "run", lambda one: (touch(one), told.append(one.touched))[0])
     if agent:
         prepare = AgentWriter.prepare
         monkeypatch.setattr(AgentWriter, "prepare", lambda one, flat: (prepare(one, flat), told.append(flat.nbytes))[0])
@@ -537,7 +537,7 @@ def test_pieces_of_all_sizes_are_gathered(form: str, monkeypatch: pytest.MonkeyP
     for change in (0, 1):
         for source in sources:
             np.add(source, change, out=source)
-        Gathering(copies).run(pool)
+        BatchedCopies(copies).run(pool)
         assert target.tobytes() == b"".join(source.tobytes() + b"\0" for source in sources)
     pool.shutdown()
 
@@ -551,7 +551,7 @@ def test_a_system_that_copies_nothing_in_one_call(monkeypatch: pytest.MonkeyPatc
         target[:] = 0
         monkeypatch.setattr(batched_copies, "_readv", refused)
         copies = [(target.ctypes.data + at, source.ctypes.data + at, 10) for at in range(0, 100, 10)]
-        batched_copies.Gathering(copies).run(started_pool(1, "test-gathering"))
+        batched_copies.BatchedCopies(copies).run(started_pool(1, "test-gathering"))
         assert target.tolist() == source.tolist()
 
 

@@ -94,7 +94,7 @@ def restored(update: Update, before: dict[str, np.ndarray], after: dict[str, np.
         payload = optim.replayed.encode(rule, old, new, gradient)
         explained = len(optim.replayed.encode(rule, old, None, gradient))
     state = [part.copy() for part in old]
-    optim.decode([optim.Link(encoding, rule, payload)], state)
+    optim.decode([optim.StepLink(encoding, rule, payload)], state)
     for part, wanted in zip(state, new, strict=True):
         assert np.array_equal(part, wanted)
     assert optim.choose(update.optimizer, update.step, old, new, gradient, variant).bits < 32 * len(old)

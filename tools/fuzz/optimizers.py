@@ -52,7 +52,7 @@ def _run(data: bytes) -> bool:
     if len(data) < _HEAD.size:
         return False
     encoding, number, seed, count = _HEAD.unpack_from(data)
-    link = optim.Link(ENCODINGS[encoding % 3], RULES[number % len(RULES)], data[_HEAD.size :])
+    link = optim.StepLink(ENCODINGS[encoding % 3], RULES[number % len(RULES)], data[_HEAD.size :])
     count %= _LONGEST
     first = both_forms(lambda: _moved([link], seed, count), (CorruptionError,))
     poison()
@@ -73,7 +73,7 @@ def _encoded_again(rule: optim.Rule, seed: int, count: int, image: bytes) -> Non
     payload = optim.predicted.encode(rule, old, new)
     if len(payload) > optim.predicted.bound(rule, count):
         raise Violation(f"a payload of {len(payload)} bytes is longer than its bound")
-    if _moved([optim.Link("predicted", rule, payload)], seed, count) != image:
+    if _moved([optim.StepLink("predicted", rule, payload)], seed, count) != image:
         raise Violation("the state that a step led to is encoded as another")
 
 
@@ -89,7 +89,7 @@ def _state(rule: optim.Rule, seed: int, count: int) -> list[Floats]:
     return [np.abs(part) if place >= 2 else part for place, part in enumerate(state)]
 
 
-def _moved(links: Sequence[optim.Link] | None, seed: int, count: int, *one_by_one: optim.Link) -> bytes:
+def _moved(links: Sequence[optim.StepLink] | None, seed: int, count: int, *one_by_one: optim.StepLink) -> bytes:
     """The bits after some steps, taken as a chain or (`one_by_one`) each by its encoding's own decoder."""
     rule = (links or one_by_one)[0].rule
     space = np.full((len(rule.slots), count + 2 * _GUARD), _PATTERN, np.uint32)
@@ -127,7 +127,7 @@ def _json(data: bytes) -> bool:
         for encoding in ENCODINGS[:2]:
             gradient = new[0] if encoding == "replayed" else None
             payload = _encode(encoding, again, old, new, gradient)
-            link = optim.Link(encoding, again, payload)
+            link = optim.StepLink(encoding, again, payload)
             if both_forms(lambda link=link: _moved([link], seed, 500), ()) != image:  # type: ignore[misc]  # noqa: B023
                 raise Violation(f"{rule}: {encoding} loses bits")
     return True

@@ -57,7 +57,7 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
     ),
     Equivalent(
         "ckptstore/host/buffers.py",
-        "Region.__init__",
+        "MappedRegion.__init__",
         "3 => 4",
         "NumPy reads no version of the array interface; the number is what the protocol says today",
     ),

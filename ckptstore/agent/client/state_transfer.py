@@ -19,7 +19,7 @@ from ckptstore.errors import AgentLostError
 from ckptstore.formats.checkpoint_ref import step_number
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
-from ckptstore.host.batched_copies import shared_out
+from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import default_threads, run_all, started_pool
 from ckptstore.write.filling import Filling
@@ -205,7 +205,7 @@ class StateTransfer:
             return {"updates": form}, None
         beside = self._agent_term.buffers.lend_beside(lent.link, packed.nbytes)
         try:
-            shared_out(self._copiers, copy_jobs(packed.copies(beside.memory)), packed.nbytes)
+            run_shared(self._copiers, copy_jobs(packed.copies(beside.memory)), packed.nbytes)
         except BaseException:
             beside.give_back()
             raise

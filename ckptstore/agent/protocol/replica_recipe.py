@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ckptstore.agent.protocol.message_fields import StateLayout, whole_number
 from ckptstore.errors import AgentError
 from ckptstore.formats.checksums import xxh3_64
-from ckptstore.host.batched_copies import shared_out
+from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
 
 __all__ = ["Digests", "Proof", "Recipe", "Row", "read_recipe"]
@@ -179,7 +179,7 @@ class Proof:
             for number in part:
                 out[number] = xxh3_64(self._pieces[number].data)
 
-        shared_out(pool, [partial(job, part) for part in self._jobs])
+        run_shared(pool, [partial(job, part) for part in self._jobs])
 
     def differs(self, wanted: Digests, pool: ThreadPoolExecutor) -> list[int]:
         """Positions of the tensors whose digests differ from `wanted`, ascending."""

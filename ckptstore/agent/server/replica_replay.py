@@ -21,7 +21,7 @@ from ckptstore.errors import AgentError, CkptError, UnsupportedStateError
 from ckptstore.formats import optim
 from ckptstore.formats.optim.step_settings import MAX_COUNT
 from ckptstore.frameworks import bridge
-from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.prefault import populate
 from ckptstore.write.steps.updates import Update
@@ -95,8 +95,8 @@ class ReplicaReplay:
         buffer = keeper.pool.take(size)
         try:
             stage = self._stage(buffer)
-            Gathering([(stage.address, _address(base.buffer.shared.memory), size)]).run(keeper.workers)
-            bridge.stepping().with_threads(max(1, whole_number(body["threads"], _MOST_THREADS)))
+            BatchedCopies([(stage.address, _address(base.buffer.shared.memory), size)]).run(keeper.workers)
+            bridge.optimizers().set_threads(max(1, whole_number(body["threads"], _MOST_THREADS)))
             for call in calls:
                 stage.step(call, self._gradients_of(area))
             stage.sent(area).run(keeper.workers)
@@ -197,7 +197,7 @@ class _Stage:
         self._starts = [offsets[one.name] for one in forms]
         self._images = [self._memory[at : at + one.nbytes] for at, one in zip(self._starts, forms, strict=True)]
         self.proof = Proof([self._images[number] for number in recipe.made])
-        self._copies: dict[int, Gathering] = {}
+        self._copies: dict[int, BatchedCopies] = {}
         self._rows: list[list[list[int]]] = [[[] for _ in range(count)] for count in recipe.groups]
         for place, row in enumerate(recipe.rows):
             if row.made:
@@ -213,7 +213,7 @@ class _Stage:
             return _tensor(self._recipe.layout, place, self._memory, self._starts[place])
 
         rows = [[dict(self._recipe.rows[number].slots) for number in group] for group in groups]
-        return bridge.stepping().TorchSteps(kind, rows, tensor)
+        return bridge.optimizers().TorchSteps(kind, rows, tensor)
 
     def step(self, call: _OptimizerCall, gradients: Mapping[int, Any]) -> None:
         """Perform one step of an optimizer."""
@@ -226,12 +226,12 @@ class _Stage:
         ]
         steps.step(call.settings, found, call.scaling)
 
-    def sent(self, area: SharedBuffer) -> Gathering:
+    def sent(self, area: SharedBuffer) -> BatchedCopies:
         """The copies of the tensors that are sent."""
         copies = self._copies.get(area.number)
         if copies is None:
             start, forms = _address(area.shared.memory), self._recipe.layout.tensors
-            copies = self._copies[area.number] = Gathering(
+            copies = self._copies[area.number] = BatchedCopies(
                 [
                     (self.address + self._starts[number], start + place, forms[number].nbytes)
                     for number, place in self._recipe.places.items()
@@ -250,7 +250,7 @@ class _Stage:
 
 def warmed() -> None:
     """Import torch and perform a step, which takes seconds, so that the first replica need not wait."""
-    bridge.stepping().warmed()
+    bridge.optimizers().warm_up()
 
 
 def read_replica(body: Mapping[str, Any], layout: StateLayout, keeper: SnapshotKeeper) -> ReplicaReplay:

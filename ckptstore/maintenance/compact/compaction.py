@@ -23,7 +23,7 @@ from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.formats.retention_rules import known, reasons_of
 from ckptstore.formats.rule_windows import ends
-from ckptstore.host.bandwidth import held_to
+from ckptstore.host.bandwidth import rate_limited
 from ckptstore.host.option_checks import seconds, whole
 from ckptstore.host.progress import Advance, Progress
 from ckptstore.log.change_committer import ChangeCommitter, ChangeRequester, TakeOver
@@ -83,7 +83,7 @@ def compact(
         done = tuple(_told(move, "planned", "", None) for move in planned.moves)
         return _report(view.catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
     author = TakeOver(journal, "compact", several=True) if take_over else ChangeRequester(journal, timeout, view)
-    made = make_moves(journal, author, planned, lambda advance: held_to(bandwidth, advance), progress)
+    made = make_moves(journal, author, planned, lambda advance: rate_limited(bandwidth, advance), progress)
     after = author.catalog()
     nbytes = sum(segment.size for segment in after.segments.values())
     return _report(after, planned, made, nbytes, _slowest(after, measured), dry_run)

@@ -16,7 +16,7 @@ from ckptstore.formats.sources import Bytes, place_of
 from ckptstore.formats.state import TREE_LIMIT, FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
-from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion, plan_regions
 from ckptstore.training.capture.identity_guard import WatchedTensors
 from ckptstore.training.capture.script_state import ScriptState
@@ -120,7 +120,7 @@ class StatePlan:
         """Those of the tensors that are the same objects, where they were, as long as the plan holds."""
         return self._standing
 
-    def copies(self, memory: Bytes) -> tuple[Gathering, list[tuple[TorchSource, Bytes]]]:
+    def copies(self, memory: Bytes) -> tuple[BatchedCopies, list[tuple[TorchSource, Bytes]]]:
         """The copies of what stands: those of whole tensors, and of strided ones, to be read one by one."""
         base = memory.__array_interface__["data"][0]
         whole: list[tuple[int, int, int]] = []
@@ -131,7 +131,7 @@ class StatePlan:
                 whole.append((base + start, tensor.data_ptr(), source.nbytes))
             else:
                 strided.append((source, memory[start : start + source.nbytes]))
-        return Gathering(whole), strided
+        return BatchedCopies(whole), strided
 
 
 class StateCopy:

@@ -20,7 +20,7 @@ from ckptstore.formats.sources import Bytes
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
-from ckptstore.host.prefault import Touching
+from ckptstore.host.prefault import Prefault
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads
 from ckptstore.training.capture.capture_plan import PlannedState, StateCopy, StatePlan
 from ckptstore.training.capture.predicted_updates import PredictedUpdates
@@ -88,7 +88,7 @@ class PlannedSaves:
         self._in_vain = 0
         self._pause = 0
         self._looked = False  # ahead
-        self._touching: dict[int, Touching] = {}
+        self._touching: dict[int, Prefault] = {}
 
     def save(self, step: int, ranks: int, collected: CollectedSteps, labels: SaveLabels) -> PendingSave | None:
         """Copy the state of `step`, and hand it over -> None: it cannot be planned, and nothing is done.
@@ -262,7 +262,7 @@ class PlannedSaves:
                 room = aligned(plan.size)
             except MemoryError:
                 return  # who needs it will say so
-            touching, place = Touching(room), StateCopy(plan, room)
+            touching, place = Prefault(room), StateCopy(plan, room)
             with self._lock:
                 if plan is not self._plan:
                     return

@@ -23,7 +23,7 @@ from ckptstore.agent.client.replica_client import ReplicaClient
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import counted_changes, from_buffer, on_host
-from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.training.replica.replicable_state import Replicable
 
 __all__ = ["ConsumedGradients", "ConsumedStep"]
@@ -208,7 +208,7 @@ class ConsumedGradients:
             else:
                 target.copy_(gradient.detach())
         if copies:
-            Gathering(copies).run(self._pool)
+            BatchedCopies(copies).run(self._pool)
         self._judge(kept, stale)
         return None if len(moved) == len(rows) else moved
 

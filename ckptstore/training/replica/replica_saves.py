@@ -28,7 +28,7 @@ from ckptstore.formats.byte_text import size
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
-from ckptstore.host.batched_copies import Gathering
+from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.training.capture.capture_plan import StatePlan
@@ -342,7 +342,7 @@ class _Form:
         images = [replicable.sources[number].view() for number in self._recipe.made]
         self._proof = Proof(images)
         self._plan: StatePlan | None = None
-        self._copies: dict[int, tuple[Gathering, list[int]]] = {}
+        self._copies: dict[int, tuple[BatchedCopies, list[int]]] = {}
         self._names = [one.name for one in self._recipe.layout.tensors]
 
     def __repr__(self) -> str:
@@ -369,7 +369,7 @@ class _Form:
             source.read(0, area.memory[start : start + source.nbytes])
         self._proof.into(self._recipe.digests_in(area.memory), pool)
 
-    def _standing(self, area: BorrowedBuffer) -> tuple[Gathering, list[int]]:
+    def _standing(self, area: BorrowedBuffer) -> tuple[BatchedCopies, list[int]]:
         """The copies of tensors that are the same in every step, and the positions of all others that are sent."""
         found = self._copies.get(area.number)
         if found is not None:
@@ -384,7 +384,7 @@ class _Form:
                 whole.append((base + start, source.tensor.data_ptr(), source.nbytes))
             else:
                 others.append(number)
-        found = self._copies[area.number] = Gathering(whole), others
+        found = self._copies[area.number] = BatchedCopies(whole), others
         return found
 
 

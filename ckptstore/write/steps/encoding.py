@@ -22,7 +22,7 @@ from ckptstore.formats.sources import place_of
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import Workers, let_go
+from ckptstore.host.threads import Workers, cancel_and_wait
 from ckptstore.write.encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
 from ckptstore.write.feeding import Piece, Unit
 from ckptstore.write.steps.unexplained import Excess
@@ -140,7 +140,7 @@ class StepChoices:
             found = self._known.get((leader, size, gradient))
         return found[1] or None if found is not None else None
 
-    def learn(self, leader: str, size: int, gradient: str, choice: optim.Choice) -> None:
+    def learn(self, leader: str, size: int, gradient: str, choice: optim.StepChoice) -> None:
         """Keep a choice for a while."""
         with self._lock:
             self._known[leader, size, gradient] = (choice.encoding, choice.variant, _REUSE)
@@ -406,7 +406,7 @@ def choose_rules(joined: Sequence[Joined], choices: StepChoices, workers: Worker
     try:
         return [future.result() for future in futures]
     finally:
-        let_go(futures)
+        cancel_and_wait(futures)
 
 
 def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
