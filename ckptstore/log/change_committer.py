@@ -203,7 +203,7 @@ def last_writer(catalog: Catalog) -> LastWriter:
     state, host, pid = known_writer(catalog)
     purpose = None if opened is None else _purpose(opened)
     if purpose is not None:
-        state = _run_before(catalog)
+        state = _state_before_takeover(catalog)
     return LastWriter(state, host, pid, max(times, default=None), purpose)
 
 
@@ -213,7 +213,7 @@ def _purpose(opened: TermEntry) -> str | None:
     return purpose if isinstance(purpose, str) else None
 
 
-def _run_before(catalog: Catalog) -> WriterState:
+def _state_before_takeover(catalog: Catalog) -> WriterState:
     """How the newest term that a run opened ended. The take-over fenced its writer, so it writes no more."""
     runs = (term for term, opened in catalog.terms.items() if _purpose(opened) is None)
     last = max(runs, default=None)

@@ -10,7 +10,7 @@ import contextlib
 
 from ckptstore.errors import CkptError, CorruptLogError, StoreNotFoundError, StoreReplacedError
 from ckptstore.formats.catalog import TermEntry
-from ckptstore.log.damage_warnings import same_handle
+from ckptstore.log.damage_warnings import share_warnings
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read, same_history
 
@@ -41,17 +41,17 @@ class LogWatch:
             StoreReplacedError: another run's store is here, or another history of this run.
             CorruptLogError, FormatError, StorageError: as `read`; or records that were read before are gone.
         """
-        view = self._read(self._here())
+        view = self._read(self._current_journal())
         assert self._journal is not None
         self._view = view
         return self._journal, view
 
-    def _here(self) -> Journal:
+    def _current_journal(self) -> Journal:
         """The store that is at the place now; reads its FORMAT file again if that is cheap."""
         if self._journal is None or self._place.cheap_looks:
             self.close()  # Prevents: following a store that was moved away, through the handle of its folder.
             handle = self._place.reopened() if self._place.cheap_looks else self._place
-            same_handle(handle, self._place)
+            share_warnings(handle, self._place)
             self._journal = Journal(handle)
         journal = self._journal
         try:
@@ -77,7 +77,7 @@ class LogWatch:
             return read(journal, before)
         self.close()
         self._journal = None  # read FORMAT again, too
-        journal = self._here()
+        journal = self._current_journal()
         view = read(journal)
         _check_continues(journal.url, before, view, other=same is False)
         return view
