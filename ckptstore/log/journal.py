@@ -149,8 +149,8 @@ class Journal:
             if (outer := _store_at(handle)) is not None:
                 within = f", in {name}/, which is that store's own" if name in _NAMES else ""
                 raise UsageError(
-                    f"{self.url} is inside the checkpoint store {outer}{within}: no store is made there; give a place "
-                    "beside it"
+                    f"{self.url} is inside the checkpoint store {outer}{within}: no store is created there; choose a "
+                    "place outside it"
                 )
 
     def create(self, *, anew: bool = False) -> None:

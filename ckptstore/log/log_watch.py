@@ -58,7 +58,7 @@ class LogWatch:
             run = journal.run
         except StoreNotFoundError as error:
             if self._run:
-                error.add_note(f"run {self._run} was here when it was looked at before: it was deleted or moved away")
+                error.add_note(f"run {self._run} was here at the last poll: it was deleted or moved away")
             raise
         if self._run and run != self._run:
             raise StoreReplacedError(
@@ -91,7 +91,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
     """
     if after.end < before.end:
         raise CorruptLogError(
-            f"{url}: the log ends before slot {after.end}, and had {before.end} slots when it was looked at before: "
+            f"{url}: the log ends before slot {after.end}, and had {before.end} slots when it was last read: "
             "records were removed, or an older copy was put in the place of the store"
         )
     if after.damage != before.damage:
@@ -101,7 +101,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
     if other or gone:
         raise StoreReplacedError(
             f"{url}: the log that was watched is gone, and another history of this run is in its place: "
-            f"{f'term {gone[0]}' if gone else f'slot {before.end - 1}'} is not the one that was seen"
+            f"{f'term {gone[0]}' if gone else f'slot {before.end - 1}'} is not the one that was read"
         )
 
 

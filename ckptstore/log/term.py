@@ -115,7 +115,7 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
         if done < patience.tries:
             patience.pause(done)
     if isinstance(doubt, KeyExistsError):
-        raise StorageError(f"{backend.url}: {key} exists and does not, by turns") from doubt
+        raise StorageError(f"{backend.url}: {key} exists and does not exist in turn") from doubt
     doubt.unsent = not sent
     raise doubt
 

@@ -233,7 +233,7 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
             )
         raise UsageError(f"{first}: {_advice(missing, targets)}")
     if extra := [name for name in targets if name not in wanted]:
-        raise UsageError(f"into= has a tensor {extra[0]!r} that the checkpoint has not ({len(extra)} in all)")
+        raise UsageError(f"into= has a tensor {extra[0]!r} that is not in the checkpoint ({len(extra)} in total)")
     for name, tensor in wanted.items():
         have = (targets[name].dtype, _place(targets[name])[0])
         if have != (tensor.dtype, tensor.shape):

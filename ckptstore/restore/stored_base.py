@@ -65,7 +65,7 @@ def open_base(journal: Journal, identity: CheckpointId) -> StoredBase:
     try:
         found = stack.enter_context(opened(journal, identity.ref))
         if found.entry.id != identity:
-            raise CorruptSegmentError(f"checkpoint {identity.ref}: is another one now")
+            raise CorruptSegmentError(f"checkpoint {identity.ref}: was replaced by another one")
         return StoredBase(identity, found.chains, stack.close)
     except BaseException:
         stack.close()

@@ -288,6 +288,6 @@ def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
     if name.endswith(_OTHERS):
         known = ", ".join((".safetensors", *_PICKLES))
         raise UsageError(
-            f"{path}: no file of that kind is written; give a name that ends in {known}, or say the format"
+            f"{path}: files of that kind cannot be written; give a name that ends in {known}, or name the format"
         )
     return "pt" if name.endswith(_PICKLES) else "safetensors"
