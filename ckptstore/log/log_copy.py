@@ -201,7 +201,7 @@ class LogCopy:
         if opened_over(self.backend, self._next):
             # Prevents: acknowledging a record that the next term lacks, because its slot was torn for too long.
             raise TakenError(
-                f"{self.backend.url}: another process writes to this place (it continued after {key} before that was whole)"
+                f"{self.backend.url}: another process writes to this place (it continued after {key}, not yet whole)"
             )
         crash_point("replica.slot-created")
         self._builder.apply(record, self._next, xxh3_128(data))
