@@ -135,7 +135,7 @@ class TakeOver:
         self.owned: int | None = self._term.number
         self._extra = {} if several else {CLOSED: True}
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
+    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # the log takes no text
         """Commit. A single change also says that the term may end with it. Raises as `Term.commit`."""
         self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
         return _ACCEPTED
