@@ -199,9 +199,7 @@ def open_term(
             # and fsync left visible: a gap in the log, and a lost parent.
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
-        record, data = _encode_and_decode_open(
-            _open_record(view.catalog, chosen, info, like, remote), view.end, journal.run
-        )
+        record, data = _encoded_open(_open_record(view.catalog, chosen, info, like, remote), view.end, journal.run)
         check_same_store(journal)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
@@ -263,7 +261,7 @@ def _open_record(
     )
 
 
-def _encode_and_decode_open(record: OpenRecord, seq: int, run: str) -> tuple[OpenRecord, bytes]:
+def _encoded_open(record: OpenRecord, seq: int, run: str) -> tuple[OpenRecord, bytes]:
     """The OPEN as every reader will decode it, and its bytes."""
     data = encode_open(record, seq=seq, run=run)
     return _decode_sent(data, seq, run, OpenRecord), data
