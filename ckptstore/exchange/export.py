@@ -27,7 +27,7 @@ from ckptstore.formats.segment import TensorEntry
 from ckptstore.formats.state import check_size, places, select_places, tensor_names, unflatten
 from ckptstore.formats.tree import member, only_tensors
 from ckptstore.host.progress import Progress, Tally
-from ckptstore.restore.load import restoring
+from ckptstore.restore.load import restore_with
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.selection import TensorSelection, select_from
@@ -133,7 +133,7 @@ def export(
     def written(found: OpenCheckpoint) -> ExportResult:
         return _written(found, out, format, select, overwrite, max_shard_bytes, progress)
 
-    return restoring(journal, ref, written)
+    return restore_with(journal, ref, written)
 
 
 def export_resident(

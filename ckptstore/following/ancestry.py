@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node
 
-__all__ = ["between", "parting"]
+__all__ = ["between", "fork_point"]
 
 
 def _line(catalog: Catalog, node: Node) -> dict[int, int]:
@@ -18,7 +18,7 @@ def _line(catalog: Catalog, node: Node) -> dict[int, int]:
     return line
 
 
-def parting(catalog: Catalog, before: Node, now: Node) -> Node | None:
+def fork_point(catalog: Catalog, before: Node, now: Node) -> Node | None:
     """The last place that the lines to two checkpoints have in common: `before` itself, if `now` continues from it.
 
     Returns:
@@ -36,6 +36,6 @@ def between(catalog: Catalog, before: Node, now: Node) -> list[Node]:
     """The checkpoints on the line to `now` after the place where it forks from the line to `before`, in order; `now`
     comes last. If the run went back to `now`, only `now`.
     """
-    line, after = _line(catalog, now), parting(catalog, before, now)
+    line, after = _line(catalog, now), fork_point(catalog, before, now)
     found = [node for node in catalog.checkpoints if node[1] <= line.get(node[0], -1) and (not after or node > after)]
     return [*sorted(node for node in found if node != now), now]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, UsageError
 from ckptstore.exchange.export import export_resident
 from ckptstore.following import ancestry
-from ckptstore.following.follower_targets import TargetState, from_file, refuse_foreign
+from ckptstore.following.follower_targets import TargetState, refuse_foreign, resident_from_file
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
@@ -25,10 +25,10 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.log.log_watch import LogWatch
-from ckptstore.restore.load import LoadOptions, rebuilt, restoring
+from ckptstore.restore.load import LoadOptions, rebuild, restore_with
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.resident_checkpoint import RESIDENT, ResidentCheckpoint
-from ckptstore.restore.resident_load import BytesRead, hold, lacking
+from ckptstore.restore.resident_load import BytesRead, lacking, load_resident
 
 if TYPE_CHECKING:
     from ckptstore.host.progress import Progress
@@ -159,9 +159,9 @@ class Follower:
         If another thread is in the middle of a poll, that poll completes, and frees what it uses.
         """
         self._closed.set()
-        self._let_go()
+        self._free()
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         """Free memory and handles, unless a poll is using them: its thread calls this at the end."""
         if self._looking.acquire(blocking=False):
             try:
@@ -195,12 +195,12 @@ class Follower:
         """The next checkpoint if there is one already, else None: ``next`` without waiting."""
         try:
             with self._looking:
-                return self._looked()
+                return self._poll()
         finally:
             if self._closed.is_set():
-                self._let_go()
+                self._free()
 
-    def _looked(self) -> Followed | None:
+    def _poll(self) -> Followed | None:
         began = time.monotonic()
         before = None if self._costs is None else self._costs.spent
         journal, view = self._looks.look()
@@ -210,7 +210,7 @@ class Follower:
         goal = self._goal(view.catalog)
         if goal is None:
             return None
-        found = self._handed_over(journal, view, goal)
+        found = self._build(journal, view, goal)
         requests = None if self._costs is None or before is None else (self._costs.spent - before).total
         self._seen = goal.node
         return replace(found, requests=requests, seconds=time.monotonic() - began)
@@ -220,7 +220,10 @@ class Follower:
         after, out = self._after, self._options.out
         if out is not None:
             refuse_foreign(Path(out))
-        if out is not None and (found := from_file(Path(out), journal, self._options.select, view)) is not None:
+        if (
+            out is not None
+            and (found := resident_from_file(Path(out), journal, self._options.select, view)) is not None
+        ):
             self._held, self._seen = [found], found.id.node
         if after is None:
             return
@@ -248,7 +251,7 @@ class Follower:
             return None
         if self._seen is None:
             return _Goal(newest.node, 0, branched=False, fork=None)
-        at = ancestry.parting(catalog, self._seen, newest.node)
+        at = ancestry.fork_point(catalog, self._seen, newest.node)
         branched = at != self._seen
         fork = ref_of(at) if branched and at is not None else None
         nodes = ancestry.between(catalog, self._seen, newest.node)
@@ -257,7 +260,7 @@ class Follower:
         self._waiting.extend(_Goal(node, 0, branched=False, fork=None) for node in nodes[1:])
         return _Goal(nodes[0], 0, branched, fork)
 
-    def _handed_over(self, journal: Journal, view: View, goal: _Goal) -> Followed:
+    def _build(self, journal: Journal, view: View, goal: _Goal) -> Followed:
         entry = view.catalog.checkpoints[goal.node]
         read = BytesRead()
         plan: tuple[str, ...] = ()
@@ -271,7 +274,7 @@ class Follower:
             export_resident(held, Path(self._options.out), select=self._options.select)
         else:
             try:
-                state = rebuilt(held, self._options.loading)
+                state = rebuild(held, self._options.loading)
             except UsageError:
                 raise  # nothing was overwritten
             except BaseException as error:
@@ -301,17 +304,17 @@ class Follower:
             self._spare += [one.region for one in self._held if all(one is not other for other in kept)]
             self._held = kept
             threads = options.threads or default_threads()
-            return hold(found, options.select, self._spare, threads, options.progress, read, options.rank)
+            return load_resident(found, options.select, self._spare, threads, options.progress, read, options.rank)
 
         bases = [one for one in self._held if not one.lossy]  # deltas build on the bits that training had
         try:
-            new = restoring(journal, ref, held, bases, view)
+            new = restore_with(journal, ref, held, bases, view)
         except CorruptSegmentError as error:
             if RESIDENT not in str(error):
                 raise
             new = None  # the held memory was changed: it cannot be used any more
         if new is None:
-            new = restoring(journal, ref, held, (), view)
+            new = restore_with(journal, ref, held, (), view)
         assert new is not None  # without a base nothing can be lacking
         used = {id(one.region) for one in new}
         idle = [region for region in (*self._spare, *(one.region for one in self._held)) if id(region) not in used]

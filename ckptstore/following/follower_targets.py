@@ -17,9 +17,9 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View
 from ckptstore.restore.open_checkpoint import opened
 from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
-from ckptstore.restore.resident_load import adopt
+from ckptstore.restore.resident_load import adopt_resident
 
-__all__ = ["TargetState", "from_file", "refuse_foreign"]
+__all__ = ["TargetState", "refuse_foreign", "resident_from_file"]
 
 
 class _Readable(Protocol):
@@ -58,7 +58,7 @@ def _adopted(
         with opened(journal, ref, since=since) as found:
             if found.lossy:
                 return None
-            return adopt(found, select, lambda name, offset, out: tensors[name].read(offset, out), rank)
+            return adopt_resident(found, select, lambda name, offset, out: tensors[name].read(offset, out), rank)
     except CkptError:
         return None  # it is read from the store then, which raises the error
 
@@ -75,7 +75,7 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def from_file(
+def resident_from_file(
     path: Path, journal: Journal, select: str | Sequence[str] | None, since: View | None = None
 ) -> ResidentCheckpoint | None:
     """The checkpoint in an exported safetensors file, if the file is complete and the store still has it."""

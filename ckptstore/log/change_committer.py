@@ -135,7 +135,7 @@ class TakeOver:
         self.owned: int | None = self._term.number
         self._extra = {} if several else {CLOSED: True}
 
-    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # a log needs none
+    def commit(self, term: int, what: str, change: Change) -> Outcome:  # noqa: ARG002  # the log takes no text
         """Commit. A single change also says that the term may end with it. Raises as `Term.commit`."""
         self._term.commit(replace(change, extra={**change.extra, **self._extra}).record(term))
         return _ACCEPTED
@@ -203,7 +203,7 @@ def last_writer(catalog: Catalog) -> LastWriter:
     state, host, pid = known_writer(catalog)
     purpose = None if opened is None else _purpose(opened)
     if purpose is not None:
-        state = _run_before(catalog)
+        state = _state_before_takeover(catalog)
     return LastWriter(state, host, pid, max(times, default=None), purpose)
 
 
@@ -213,7 +213,7 @@ def _purpose(opened: TermEntry) -> str | None:
     return purpose if isinstance(purpose, str) else None
 
 
-def _run_before(catalog: Catalog) -> WriterState:
+def _state_before_takeover(catalog: Catalog) -> WriterState:
     """How the newest term that a run opened ended. The take-over fenced its writer, so it writes no more."""
     runs = (term for term, opened in catalog.terms.items() if _purpose(opened) is None)
     last = max(runs, default=None)

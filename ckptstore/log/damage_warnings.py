@@ -10,7 +10,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.host.caller_warnings import DamagedLogWarning, warn
 
-__all__ = ["same_handle", "warn_of_damage"]
+__all__ = ["share_warnings", "warn_of_damage"]
 
 _SHOWN: Final = 8
 
@@ -18,7 +18,7 @@ _told: weakref.WeakKeyDictionary[Backend, set[tuple[int, int, int]]] = weakref.W
 """Handle -> (process, slot, 0) or (process, -1, lost term) of every warning that was given. A fork warns again."""
 
 
-def same_handle(new: Backend, old: Backend) -> None:
+def share_warnings(new: Backend, old: Backend) -> None:
     """Share the record of warnings: `new` reaches the same place as `old` for the same caller."""
     _told[new] = _told.setdefault(old, set())
 

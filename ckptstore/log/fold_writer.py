@@ -32,9 +32,9 @@ __all__ = ["KEEP", "FoldThread", "Trimmed", "due", "fold", "maintain", "trim"]
 
 _PATIENCE: Final = 60.0
 """Seconds that `finish` waits for a running fold."""
-_AGAIN: Final = 64
+_RETRY_SLOTS: Final = 64
 """Number of slots after a failed fold before another one is tried."""
-_AT_END: Final = 8
+_FINAL_SLOTS: Final = 8
 """Number of slots that are worth a fold when a term ends, if each slot costs a request to read."""
 KEEP = 2
 """Number of newest valid folds to keep: if one is damaged, readers use the other and the slots above it."""
@@ -68,7 +68,7 @@ def maintain(term: Term) -> bool:
     """
     if not _due(term):
         return False
-    _renew(term, term.view())
+    _fold_and_trim(term, term.view())
     return True
 
 
@@ -76,7 +76,7 @@ def _due(term: Term) -> bool:
     return due(term.next_seq, term.fold_seq, len(term.catalog.checkpoints))
 
 
-def _renew(term: Term, view: View) -> None:
+def _fold_and_trim(term: Term, view: View) -> None:
     fold(term.journal, view)
     term.fold_seq = view.end - 1
     trim(term.journal, view)
@@ -104,7 +104,7 @@ class FoldThread:
             return None
         self._thread, failure, self._failure = None, self._failure, None
         if failure is not None:
-            self._not_before = self._term.next_seq + _AGAIN
+            self._not_before = self._term.next_seq + _RETRY_SLOTS
         if self._term.next_seq < self._not_before or not _due(self._term):
             return failure
         view = self._term.view()
@@ -122,7 +122,7 @@ class FoldThread:
             self._thread.join(seconds)
             if self._thread.is_alive():
                 return None
-        if self._failure is None and self._worth_it():
+        if self._failure is None and self._should_fold_at_end():
             try:
                 view = self._term.view()
                 fold(self._term.journal, view)
@@ -132,15 +132,15 @@ class FoldThread:
         failure, self._failure = self._failure, None
         return failure
 
-    def _worth_it(self) -> bool:
+    def _should_fold_at_end(self) -> bool:
         """Whether the term ends on a medium where requests cost money, and leaves enough slots without a fold."""
         term = self._term
         slots = term.next_seq - 1 - term.fold_seq
-        return term.journal.backend.costs is not None and term.dead is None and slots >= _AT_END
+        return term.journal.backend.costs is not None and term.dead is None and slots >= _FINAL_SLOTS
 
     def _run(self, view: View) -> None:
         try:
-            _renew(self._term, view)
+            _fold_and_trim(self._term, view)
         except Exception as error:  # noqa: BLE001 - any error is reported, and no save fails because of it
             self._failure = error
 
@@ -156,7 +156,7 @@ def fold(journal: Journal, view: View) -> str:
     backend = journal.backend
     if _hides_damage(view.catalog):
         raise CorruptLogError(f"{backend.url}: log slot {view.damage[-1]} is damaged; not folded")
-    data, digest = encode_fold(view.catalog, run=journal.run, forget=_forgettable(backend, view))
+    data, digest = encode_fold(view.catalog, run=journal.run, forget=_unneeded_manifests(backend, view))
     key = fold_key(view.end - 1, digest)
     # Prevents: a fold that survives a power cut although one of its slots does not: a killed writer had not synced it.
     # The slot would be missing although no anchor shows that it was deleted.
@@ -173,7 +173,7 @@ def _hides_damage(catalog: Catalog) -> bool:
     return bool(catalog.damage) and (opened is None or not opened.known or catalog.damage[-1] > opened.seq)
 
 
-def _forgettable(backend: Backend, view: View) -> frozenset[str]:
+def _unneeded_manifests(backend: Backend, view: View) -> frozenset[str]:
     """Manifests that no reader needs: their slot, at or below the fold that this view began from, is deleted."""
     return frozenset(
         name

@@ -38,7 +38,7 @@ def _run_of(backend: Backend, key: str) -> str:
     if key.endswith(".json"):
         found = unseal(text_bytes(backend, key, MANIFEST_LIMIT), what=key)["run"]
         return found if hexadecimal(found) else ""
-    from ckptstore.formats.segment import header_length, parse  # numpy, which listing a store does without
+    from ckptstore.formats.segment import header_length, parse  # imports numpy, which a listing does not need
 
     with backend.open_source(key) as source:
 

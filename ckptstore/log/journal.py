@@ -74,18 +74,18 @@ class Journal:
         """
         if self._format is None:
             try:
-                self._format = _decoded(_format_bytes(self.backend), self.url)
+                self._format = _decode(_format_bytes(self.backend), self.url)
             except KeyNotFoundError as error:
-                self._format = self._come_between(error)
+                self._format = self._format_of_new_store(error)
         return self._format
 
-    def _come_between(self, absence: KeyNotFoundError) -> FormatFile:
+    def _format_of_new_store(self, absence: KeyNotFoundError) -> FormatFile:
         """Read a FORMAT file that was absent just now, if another process is creating the store. Raises as `format`."""
         rooms = self.rooms()
         if not rooms:
             raise StoreNotFoundError(f"{self.url}: there is no checkpoint store here (no FORMAT file)") from absence
         try:
-            return _decoded(_format_bytes(self.backend), self.url)
+            return _decode(_format_bytes(self.backend), self.url)
         except KeyNotFoundError as error:
             self._check_finished(error)
             raise StoreNotFoundError(
@@ -149,8 +149,8 @@ class Journal:
             if (outer := _store_at(handle)) is not None:
                 within = f", in {name}/, which is that store's own" if name in _NAMES else ""
                 raise UsageError(
-                    f"{self.url} is inside the checkpoint store {outer}{within}: no store is made there; give a place "
-                    "beside it"
+                    f"{self.url} is inside the checkpoint store {outer}{within}: no store is created there; choose a "
+                    "place outside it"
                 )
 
     def create(self, *, anew: bool = False) -> None:
@@ -199,7 +199,7 @@ def _store_at(handle: Callable[[], Backend]) -> str | None:
     """The URL of the store at a place; None: there is none, or it cannot be determined."""
     with contextlib.suppress(CkptError), contextlib.closing(handle()) as place:
         with contextlib.suppress(CorruptLogError, IncompatibleFormatError):  # damaged, or newer: it is still a store
-            _decoded(_format_bytes(place), place.url)
+            _decode(_format_bytes(place), place.url)
         return place.url
     return None
 
@@ -209,7 +209,7 @@ def _format_bytes(backend: Backend) -> bytes:
     return text_bytes(backend, FORMAT_KEY, followed=lambda: exists(backend, slot_key(0)))
 
 
-def _decoded(data: bytes, url: str) -> FormatFile:
+def _decode(data: bytes, url: str) -> FormatFile:
     """The decoded FORMAT file.
 
     Raises:

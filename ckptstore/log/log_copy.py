@@ -96,7 +96,7 @@ class LogCopy:
         if backend.read_only:
             raise ReadOnlyError(f"{backend.url}: read-only, nothing can be copied to it")
         self._journal = Journal(backend, origin.format)
-        self.begun = self._claimed() if since is None else False
+        self.begun = self._must_copy() if since is None else False
         # No warning: damage is refused here, and a copy under construction has segments before their terms.
         view = read(self._journal, since, look_above=True if since is None else None, tell=False)
         if view.damage:
@@ -120,7 +120,7 @@ class LogCopy:
         """The current state of the log. Changes with every record."""
         return self._builder.catalog
 
-    def _claimed(self) -> bool:
+    def _must_copy(self) -> bool:
         """Whether a copy must be started or continued here; False: there is a complete store of the run."""
         backend, run = self.backend, self._origin.format.run
         marker, wanted = _marker(backend), self._origin.text()
@@ -134,7 +134,7 @@ class LogCopy:
         except CkptError as error:
             if marker is None and (strangers := [key for key in backend.list("") if not key.startswith("probe/")]):
                 if _marker(backend) is not None:  # of a process that has started since
-                    return self._claimed()
+                    return self._must_copy()
                 raise UsageError(
                     f"{backend.url}: not empty (it holds {strangers[0]!r}), and no unfinished copy; give an empty place"
                 ) from error
@@ -150,13 +150,13 @@ class LogCopy:
             try:
                 backend.create(COPYING_KEY, wanted)
             except KeyExistsError:  # another process was faster, perhaps with another request
-                return self._claimed()
+                return self._must_copy()
             crash_point("copy.claimed")
             with contextlib.suppress(KeyNotFoundError):
                 backend.size(FORMAT_KEY)
                 # Prevents: mistaking a store that others have completed meanwhile for one that is still to be made.
                 backend.delete(COPYING_KEY)
-                return self._claimed()
+                return self._must_copy()
         return True
 
     def open(self, record: OpenRecord) -> None:
@@ -189,7 +189,7 @@ class LogCopy:
             self.backend.create(key, data)
         except StorageError as error:
             # It may exist all the same, also if the error says that it does; a later call reads what is there.
-            if not self._landed(key, data):
+            if not self._was_created(key, data):
                 if not isinstance(error, KeyExistsError):
                     raise
                 raise TakenError(
@@ -201,14 +201,14 @@ class LogCopy:
         if opened_over(self.backend, self._next):
             # Prevents: acknowledging a record that the next term lacks, because its slot was torn for too long.
             raise TakenError(
-                f"{self.backend.url}: another process writes to this place (it went past {key} while that was written)"
+                f"{self.backend.url}: another process writes to this place (it continued after {key}, not yet whole)"
             )
         crash_point("replica.slot-created")
         self._builder.apply(record, self._next, xxh3_128(data))
         self._next += 1
         self._on_record(self)
 
-    def _landed(self, key: str, data: bytes) -> bool:
+    def _was_created(self, key: str, data: bytes) -> bool:
         try:
             mine = text_bytes(self.backend, key) == data
         except CkptError:

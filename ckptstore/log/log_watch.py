@@ -10,7 +10,7 @@ import contextlib
 
 from ckptstore.errors import CkptError, CorruptLogError, StoreNotFoundError, StoreReplacedError
 from ckptstore.formats.catalog import TermEntry
-from ckptstore.log.damage_warnings import same_handle
+from ckptstore.log.damage_warnings import share_warnings
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read, same_history
 
@@ -41,24 +41,24 @@ class LogWatch:
             StoreReplacedError: another run's store is here, or another history of this run.
             CorruptLogError, FormatError, StorageError: as `read`; or records that were read before are gone.
         """
-        view = self._read(self._here())
+        view = self._read(self._current_journal())
         assert self._journal is not None
         self._view = view
         return self._journal, view
 
-    def _here(self) -> Journal:
+    def _current_journal(self) -> Journal:
         """The store that is at the place now; reads its FORMAT file again if that is cheap."""
         if self._journal is None or self._place.cheap_looks:
             self.close()  # Prevents: following a store that was moved away, through the handle of its folder.
             handle = self._place.reopened() if self._place.cheap_looks else self._place
-            same_handle(handle, self._place)
+            share_warnings(handle, self._place)
             self._journal = Journal(handle)
         journal = self._journal
         try:
             run = journal.run
         except StoreNotFoundError as error:
             if self._run:
-                error.add_note(f"run {self._run} was here when it was looked at before: it was deleted or moved away")
+                error.add_note(f"run {self._run} was here at the last poll: it was deleted or moved away")
             raise
         if self._run and run != self._run:
             raise StoreReplacedError(
@@ -77,7 +77,7 @@ class LogWatch:
             return read(journal, before)
         self.close()
         self._journal = None  # read FORMAT again, too
-        journal = self._here()
+        journal = self._current_journal()
         view = read(journal)
         _check_continues(journal.url, before, view, other=same is False)
         return view
@@ -91,7 +91,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
     """
     if after.end < before.end:
         raise CorruptLogError(
-            f"{url}: the log ends before slot {after.end}, and had {before.end} slots when it was looked at before: "
+            f"{url}: the log ends before slot {after.end}, and had {before.end} slots when it was last read: "
             "records were removed, or an older copy was put in the place of the store"
         )
     if after.damage != before.damage:
@@ -101,7 +101,7 @@ def _check_continues(url: str, before: View, after: View, *, other: bool) -> Non
     if other or gone:
         raise StoreReplacedError(
             f"{url}: the log that was watched is gone, and another history of this run is in its place: "
-            f"{f'term {gone[0]}' if gone else f'slot {before.end - 1}'} is not the one that was seen"
+            f"{f'term {gone[0]}' if gone else f'slot {before.end - 1}'} is not the one that was read"
         )
 
 

@@ -20,7 +20,16 @@ from ckptstore.formats.folds import FOLD_LIMIT, intact
 from ckptstore.formats.record_text import SLOT_LIMIT, torn
 from ckptstore.formats.records import fold_of, slot_key
 
-__all__ = ["STILL", "all_arrived", "arrived", "exists", "fold_bytes", "opened_over", "slot_bytes", "text_bytes"]
+__all__ = [
+    "STILL",
+    "exists",
+    "fold_bytes",
+    "opened_over",
+    "read_all_when_complete",
+    "read_when_complete",
+    "slot_bytes",
+    "text_bytes",
+]
 
 STILL: Final = 3.0
 """Seconds without growth after which a torn object counts as abandoned.
@@ -37,7 +46,7 @@ _PAUSE: Final = 0.25
 """Seconds of the first pause, and of the longest."""
 _MOST: Final = 1024
 
-_given_up: dict[tuple[str, str, str], str] = {}
+_abandoned: dict[tuple[str, str, str], str] = {}
 """(URL, run, key) -> hash of torn bytes that were abandoned, so that readers wait for them only once."""
 
 
@@ -50,7 +59,7 @@ def exists(backend: Backend, key: str) -> bool:
     return True
 
 
-def arrived(
+def read_when_complete(
     get: Callable[[], bytes],
     unfinished: Callable[[bytes], bool],
     followed: Callable[[], bool] = lambda: False,
@@ -92,14 +101,14 @@ class _Torn:
     still: float = 0.0
 
 
-def all_arrived(
+def read_all_when_complete(
     keys: Iterable[str],
     get: Callable[[str], bytes],
     unfinished: Callable[[str, bytes], bool],
     tell: Callable[[int, int], None] = lambda _done, _total: None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[tuple[str, bytes | CkptError]]:
-    """`arrived` for many objects that have no successor: waits for all torn ones at the same time.
+    """`read_when_complete` for many objects that have no successor: waits for all torn ones at the same time.
 
     Args:
         get: reads the object of a key.
@@ -112,7 +121,7 @@ def all_arrived(
     """
     torn: dict[str, _Torn] = {}
     for key in keys:
-        found = _asked(get, key)
+        found = _get_or_error(get, key)
         if isinstance(found, CkptError) or not unfinished(key, found):
             yield key, found
         else:
@@ -123,7 +132,7 @@ def all_arrived(
         sleep(pause)
         waited += pause
         for key, before in list(torn.items()):
-            found = _asked(get, key)
+            found = _get_or_error(get, key)
             if not isinstance(found, CkptError) and unfinished(key, found):
                 digest = xxh3_128(found)
                 before.still = before.still + pause if digest == before.digest else 0.0
@@ -135,14 +144,14 @@ def all_arrived(
         pause = min(2 * pause, _PAUSE)
 
 
-def _asked(get: Callable[[str], bytes], key: str) -> bytes | CkptError:
+def _get_or_error(get: Callable[[str], bytes], key: str) -> bytes | CkptError:
     try:
         return get(key)
     except CkptError as error:
         return error
 
 
-def _taken(backend: Backend, key: str) -> bool:
+def _slot_exists(backend: Backend, key: str) -> bool:
     try:
         return exists(backend, key)
     except ForeignObjectError:  # whatever is there, no writer can create this slot
@@ -156,21 +165,23 @@ def opened_over(backend: Backend, seq: int) -> bool:
     OPEN exists. So if nothing follows yet when the slot is complete, every term opened later has its record.
     Raises `StorageError`.
     """
-    return backend.shows_parts and _taken(backend, slot_key(seq + 1))
+    return backend.shows_parts and _slot_exists(backend, slot_key(seq + 1))
 
 
 def text_bytes(
     backend: Backend, key: str, limit: int = SLOT_LIMIT, followed: Callable[[], bool] = lambda: False
 ) -> bytes:
     """A sealed text's bytes, once it is completely written. Raises as `Backend.get`."""
-    return arrived(lambda: backend.get(key, limit), torn, followed)
+    return read_when_complete(lambda: backend.get(key, limit), torn, followed)
 
 
 def slot_bytes(backend: Backend, run: str, seq: int, sleep: Callable[[float], None] = time.sleep) -> bytes:
     """A slot's bytes, once it is completely written or torn for good. Raises as `Backend.get`."""
     # Slots are created in order, so a later one shows that this one is no longer being written. (Or a term was opened
     # over it because it was torn for good.)
-    return _once(backend, run, slot_key(seq), SLOT_LIMIT, torn, lambda: _taken(backend, slot_key(seq + 1)), sleep)
+    return _read_waiting_once(
+        backend, run, slot_key(seq), SLOT_LIMIT, torn, lambda: _slot_exists(backend, slot_key(seq + 1)), sleep
+    )
 
 
 def fold_bytes(backend: Backend, run: str, key: str) -> bytes:
@@ -179,10 +190,10 @@ def fold_bytes(backend: Backend, run: str, key: str) -> bytes:
     For commands that report damage. READ skips a fold that is not intact, and never waits for one.
     """
     digest16 = (fold_of(key) or (0, ""))[1]
-    return _once(backend, run, key, FOLD_LIMIT, lambda data: not intact(data, digest16))
+    return _read_waiting_once(backend, run, key, FOLD_LIMIT, lambda data: not intact(data, digest16))
 
 
-def _once(
+def _read_waiting_once(
     backend: Backend,
     run: str,
     key: str,
@@ -191,16 +202,16 @@ def _once(
     followed: Callable[[], bool] = lambda: False,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bytes:
-    """`arrived` for a key that is never written with other bytes: if it is torn for good, only one call waits."""
+    """`read_when_complete` for a key that is written only once: if it is torn for good, only one call waits."""
     place = (backend.url, run, key)
-    data = arrived(
+    data = read_when_complete(
         lambda: backend.get(key, limit),
-        lambda data: unfinished(data) and _given_up.get(place) != xxh3_128(data),
+        lambda data: unfinished(data) and _abandoned.get(place) != xxh3_128(data),
         followed,
         sleep,
     )
     if unfinished(data):
-        while len(_given_up) >= _MOST:
-            _given_up.pop(next(iter(_given_up)), None)
-        _given_up[place] = xxh3_128(data)
+        while len(_abandoned) >= _MOST:
+            _abandoned.pop(next(iter(_abandoned)), None)
+        _abandoned[place] = xxh3_128(data)
     return data

@@ -31,7 +31,7 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.processes import has_ended, identity
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
-from ckptstore.log.partial_objects import all_arrived
+from ckptstore.log.partial_objects import read_all_when_complete
 
 __all__ = ["DEAD_AFTER", "REFRESH_EVERY", "Pin", "PinWatch", "Survey", "claim"]
 
@@ -40,7 +40,7 @@ REFRESH_EVERY: Final = 30.0
 DEAD_AFTER: Final = 600.0
 """Seconds without renewal after which a collector takes a pin for dead: 20 renewals missed."""
 
-_HURRIED: Final = 1.0
+_INTERRUPTED_WAIT: Final = 1.0
 """Seconds that an interrupted reader waits for the pin to be removed."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -63,7 +63,7 @@ class Pin:
         """
         self._text = _Text(backend, pin_key(uuid.uuid4().hex), tuple(segments))
         # This thread removes the pin at its end, because Ctrl-C never interrupts it.
-        self._renewals = Periodic(refresh_every, self._text.renew_again, "pin", self._text.remove)
+        self._renewals = Periodic(refresh_every, self._text.renew_quietly, "pin", self._text.remove)
         # Prevents: a pin that is renewed for ever because Ctrl-C came between two lines of a ``with``. The thread does
         # not reference this object, and ends when no one references it.
         weakref.finalize(self, self._renewals.stop)
@@ -117,9 +117,9 @@ class Pin:
         self._renewals.stop()
         if self._renewals.started:
             # Interrupted, perhaps because the medium does not answer: then the pin expires.
-            self._renewals.join(_HURRIED if hurry else None)
+            self._renewals.join(_INTERRUPTED_WAIT if hurry else None)
         elif hurry:
-            background_threads.start(self._text.remove, "unpin").join(_HURRIED)
+            background_threads.start(self._text.remove, "unpin").join(_INTERRUPTED_WAIT)
         else:
             self._text.remove()
 
@@ -135,7 +135,7 @@ class _Text:
     def renew(self) -> None:
         self.backend.replace(self.key, encode_pin(PinRecord(secrets.token_hex(16), self.segments, identity())))
 
-    def renew_again(self) -> None:
+    def renew_quietly(self) -> None:
         with contextlib.suppress(StorageError):  # the next renewal is early enough: a collector waits for many
             self.renew()
 
@@ -230,7 +230,7 @@ class PinWatch:
         seen: dict[str, tuple[bytes, float]] = {}
         # Prevents: a collector that stops for ever because an editor or a sync client left a file here.
         keys = [key for key in self._backend.list("pins/") if pin_of(key) is not None]
-        for key, found in all_arrived(keys, self._get, self._unfinished):
+        for key, found in read_all_when_complete(keys, self._get, self._unfinished):
             if isinstance(found, KeyNotFoundError):  # released since the listing
                 continue
             if isinstance(found, CkptError) and not isinstance(found, ForeignObjectError):

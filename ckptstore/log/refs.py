@@ -40,9 +40,9 @@ def resolve(catalog: Catalog, ref: Ref | str | int) -> CheckpointEntry:
     """
     wanted = parsed(catalog, ref)
     if wanted.tag is not None:
-        return _tagged(catalog, wanted.tag)
+        return _by_tag(catalog, wanted.tag)
     if wanted.step is not None:
-        return _numbered(catalog, wanted.step, wanted.term)
+        return _by_step(catalog, wanted.step, wanted.term)
     newest = catalog.latest()
     if newest is None:
         raise CheckpointNotFoundError(nothing_latest(catalog))
@@ -60,7 +60,7 @@ def nothing_latest(catalog: Catalog) -> str:
     )
 
 
-def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
+def _by_step(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
     terms = [term] if term is not None else sorted(catalog.terms, reverse=True)
     for number in terms:
         if entry := catalog.checkpoints.get((number, step)):
@@ -68,7 +68,7 @@ def _numbered(catalog: Catalog, step: int, term: int | None) -> CheckpointEntry:
                 _check_newest(catalog, entry)
             return entry
     wanted = f"step {step}" if term is None else ref_of((term, step))
-    if lost := _losses(catalog):
+    if lost := _loss_text(catalog):
         nearest = _nearest(catalog.checkpoints.values(), step)
         error = CheckpointNotFoundError(f"no checkpoint of {wanted} is left; {lost}, which may have held it; {nearest}")
         if not catalog.checkpoints:
@@ -91,7 +91,7 @@ def _check_newest(catalog: Catalog, entry: CheckpointEntry) -> None:
     """Raise for a step of an older term if a newer term may have had it in a slot that is damaged or lost."""
     if catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{_losses(catalog)}, and may have held a newer step {entry.step}; "
+            f"{_loss_text(catalog)}, and may have held a newer step {entry.step}; "
             f"the newest that is left is {entry.ref}: name it so to use it"
         )
     following = min((opened for opened in catalog.terms.values() if opened.term > entry.term), key=_term, default=None)
@@ -122,7 +122,7 @@ def _term(opened: TermEntry) -> int:
     return opened.term
 
 
-def _losses(catalog: Catalog) -> str:
+def _loss_text(catalog: Catalog) -> str:
     """The losses of the log, as text; empty: none."""
     if catalog.lost > catalog.term:
         return f"the end of the log is lost, with term {catalog.lost}"
@@ -137,13 +137,13 @@ def _nearest(entries: Iterable[CheckpointEntry], step: int, where: str = "the st
     return "the nearest are " + ", ".join(entry.ref for entry in sorted(close, key=lambda entry: entry.id))
 
 
-def _tagged(catalog: Catalog, name: str) -> CheckpointEntry:
+def _by_tag(catalog: Catalog, name: str) -> CheckpointEntry:
     node = catalog.tags.get(name)
     entry = None if node is None else catalog.checkpoints.get(node)
     hidden = [seq for seq in catalog.damage if entry is None or seq > catalog.slots[entry.node]]
     if hidden or catalog.lost > catalog.term:
         left = "" if entry is None else f"; what is left of it names {entry.ref}: name that to use it"
-        raise CorruptLogError(f"{_losses(catalog)}, and may have held what tag {name!r} names{left}")
+        raise CorruptLogError(f"{_loss_text(catalog)}, and may have held what tag {name!r} names{left}")
     if entry is None:
         there = f"the tags are {', '.join(sorted(catalog.tags)[:20])}" if catalog.tags else "there are no tags"
         error = CheckpointNotFoundError(f"no tag {name!r}; {there}")

@@ -31,7 +31,7 @@ from ckptstore.formats.records import CommitRecord, Request, SegmentEntry, reque
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read
-from ckptstore.log.partial_objects import all_arrived
+from ckptstore.log.partial_objects import read_all_when_complete
 
 __all__ = ["Outcome", "TermOwner", "handle", "outcome", "post", "wait"]
 
@@ -60,14 +60,14 @@ class TermOwner(Protocol):
         """COMMIT."""
 
 
-def _nothing(_request: Request) -> str | None:
+def _no_objection(_request: Request) -> str | None:
     return None
 
 
 def handle(
     term: TermOwner,
     prepare: Callable[[], None] = lambda: None,
-    objection: Callable[[Request], str | None] = _nothing,
+    objection: Callable[[Request], str | None] = _no_objection,
 ) -> int:
     """Answer every waiting request to `term` -> the number of commits.
 
@@ -94,7 +94,9 @@ def handle(
             continue
         waiting[key] = identity
     # Prevents: a request that is refused because only half of it was written.
-    arriving = all_arrived(waiting, lambda key: backend.get(key, MANIFEST_LIMIT), lambda _key, data: torn(data))
+    arriving = read_all_when_complete(
+        waiting, lambda key: backend.get(key, MANIFEST_LIMIT), lambda _key, data: torn(data)
+    )
     for key, found in arriving:
         if isinstance(found, KeyNotFoundError | ForeignObjectError):
             continue  # the requester withdrew it, or it is not a request
@@ -116,7 +118,7 @@ def _answer(term: TermOwner, key: str, identity: str, data: bytes, objection: Ca
     except FormatError as error:
         term.commit(_refusal(term, identity, (), str(error)))
         return
-    record = _as_commit(request)
+    record = _commit_record(request)
     if reason := objection(request) or _objection(term, request, record):
         # Refused: its segments will never be committed. They are dropped by name so that gc may delete them.
         live = term.catalog.segments
@@ -126,7 +128,7 @@ def _answer(term: TermOwner, key: str, identity: str, data: bytes, objection: Ca
     term.commit(record)
 
 
-def _as_commit(request: Request) -> CommitRecord:
+def _commit_record(request: Request) -> CommitRecord:
     change = Change(request.segments, (), request.encodings, request.drops, request.retires, request.tags)
     return replace(change, requests={request.id: None}, keep=request.keep).record(request.term)
 
@@ -235,7 +237,7 @@ def _took_effect(catalog: Catalog, request: Request) -> bool:
     )
 
 
-def _looking(journal: Journal) -> Callable[[], Catalog]:
+def _log_reader(journal: Journal) -> Callable[[], Catalog]:
     view: View | None = None
 
     def look() -> Catalog:
@@ -267,7 +269,7 @@ def wait(
         CorruptLogError, StorageError: from READ.
     """
     begun = clock()
-    look = look or _looking(journal)
+    look = look or _log_reader(journal)
     longest = poll * 16
     while True:
         answer = outcome(look(), request)

@@ -69,7 +69,7 @@ Parent = CheckpointId | None | Callable[[Catalog], CheckpointId | None]
 _R = TypeVar("_R", OpenRecord, CommitRecord)
 
 _ONE_WRITER: Final = "of the ranks of one job only one may open a writer (rank 0, say), or every one with group="
-_TOGETHER: Final = 60.0
+_SAME_JOB_SECONDS: Final = 60.0
 """Seconds between two OPENs within which they probably belong to one job."""
 
 
@@ -115,7 +115,7 @@ def _send(backend: Backend, key: str, data: bytes, patience: Patience) -> bool:
         if done < patience.tries:
             patience.pause(done)
     if isinstance(doubt, KeyExistsError):
-        raise StorageError(f"{backend.url}: {key} exists and does not, by turns") from doubt
+        raise StorageError(f"{backend.url}: {key} exists and does not exist in turn") from doubt
     doubt.unsent = not sent
     raise doubt
 
@@ -184,7 +184,7 @@ def open_term(
         StoreReplacedError: the store is another one now.
         StorageError: the medium failed; no term was opened, or one that no process owns.
     """
-    journal = _own(journal)
+    journal = _term_journal(journal)
     backend = journal.backend
     for done in range(patience.tries + 1):
         # 1. READ, with a look above its end; t = max term + 1; the parent must be live in this view. Each try.
@@ -199,7 +199,7 @@ def open_term(
             # and fsync left visible: a gap in the log, and a lost parent.
             backend.settle("log/")
         # 2. Create log/e = OPEN{t, parent, nonce}. Another's bytes there: start over, after a jittered pause.
-        record, data = _encoded(_opening(view.catalog, chosen, info, like, remote), view.end, journal.run)
+        record, data = _encoded_open(_open_record(view.catalog, chosen, info, like, remote), view.end, journal.run)
         check_same_store(journal)
         mine = _send(backend, slot_key(view.end), data, patience)
         crash_point("open.created")
@@ -216,7 +216,7 @@ def open_term(
     )
 
 
-def _own(journal: Journal) -> Journal:
+def _term_journal(journal: Journal) -> Journal:
     """The term's own journal of the store. Raises `ReadOnlyError`."""
     # If a store is deleted and created again, the caller's journal gets another medium. A term must keep its own.
     own = Journal(journal.backend, journal.format)
@@ -230,11 +230,11 @@ def _live_parent(backend: Backend, catalog: Catalog, parent: Parent) -> Checkpoi
     """The checkpoint that the term continues from in this view. Raises as `open_term`."""
     chosen = parent(catalog) if callable(parent) else parent
     if chosen is not None and not (chosen.node in catalog.checkpoints and catalog.restorable(chosen)):
-        raise _no_parent(backend, catalog, chosen)
+        raise _parent_error(backend, catalog, chosen)
     return chosen
 
 
-def _opening(
+def _open_record(
     catalog: Catalog,
     parent: CheckpointId | None,
     info: Mapping[str, Any] | None,
@@ -261,13 +261,13 @@ def _opening(
     )
 
 
-def _encoded(record: OpenRecord, seq: int, run: str) -> tuple[OpenRecord, bytes]:
+def _encoded_open(record: OpenRecord, seq: int, run: str) -> tuple[OpenRecord, bytes]:
     """The OPEN as every reader will decode it, and its bytes."""
     data = encode_open(record, seq=seq, run=run)
-    return _understood(data, seq, run, OpenRecord), data
+    return _decode_sent(data, seq, run, OpenRecord), data
 
 
-def _no_parent(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
+def _parent_error(backend: Backend, catalog: Catalog, chosen: CheckpointId) -> CkptError:
     """The error that says why no term can continue from there, and from which checkpoint one can."""
     entry = catalog.checkpoints.get(chosen.node)
     if entry is None or entry.state != chosen.state:
@@ -290,7 +290,7 @@ def _check_writable(journal: Journal, catalog: Catalog) -> None:
         )
 
 
-def _understood(data: bytes, seq: int, run: str, kind: type[_R], manifest: bytes | None = None) -> _R:
+def _decode_sent(data: bytes, seq: int, run: str, kind: type[_R], manifest: bytes | None = None) -> _R:
     """The record as every reader will decode these bytes: checked before they are sent."""
     record = decode_record(data, seq=seq, run=run, what=slot_key(seq), fetch=lambda _key, _size: manifest or b"")
     assert isinstance(record, kind)
@@ -370,10 +370,10 @@ class Term:
                 raise self.dead
             check_commit(self.catalog, record)
             seq = self._next_seq
-            self._check_log_is_mine(seq)
+            self._check_last_slot(seq)
             record = replace(self.catalog.with_highest(record), nonce=self.nonce, previous=self.catalog.last)
             data, manifest = encode_commit(record, seq=seq, run=self.journal.run, manifest=secrets.token_hex(16))
-            record = _understood(data, seq, self.journal.run, CommitRecord, manifest)
+            record = _decode_sent(data, seq, self.journal.run, CommitRecord, manifest)
             if manifest is not None and record.manifest is not None:
                 # 1. (its last part) What the slot points to is durable before the slot is sent.
                 key = manifest_key(self.number, record.manifest)
@@ -386,7 +386,7 @@ class Term:
             crash_point("commit.acknowledged")
             return seq
 
-    def _check_log_is_mine(self, seq: int) -> None:
+    def _check_last_slot(self, seq: int) -> None:
         """Raise if the slot before `seq` is not the one that this term knows, if the check is cheap.
 
         Prevents: continuing in a store that was restored from an older copy, or that has lost slots. Commits would then
@@ -473,10 +473,10 @@ class Term:
         writer: Mapping[str, Any] = record.writer if isinstance(record, OpenRecord) else {}
         about = ", ".join(f"{name} {writer[name]}" for name in ("host", "pid") if name in writer)
         text = f"term {record.term} was opened after it" + (f" ({about})" if about else "")
-        return f"{text}; {_ONE_WRITER}" if self._opened_together(record) else text
+        return f"{text}; {_ONE_WRITER}" if self._same_job(record) else text
 
-    def _opened_together(self, other: Record) -> bool:
+    def _same_job(self, other: Record) -> bool:
         """Whether another process opened a term so soon after this one that both probably belong to one job."""
-        if not isinstance(other, OpenRecord) or abs(other.time - self._opened.time) > _TOGETHER:
+        if not isinstance(other, OpenRecord) or abs(other.time - self._opened.time) > _SAME_JOB_SECONDS:
             return False
         return any(other.writer.get(name) != self._opened.writer.get(name) for name in ("host", "pid"))

@@ -20,7 +20,7 @@ from typing import Final
 
 from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.records import CheckpointId, Encoding, Node
-from ckptstore.restore.restore_plan import Cost, Edge, Plan, base_node, edge_of, no_way, restore_seconds, usable
+from ckptstore.restore.restore_plan import Cost, Edge, Plan, base_node, edge_of, no_way_error, restore_seconds, usable
 
 __all__ = ["MOST_WAYS", "NO_FAILED_WAYS", "FailedWays", "next_way"]
 
@@ -29,7 +29,7 @@ MOST_WAYS: Final = 100
 with each checkpoint of a chain that has two encodings. Our own writers make at most two or three for a checkpoint.
 """
 
-_SUSPECTED: Final = 1e12
+_SUSPECT_COST: Final = 1e12
 """Seconds added for a segment that had an error: it is used only if there is no other way."""
 
 _Top = tuple[Edge, ...]
@@ -55,7 +55,7 @@ class FailedWays:
     tops: frozenset[_Top] = frozenset()
     unheld: bool = False
 
-    def knowing(self, based: Collection[Edge]) -> FailedWays:
+    def with_based(self, based: Collection[Edge]) -> FailedWays:
         """The same, plus encodings that are known to need something of their base."""
         return replace(self, based=self.based.union(based))
 
@@ -115,11 +115,11 @@ def next_way(
         CorruptLogError, CorruptSegmentError: there is none, or `MOST_WAYS` have failed.
     """
     if tried.count >= MOST_WAYS:
-        raise no_way(catalog, target, tried.suspects)
+        raise no_way_error(catalog, target, tried.suspects)
     search = _WaySearch(catalog, tried, cost or restore_seconds(catalog), () if tried.unheld else held)
     found = search.run(target.node)
     if found is None:
-        raise no_way(catalog, target, tried.suspects)
+        raise no_way_error(catalog, target, tried.suspects)
     return Plan(target, *found)
 
 
@@ -152,12 +152,12 @@ class _WaySearch:
             settled.add(place)
             if last is not None:
                 came[place] = last
-            for encoding, below in self._onwards(place):
+            for encoding, below in self._edges(place):
                 step = total + self._price(encoding)
                 heapq.heappush(waiting, (step, next(order), below, (encoding, place)))
         return None
 
-    def _onwards(self, place: _SearchState) -> Iterator[tuple[Encoding, _SearchState | None]]:
+    def _edges(self, place: _SearchState) -> Iterator[tuple[Encoding, _SearchState | None]]:
         """The encodings that lead to a place, each with the place below it; None: nothing or a held state is below."""
         for encoding in self._catalog.encodings.get(place.node, ()):
             if not usable(self._catalog, encoding, frozenset(), list(self._held.values())):
@@ -177,7 +177,7 @@ class _WaySearch:
             yield encoding, _SearchState(below, rest, place.read and edge in self._tried.based)
 
     def _price(self, encoding: Encoding) -> float:
-        return self._cost(encoding) + _SUSPECTED * len(self._tried.suspects.intersection(encoding.segments))
+        return self._cost(encoding) + _SUSPECT_COST * len(self._tried.suspects.intersection(encoding.segments))
 
     def _way(
         self, last: tuple[Encoding, _SearchState], came: dict[_SearchState, tuple[Encoding, _SearchState]]

@@ -117,9 +117,9 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     for number in range(last, -1, -1):
         link = held[number].get(name)
         if link is None:
-            raise _unfit(f"{links[-1].where}: its base has no such tensor", held[number])
+            raise _misfit_error(f"{links[-1].where}: its base has no such tensor", held[number])
         if links and spec_of(link.tensor) != spec_of(links[-1].tensor):
-            raise _unfit(f"{links[-1].where}: its base has another shape or dtype", held[number])
+            raise _misfit_error(f"{links[-1].where}: its base has another shape or dtype", held[number])
         links.append(link)
         if link.base_ratio == 0:
             return Chain(tuple(reversed(links)))
@@ -128,7 +128,7 @@ def _chain(held: Sequence[Held], last: int, name: str) -> Chain:
     raise CorruptSegmentError(f"{links[-1].where}: its chain begins with a delta")
 
 
-def _unfit(what: str, below: Held) -> CorruptSegmentError:
+def _misfit_error(what: str, below: Held) -> CorruptSegmentError:
     """The error if an encoding of a base lacks what a link needs; another encoding of the base may have it."""
     error = CorruptSegmentError(what)
     error.lacking = frozenset(link.reader.entry.id for link in below.values())
@@ -161,7 +161,7 @@ def spec_of(tensor: TensorEntry) -> Spec:
 
 
 @dataclass(slots=True)
-class _Needs:
+class _Requirements:
     """All the work to restore some tensors, and which tensors it joins."""
 
     held: Sequence[Held]
@@ -176,9 +176,9 @@ class _Needs:
             if link is None:
                 where = f"tensor {name!r}" if above is None else above.where
                 below = self.held[number] if number >= 0 else {}
-                raise _unfit(f"{where}: its base has no tensor {name!r}, or there is no base", below)
+                raise _misfit_error(f"{where}: its base has no tensor {name!r}, or there is no base", below)
             if above is not None and above.tensor.name == name and spec_of(link.tensor) != spec_of(above.tensor):
-                raise _unfit(f"{above.where}: its base has another shape or dtype", self.held[number])
+                raise _misfit_error(f"{above.where}: its base has another shape or dtype", self.held[number])
             if link.group is not None:
                 if (number, link.group.leader) in self.work:
                     continue  # with everything below it: most tensors of a group are found this way
@@ -213,7 +213,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     Args:
         compare: compare results with their hashes; those of masters are not compared (`chain.decode_chunk`).
     """
-    needs = _Needs(held)
+    needs = _Requirements(held)
     for root in roots:
         needs.add(root)
     stages: dict[Cell, list[Stage]] = {}
@@ -223,7 +223,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     for name, number in roots:
         link = held[number][name]
         cell = Cell(name, *spec_of(link.tensor))
-        results.setdefault(needs.find(cell), {})[name] = (cell, link if compare else _unhashed(link))
+        results.setdefault(needs.find(cell), {})[name] = (cell, link if compare else _without_hashes(link))
     kept = KeptBytes()
     programs = {top: Program(tuple(stages[top]), found, kept) for top, found in results.items()}
     return {
@@ -231,7 +231,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     }
 
 
-def _unhashed(link: TensorLink) -> TensorLink:
+def _without_hashes(link: TensorLink) -> TensorLink:
     chunks = tuple(replace(chunk, decoded_hash=None) for chunk in link.tensor.chunks)
     return replace(link, tensor=replace(link.tensor, chunks=chunks))
 

@@ -22,7 +22,14 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers, run_all
 from ckptstore.restore.chain import Chain, Target, decode_chunk, restore_tensors
-from ckptstore.segments.segment_reader import SegmentReader, TensorChunk, copy_jobs, extents, placing_jobs, straight
+from ckptstore.segments.segment_reader import (
+    SegmentReader,
+    TensorChunk,
+    copy_jobs,
+    extents,
+    placing_jobs,
+    reads_directly,
+)
 
 __all__ = ["BoxRead", "MemorySink", "Part", "PartRead", "Sink", "bytes_to_read", "fill", "jobs_of", "memory_for"]
 
@@ -179,7 +186,7 @@ def _raw_work(
     staged: dict[int, tuple[SegmentReader, dict[str, PartRead]]] = {}
     for job in jobs:
         tensor, reader = job.chain.tensor, job.chain.links[-1].reader
-        if job.memory is not None and straight(tensor, job.memory):
+        if job.memory is not None and reads_directly(tensor, job.memory):
             work += placing_jobs(reader, tensor, job.memory, verify=verify, advance=advance)
         else:
             staged.setdefault(id(reader), (reader, {}))[1][tensor.name] = job

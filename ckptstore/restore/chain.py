@@ -148,7 +148,7 @@ def restore_tensors(
     """
     digests = _Digests(targets) if verify else None
     deliver = _delivery(advance, digests)
-    copies = {name for name, (chain, target) in targets.items() if _copied(chain, targets) and not callable(target)}
+    copies = {name for name, (chain, target) in targets.items() if _is_copy(chain, targets) and not callable(target)}
     joint = {name: found for name, found in targets.items() if found[0].program is not None}
     alone = {name: found for name, found in targets.items() if name not in joint and name not in copies}
     with workers(1, "prefetch") as prefetch:
@@ -188,9 +188,9 @@ class _Digests:
         """Raises `CorruptSegmentError` naming the tensor and the step whose digest differs."""
         for name, chain in self._chains.items():
             if digest.combine(self._sums[name], nbytes=chain.tensor.nbytes) != chain.tensor.digest:
-                kernel_choice.confirmed(partial(self._again, name, chain), since=self._compiled)
+                kernel_choice.confirmed(partial(self._compare_again, name, chain), since=self._compiled)
 
-    def _again(self, name: str, chain: Chain) -> None:
+    def _compare_again(self, name: str, chain: Chain) -> None:
         """Compare once more; while numpy is used to check a compiled kernel, with bytes that are decoded again."""
         total = self._sums[name]
         if kernel_choice.doubting():
@@ -215,7 +215,7 @@ def _delivery(advance: Advance | None, digests: _Digests | None) -> Deliver:
     return deliver
 
 
-def _copied(chain: Chain, targets: Mapping[str, tuple[Chain, Target]]) -> bool:
+def _is_copy(chain: Chain, targets: Mapping[str, tuple[Chain, Target]]) -> bool:
     """Whether a tensor is a rounded copy of one that is restored into memory as well, at the same step."""
     if chain.master is None or len(chain.links) > 1:
         return False

@@ -23,16 +23,16 @@ from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.restore.alternatives import FailedWays, next_way
 from ckptstore.restore.restore_plan import edge_of, plan
 
-__all__ = ["FAULTS", "around"]
+__all__ = ["FAULTS", "record_failure"]
 
 FAULTS: Final = (CorruptSegmentError, FormatError, StorageError)
 """Errors of an encoding after which another may restore the checkpoint: damage, a form that this version does not know,
 a medium that does not return the bytes."""
-_LOOKED_AT: Final = 1000
+_MOST_EXAMINED: Final = 1000
 """Maximum number of checkpoints of a term that are examined: an error must not wait for the plans of a long history."""
 
 
-def around(
+def record_failure(
     catalog: Catalog,
     target: CheckpointId,
     used: Sequence[Encoding],
@@ -67,7 +67,7 @@ def around(
     if unreadable is not None:
         after = tried.failed((), (unreadable,), unreadable=(unreadable,))
     else:
-        after = _after(used, tried, error, held, named)
+        after = _with_failure(used, tried, error, held, named)
     try:
         other = next_way(catalog, target, after, held=held)
     except CorruptionError:
@@ -84,7 +84,7 @@ def around(
     return after
 
 
-def _after(
+def _with_failure(
     used: Sequence[Encoding], tried: FailedWays, error: CkptError, held: Collection[CheckpointId], named: Sequence[str]
 ) -> FailedWays:
     """What is known once an opened way has failed."""
@@ -114,7 +114,7 @@ def _nearest(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> s
     term, below = target.node
     while (opened := catalog.terms.get(term)) is not None:
         steps = sorted((node for node in catalog.checkpoints if node[0] == term and node[1] < below), reverse=True)
-        for node in steps[:_LOOKED_AT]:
+        for node in steps[:_MOST_EXAMINED]:
             try:
                 plan(catalog, catalog.checkpoints[node].id, avoid=avoid)
             except CorruptionError:

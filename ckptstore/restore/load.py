@@ -53,8 +53,8 @@ __all__ = [
     "load",
     "read_tensor",
     "read_tensors",
-    "rebuilt",
-    "restoring",
+    "rebuild",
+    "restore_with",
     "tensors",
     "tree",
 ]
@@ -105,7 +105,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Requested:
     """What to restore, by name.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Wanted:
     parts: dict[str, list[Part]]
 
     @classmethod
-    def of(cls, found: RestoreSource, names: Iterable[str], targets: Targets | None) -> _Wanted:
+    def of(cls, found: RestoreSource, names: Iterable[str], targets: Targets | None) -> _Requested:
         entries = {name: found.tensors[name] for name in names}
 
         def is_whole(name: str) -> bool:
@@ -139,10 +139,10 @@ class _Wanted:
 
 def load(journal: Journal, ref: str | int, options: LoadOptions) -> Any:
     """See `Store.load`."""
-    return restoring(journal, ref, lambda found: rebuilt(found, options))
+    return restore_with(journal, ref, lambda found: rebuild(found, options))
 
 
-def rebuilt(found: RestoreSource, options: LoadOptions) -> Any:
+def rebuild(found: RestoreSource, options: LoadOptions) -> Any:
     """The state of a checkpoint, in the form that `options` request. Raises as `Store.load`."""
     picked = select_from(found.tree_of(options.rank), options.select, found.ref)
     if found.lossy:
@@ -153,9 +153,11 @@ def rebuilt(found: RestoreSource, options: LoadOptions) -> Any:
     resolvers: dict[str, Callable[[str, Origin], Any]] = {}
     with workers(options.threads or default_threads(), "read") as readers:
         if targets is None or rest:
-            resolvers |= dict.fromkeys(rest, _fresh(_Wanted.of(found, rest, None), readers, options))
+            resolvers |= dict.fromkeys(rest, _restore_new(_Requested.of(found, rest, None), readers, options))
         if targets is not None:
-            resolvers |= dict.fromkeys(placed, _into(_Wanted.of(found, placed, targets), targets, readers, options))
+            resolvers |= dict.fromkeys(
+                placed, _restore_into(_Requested.of(found, placed, targets), targets, readers, options)
+            )
 
     def resolve(name: str, origin: Origin) -> Any:
         return resolvers[name](name, origin)
@@ -171,7 +173,7 @@ def _targets(found: RestoreSource, picked: TensorSelection, options: LoadOptions
     return made_targets(entries, options.into.find(unflatten(picked.tree(), lambda name, _: entries[name])))
 
 
-def restoring(
+def restore_with(
     journal: Journal,
     ref: str | int,
     work: Callable[[OpenCheckpoint], _R],
@@ -196,7 +198,7 @@ def restoring(
             try:
                 return work(found)
             except FAULTS as error:
-                tried = found.around(error, [base.id for base in bases])
+                tried = found.record_failure(error, [base.id for base in bases])
                 ref, damage = found.ref, error
             except UsageError as error:  # another encoding cannot be mapped, for instance
                 raise (damage or error) from (error if damage else None)
@@ -220,12 +222,12 @@ def _in_place(chain: Chain) -> bool:
     return not chunks or chunks[0].offset % dtypes.get(chain.tensor.dtype).itemsize == 0
 
 
-def _large_odd(chain: Chain) -> bool:
+def _large_unaligned(chain: Chain) -> bool:
     """Whether a raw tensor, at an offset valid for its dtype, is not aligned to `_LINE` and is too large to copy."""
     return chain.tensor.nbytes >= _SHARED and chain.tensor.chunks[0].offset % _LINE != 0
 
 
-def _on_lines(images: dict[str, Bytes]) -> dict[str, Bytes]:
+def _aligned_copies(images: dict[str, Bytes]) -> dict[str, Bytes]:
     """Small images, copied to aligned addresses."""
     if not images:
         return {}
@@ -238,10 +240,10 @@ def _on_lines(images: dict[str, Bytes]) -> dict[str, Bytes]:
     return moved
 
 
-def _fresh(wanted: _Wanted, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
+def _restore_new(wanted: _Requested, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
     """Restore into new memory: raw tensors are read straight into it (or mapped), chains are applied in it, and shards
     are read to their places in it."""
-    memories = _memories(wanted)
+    memories = _new_memory(wanted)
     jobs = wanted.jobs(memories.__getitem__)
     tally = Tally(options.progress, wanted.nbytes(jobs))
     fetch = _mapped if options.mmap else _read
@@ -257,10 +259,12 @@ def _read(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, adva
     """name -> image, for tensors that are stored whole."""
     data: dict[str, Bytes] = {}
     for reader, members in _by_segment(
-        chain for chain in wanted.values() if _in_place(chain) and not _large_odd(chain)
+        chain for chain in wanted.values() if _in_place(chain) and not _large_unaligned(chain)
     ):
         data |= load_tensors(reader, members, readers.pool, verify=options.verify, advance=advance)
-    data |= _on_lines({name: image for name, image in data.items() if image.__array_interface__["data"][0] % _LINE})
+    data |= _aligned_copies(
+        {name: image for name, image in data.items() if image.__array_interface__["data"][0] % _LINE}
+    )
     chained = {name: chain for name, chain in wanted.items() if name not in data}
     data |= {name: aligned(chain.tensor.nbytes) for name, chain in chained.items()}
     if chained:
@@ -279,7 +283,7 @@ def _mapped(wanted: dict[str, Chain], readers: Workers, options: LoadOptions, ad
     return data
 
 
-def _memories(wanted: _Wanted) -> dict[str, MemorySink]:
+def _new_memory(wanted: _Requested) -> dict[str, MemorySink]:
     """New memory for assembled tensors; small ones share a block."""
     small = {name: -(-entry.nbytes // _LINE) * _LINE for name, entry in wanted.entries.items() if name in wanted.parts}
     small = {name: nbytes for name, nbytes in small.items() if nbytes < _SHARED}
@@ -317,7 +321,9 @@ def _builder(
     return resolve
 
 
-def _into(wanted: _Wanted, targets: Targets, readers: Workers, options: LoadOptions) -> Callable[[str, Origin], Any]:
+def _restore_into(
+    wanted: _Requested, targets: Targets, readers: Workers, options: LoadOptions
+) -> Callable[[str, Origin], Any]:
     """Overwrite `targets`, through staging memory, with verified bytes."""
 
     def deliver(tensor: TensorEntry, offset: int, data: Bytes) -> None:
@@ -367,7 +373,7 @@ def chunks(journal: Journal, ref: str | int, name: str, verify: bool) -> Iterato
                         done = start + len(data)
                 return
             except FAULTS as error:
-                tried, ref = found.around(error), found.ref
+                tried, ref = found.record_failure(error), found.ref
 
 
 def read_tensor(
@@ -375,7 +381,7 @@ def read_tensor(
 ) -> npt.NDArray[Any]:
     """See `Store.read_tensor`."""
     with workers(default_threads(), "read") as readers:
-        return restoring(journal, ref, lambda found: _read_tensor(found, readers, name, verify, box))
+        return restore_with(journal, ref, lambda found: _read_tensor(found, readers, name, verify, box))
 
 
 def read_tensors(
@@ -392,7 +398,7 @@ def read_tensors(
                     del left[0]
                 return
             except FAULTS as error:
-                tried, ref = found.around(error), found.ref
+                tried, ref = found.record_failure(error), found.ref
 
 
 def _read_tensor(

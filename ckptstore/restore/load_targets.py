@@ -135,7 +135,7 @@ def find_targets(
     names = picked.tensors  # those that the caller uses
     if select is None:
         targets: dict[str, Any] = dict(flat.tensors)
-        names = {**names, **_of_ranks(picked.whole, names, flat)}
+        names = {**names, **_rank_names(picked.whole, names, flat)}
     else:
         targets = _selected(flat, picked, names, select)
     _check_targets({names[name]: tensor for name, tensor in wanted.items()}, targets)
@@ -144,7 +144,7 @@ def find_targets(
 
 def _check_parameter_names(picked: TensorSelection, mine: Any) -> None:
     """Raise if the parameter numbers of an optimizer stand for other parameters, where both states have their names."""
-    for path, stored, own in _both(picked.whole, mine, ()):
+    for path, stored, own in _paired_optimizers(picked.whole, mine, ()):
         name = ".".join(path)
         selected = picked.all or any(place.name.startswith(f"{name}.") for place in picked.kept.values())
         theirs, ours = _parameter_names(stored), _parameter_names(own)
@@ -159,17 +159,17 @@ def _check_parameter_names(picked: TensorSelection, mine: Any) -> None:
             )
 
 
-def _both(stored: Any, mine: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def _paired_optimizers(stored: Any, mine: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """The optimizer states that two trees have at the same place, with that place."""
     if isinstance(stored, dict) and isinstance(mine, dict):
         if "param_groups" in stored and "param_groups" in mine:
             yield path, stored["param_groups"], mine["param_groups"]
         else:
             for key in stored.keys() & mine.keys():
-                yield from _both(stored[key], mine[key], (*path, key))
+                yield from _paired_optimizers(stored[key], mine[key], (*path, key))
     elif isinstance(stored, list) and isinstance(mine, list):
         for number, (one, its) in enumerate(zip(stored, mine, strict=False)):
-            yield from _both(one, its, (*path, str(number)))
+            yield from _paired_optimizers(one, its, (*path, str(number)))
 
 
 def _parameter_names(groups: Any) -> list[str] | None:
@@ -179,7 +179,7 @@ def _parameter_names(groups: Any) -> list[str] | None:
     return [name for group in groups for name in group["param_names"]]
 
 
-def _of_ranks(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
+def _rank_names(stored: Any, names: Collection[str], flat: FlatState) -> dict[str, str]:
     """Names that ranks use for other tensors (``NAME@RANK``, tied tensors) -> what `flat` calls the tensor there."""
     strange = {name for name in names if name not in flat.tensors}
     if not strange:
@@ -231,9 +231,9 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
             raise UsageError(
                 f"{first}: {nested}: give the same nesting, into={{'model': model.state_dict()}} for instance"
             )
-        raise UsageError(f"{first}: {_what_to_do(missing, targets)}")
+        raise UsageError(f"{first}: {_advice(missing, targets)}")
     if extra := [name for name in targets if name not in wanted]:
-        raise UsageError(f"into= has a tensor {extra[0]!r} that the checkpoint has not ({len(extra)} in all)")
+        raise UsageError(f"into= has a tensor {extra[0]!r} that is not in the checkpoint ({len(extra)} in total)")
     for name, tensor in wanted.items():
         have = (targets[name].dtype, _place(targets[name])[0])
         if have != (tensor.dtype, tensor.shape):
@@ -250,7 +250,7 @@ def _check_targets(wanted: dict[str, TensorEntry], targets: dict[str, Any]) -> N
         )
 
 
-def _what_to_do(missing: Sequence[str], targets: Collection[str]) -> str:
+def _advice(missing: Sequence[str], targets: Collection[str]) -> str:
     """Advice if `into` lacks some of the checkpoint's tensors."""
     if (optimizer := _fresh_optimizer(missing, targets)) is None:
         return "load what it has with select=[...], the rest without into="

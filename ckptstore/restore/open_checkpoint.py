@@ -28,7 +28,7 @@ from ckptstore.log.pins import claim
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way
 from ckptstore.restore.assembly import Held, assemble, held_by, tree_of
 from ckptstore.restore.chain import Chain
-from ckptstore.restore.fallback import FAULTS, around
+from ckptstore.restore.fallback import FAULTS, record_failure
 from ckptstore.restore.resident_checkpoint import ResidentCheckpoint
 from ckptstore.restore.restore_plan import Edge, Plan, edge_of, plan, stored_bytes
 from ckptstore.restore.restore_source import RestoreSource
@@ -71,10 +71,10 @@ class OpenCheckpoint(RestoreSource):
         """The REF ``STEP@TERM``, which names this checkpoint for ever."""
         return self.entry.ref
 
-    def around(self, error: CkptError, held: Collection[CheckpointId] = ()) -> FailedWays:
-        """What is known of the ways now that this one has failed, to open the checkpoint again: `fallback.around`."""
+    def record_failure(self, error: CkptError, held: Collection[CheckpointId] = ()) -> FailedWays:
+        """Record that this way has failed -> what is known of the ways now: see `fallback.record_failure`."""
         target, used = self.plan.target, self.plan.encodings
-        return around(self.catalog, target, used, self.tried, error, held, quiet=self.quiet)
+        return record_failure(self.catalog, target, used, self.tried, error, held, quiet=self.quiet)
 
     @property
     def info(self) -> CheckpointInfo:
@@ -120,9 +120,9 @@ class OpenCheckpoint(RestoreSource):
     def encodings(self) -> list[Held]:
         """The tensors of each encoding of the plan, and before them those of `base`."""
         below = [] if self.base is None else [self.base.links]
-        return [*below, *(self._held(encoding) for encoding in self.plan.encodings)]
+        return [*below, *(self._tensors_of(encoding) for encoding in self.plan.encodings)]
 
-    def _held(self, encoding: Encoding) -> Held:
+    def _tensors_of(self, encoding: Encoding) -> Held:
         """The tensors of one encoding, which builds on the base that the plan says."""
         return held_by([self.readers[segment] for segment in encoding.segments], encoding)
 
@@ -172,7 +172,7 @@ def opened(
         except FAULTS as error:
             if entered:
                 raise  # an error of the caller's work
-            tried, ref = attempt.around(error, tried), attempt.ref
+            tried, ref = attempt.record_failure(error, tried), attempt.ref
 
 
 @dataclass
@@ -184,7 +184,7 @@ class _Attempt:
     catalog: Catalog | None = None
     quiet: bool = False
     chosen: Plan | None = None
-    needed: _Needed | None = None
+    needed: _NeededSegments | None = None
 
     @property
     def ref(self) -> str:
@@ -192,13 +192,13 @@ class _Attempt:
         assert self.chosen is not None
         return self.chosen.target.ref
 
-    def around(self, error: CkptError, tried: FailedWays) -> FailedWays:
-        """See `fallback.around`."""
+    def record_failure(self, error: CkptError, tried: FailedWays) -> FailedWays:
+        """See `fallback.record_failure`."""
         needed = self.needed
         if self.catalog is None or self.chosen is None or needed is None or not needed.encodings:
             raise error
-        known = tried.knowing(needed.based)
-        return around(
+        known = tried.with_based(needed.based)
+        return record_failure(
             self.catalog,
             self.chosen.target,
             needed.encodings,
@@ -238,12 +238,12 @@ def _opened(journal: Journal, ref: str | int, tried: FailedWays, attempt: _Attem
         return _claimed(journal, choose_plan, attempt.since)
 
     with claimed() as (catalog, (entry, chosen)), ExitStack() as stack:
-        attempt.needed = needed = _Needed(journal, catalog, chosen)
+        attempt.needed = needed = _NeededSegments(journal, catalog, chosen)
         readers = opened_readers(journal.backend, needed.entries(), needed.open, stack)
         used = replace(chosen, encodings=tuple(needed.encodings))
         readers = {segment: readers[segment] for segment in used.segments}  # in the plan's order
         base = next((one for one in attempt.bases if one.id == used.encodings[0].base), None)
-        known = tried.knowing(needed.based)
+        known = tried.with_based(needed.based)
         found = OpenCheckpoint(
             catalog, entry, used, readers, known, base, journal.backend.cheap_looks, quiet=attempt.quiet
         )
@@ -259,7 +259,7 @@ def _claimed(
         yield view.catalog, chosen
 
 
-class _Needed:
+class _NeededSegments:
     """The encodings of a plan that are read: from the last one down to one in which no entry has a base tensor.
 
     Prevents: an intact checkpoint reported as damaged because of a segment that nothing in it builds on.

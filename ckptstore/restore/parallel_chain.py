@@ -53,10 +53,10 @@ def apply_in_parts(
         CorruptSegmentError: a payload or the result is not what was written; names segment, tensor and step.
         StorageError: the medium failed.
     """
-    kernel_choice.confirmed(lambda: _summed_up(parts, index, out, pool, staging, verify))
+    kernel_choice.confirmed(lambda: _sum_parts(parts, index, out, pool, staging, verify))
 
 
-def _summed_up(
+def _sum_parts(
     parts: Sequence[Sequence[TensorLink]],
     index: int,
     out: Bytes,

@@ -114,7 +114,7 @@ class Program:
         self.chunks = chunk_count(self.cells[0].nbytes)  # the same for all: `groups_of` has rejected other groups
         self._allowance = KeptBytes() if allowance is None else allowance
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, int], Bytes] = {}
+        self._results_kept: dict[tuple[str, int], Bytes] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,18 +176,22 @@ class Program:
             the errors of `decode`.
         """
         with self._lock:
-            kept = self._kept.pop((name, index), None)
+            kept = self._results_kept.pop((name, index), None)
             if kept is not None:
                 self._allowance.give(len(kept))
                 out[:] = kept
                 return
             outs = {name: out}
             for other, (cell, _) in self.results.items():
-                if other != name and (other, index) not in self._kept and self._allowance.take(_length(cell, index)):
+                if (
+                    other != name
+                    and (other, index) not in self._results_kept
+                    and self._allowance.take(_length(cell, index))
+                ):
                     outs[other] = aligned(_length(cell, index))
             scratch = (aligned(CHUNK + SLACK), aligned(CHUNK + SLACK))
             self.decode(index, outs, scratch, verify=verify)
-            self._kept.update({(other, index): data for other, data in outs.items() if other != name})
+            self._results_kept.update({(other, index): data for other, data in outs.items() if other != name})
 
     def _first_wrong_step(self, index: int, scratch: tuple[Bytes, Bytes]) -> CorruptSegmentError | None:
         """Run again and compare after every step -> the error of the first step whose result is wrong."""
@@ -253,7 +257,7 @@ def _take_steps(
     prefetch: ThreadPoolExecutor | None,
     verify: bool,
 ) -> None:
-    with _EndToEnd(stage, memory) as state:
+    with _Contiguous(stage, memory) as state:
         windows = list(_windows(stage.links, index))
         ahead: Future[list[Bytes]] | None = None
         for number, window in enumerate(windows):
@@ -313,7 +317,7 @@ def _decode(
         raise wrong(f"{window[0].where}: chunk {index} of {span}: {error}") from error
 
 
-class _EndToEnd:
+class _Contiguous:
     """The slots of a group as contiguous arrays: the cells, or for several parameters a copy that is written back."""
 
     def __init__(self, stage: Stage, memory: Mapping[Cell, Bytes]) -> None:

@@ -23,7 +23,7 @@ from ckptstore.restore.restore_source import RestoreSource
 from ckptstore.restore.stored_parts import Parts
 from ckptstore.segments.segment_reader import SegmentReader
 
-__all__ = ["RESIDENT", "ResidentCheckpoint", "layout", "made"]
+__all__ = ["RESIDENT", "ResidentCheckpoint", "layout", "make_resident"]
 
 RESIDENT: Final = "held-in-memory"
 """Used in the errors of a checkpoint in memory instead of a segment's name."""
@@ -87,7 +87,7 @@ def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, int], int]:
     return places, at
 
 
-def made(
+def make_resident(
     identity: CheckpointId,
     tensors: Mapping[str, TensorEntry],
     region: Bytes,

@@ -18,13 +18,13 @@ from ckptstore.host.threads import Workers, workers
 from ckptstore.restore.assembly import Held, assemble
 from ckptstore.restore.chain import Chain, master_of, restore_tensors
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
-from ckptstore.restore.resident_checkpoint import ResidentCheckpoint, layout, made
+from ckptstore.restore.resident_checkpoint import ResidentCheckpoint, layout, make_resident
 from ckptstore.restore.selection import select_from
 from ckptstore.segments.segment_reader import copy_tensors
 
-__all__ = ["BytesRead", "adopt", "companions", "hold", "lacking"]
+__all__ = ["BytesRead", "adopt_resident", "lacking", "load_resident", "with_dependencies"]
 
-_AT_ONCE: Final = 256 << 20
+_WHOLE_BYTES: Final = 256 << 20
 """Bytes of segments that are fetched as a whole, so that their many small payloads are not separate requests."""
 
 
@@ -41,7 +41,7 @@ class BytesRead:
             self.nbytes += nbytes
 
 
-def companions(encodings: Sequence[Held], keys: Iterable[str]) -> list[str]:
+def with_dependencies(encodings: Sequence[Held], keys: Iterable[str]) -> list[str]:
     """`keys`, and the keys that must be restored with them: other tensors of an optimizer step, a rounded copy's
     master.
 
@@ -70,16 +70,16 @@ def lacking(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int
         return False
     return any(
         key not in found.base.links and all(key not in held or held[key].base_ratio for held in found.encodings)
-        for key in _wanted(found, select, rank)
+        for key in _selected_keys(found, select, rank)
     )
 
 
-def _wanted(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
+def _selected_keys(found: OpenCheckpoint, select: str | Sequence[str] | None, rank: int | None) -> list[str]:
     names = select_from(found.tree_of(rank), select, found.ref).tensors
-    return companions(found.encodings, [key for name in names for key in found.parts[name]])
+    return with_dependencies(found.encodings, [key for name in names for key in found.parts[name]])
 
 
-def hold(
+def load_resident(
     found: OpenCheckpoint,
     select: str | Sequence[str] | None,
     spare: Sequence[Bytes] = (),
@@ -106,7 +106,7 @@ def hold(
         StorageError: the medium failed.
         TensorNotFoundError: nothing matches.
     """
-    keys = _wanted(found, select, rank)
+    keys = _selected_keys(found, select, rank)
     _prepare_sources(found, keys, read)
     last, left = found.plan.encodings[-1], list(spare)
     below, above = found.encodings[:-1], found.encodings[-1]
@@ -115,20 +115,20 @@ def hold(
     tally = Tally(progress, (1 + first) * sum(above[key].tensor.nbytes for key in keys))
     with workers(threads, "read") as readers:
         if first:  # the base separately: it is read once, and the next checkpoint may build on it
-            common = [key for key in companions(below, keys) if key in below[-1]]
-            region = _restored(below, common, left, readers, tally)
+            common = [key for key in with_dependencies(below, keys) if key in below[-1]]
+            region = _restore_region(below, common, left, readers, tally)
             assert last.base is not None
-            base = made(last.base, {key: below[-1][key].tensor for key in common}, region, {}, None)
+            base = make_resident(last.base, {key: below[-1][key].tensor for key in common}, region, {}, None)
         encodings = found.encodings if base is None else [base.links, above]
-        region = _restored(encodings, keys, left, readers, tally)
+        region = _restore_region(encodings, keys, left, readers, tally)
     kept = set(keys)
     parts = {name: own for name, own in found.parts.items() if kept.issuperset(own)}
     tensors = {key: above[key].tensor for key in keys}
-    state = made(found.entry.id, tensors, region, parts, found.merged, lossy=found.lossy)
+    state = make_resident(found.entry.id, tensors, region, parts, found.merged, lossy=found.lossy)
     return [state] if base is None else [state, base]
 
 
-def _restored(
+def _restore_region(
     encodings: Sequence[Held], keys: Sequence[str], spare: list[Bytes], readers: Workers, tally: Tally
 ) -> Bytes:
     """The tensors `keys` of the last of some encodings, in a region of memory with the positions of `layout`."""
@@ -158,7 +158,7 @@ def _restore(chains: Mapping[str, Chain], memory: Mapping[str, Bytes], readers: 
     restore_tensors(chained, readers.pool, staging, advance=tally.advance)
 
 
-def adopt(
+def adopt_resident(
     found: OpenCheckpoint,
     select: str | Sequence[str] | None,
     read: Callable[[str, int, Bytes], None],
@@ -170,7 +170,7 @@ def adopt(
         found: the checkpoint that it should be. No tensor of it is read.
         read: copies bytes of the caller's tensor of this name, from an offset on, to memory; raises `KeyError` if the
             tensor is missing, `ValueError` if it is too short.
-        rank: as for `hold`.
+        rank: as for `load_resident`.
     """
     chosen = select_from(found.tree_of(rank), select, found.ref).tensors
     names = {name: there for name, there in chosen.items() if not found.sharded(name)}
@@ -188,7 +188,7 @@ def adopt(
                 at += chunk.logical
     except (KeyError, ValueError):
         return None
-    return made(found.entry.id, tensors, region, {name: (name,) for name in names}, found.merged)
+    return make_resident(found.entry.id, tensors, region, {name: (name,) for name in names}, found.merged)
 
 
 def _prepare_sources(found: OpenCheckpoint, keys: Sequence[str], read: BytesRead | None) -> None:
@@ -199,7 +199,7 @@ def _prepare_sources(found: OpenCheckpoint, keys: Sequence[str], read: BytesRead
             if key in held:
                 reader = held[key].reader
                 needed[id(reader)] = needed.get(id(reader), 0) + held[key].tensor.stored
-    left = _AT_ONCE
+    left = _WHOLE_BYTES
     for reader in found.readers.values():
         size = reader.entry.size
         if read is not None:

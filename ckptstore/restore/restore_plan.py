@@ -25,7 +25,7 @@ __all__ = [
     "Rates",
     "base_node",
     "edge_of",
-    "no_way",
+    "no_way_error",
     "plan",
     "plan_all",
     "restore_seconds",
@@ -192,7 +192,7 @@ def _follow(
     at_hand = {one.node for one in held}
     while node is not None and node not in at_hand:
         if node not in settled:
-            raise no_way(catalog, target, avoid)
+            raise no_way_error(catalog, target, avoid)
         chain.append(settled[node][1])
         node = base_node(chain[-1])
     return Plan(target, tuple(reversed(chain)), settled[target.node][0])
@@ -203,12 +203,12 @@ def usable(catalog: Catalog, encoding: Encoding, avoid: frozenset[str], held: Co
     return (
         not avoid.intersection(encoding.segments)
         and all(segment in catalog.segments for segment in encoding.segments)
-        and _twice(encoding) is None
+        and _repeated_segment(encoding) is None
         and _base_matches(catalog, encoding, held)
     )
 
 
-def _twice(encoding: Encoding) -> str | None:
+def _repeated_segment(encoding: Encoding) -> str | None:
     """A segment that the encoding names twice, so that its tensors and tree would occur twice; None: there is none."""
     if len(encoding.segments) == len(set(encoding.segments)):
         return None
@@ -231,7 +231,7 @@ def _base_matches(catalog: Catalog, encoding: Encoding, held: Collection[Checkpo
     return entry is not None and entry.state == base.state
 
 
-def no_way(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> CorruptionError:
+def no_way_error(catalog: Catalog, target: CheckpointId, avoid: frozenset[str]) -> CorruptionError:
     """The error for a checkpoint to which no way leads; `avoid`: see `plan`."""
     kind, reason = _reason(catalog, target.node, avoid)
     return kind(f"checkpoint {target.ref} cannot be restored: {reason}")
@@ -253,7 +253,7 @@ def _reason(catalog: Catalog, node: Node, avoid: frozenset[str]) -> tuple[type[C
                     return CorruptLogError, f"segment {segment} is not in the catalog{hidden}"
                 if segment in avoid:
                     return CorruptSegmentError, f"{catalog.segments[segment].key} is damaged"
-            if (twice := _twice(encoding)) is not None:
+            if (twice := _repeated_segment(encoding)) is not None:
                 return CorruptLogError, f"an encoding of {ref_of(node)} names segment {twice} twice"
         base = encodings[0].base
         if base is None:

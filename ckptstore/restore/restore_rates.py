@@ -74,7 +74,7 @@ def _delta_rate(threads: int) -> KernelSpeed:
         state = codecs.as_bytes(old).copy()
         return lambda: codecs.apply([(codec, payload)], state)
 
-    return _against_the_clock(prepared, threads, old.nbytes)
+    return _time_kernel(prepared, threads, old.nbytes)
 
 
 def _replay_rate(threads: int) -> KernelSpeed:
@@ -89,10 +89,10 @@ def _replay_rate(threads: int) -> KernelSpeed:
         state = [part.copy() for part in old]
         return lambda: optim.predicted.decode(rule, payload, state)
 
-    return _against_the_clock(prepared, threads, 12 * _NUMBERS)
+    return _time_kernel(prepared, threads, 12 * _NUMBERS)
 
 
-def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: int, nbytes: int) -> KernelSpeed:
+def _time_kernel(prepared: Callable[[], Callable[[], object]], threads: int, nbytes: int) -> KernelSpeed:
     """Time a kernel.
 
     Args:
@@ -105,11 +105,11 @@ def _against_the_clock(prepared: Callable[[], Callable[[], object]], threads: in
         rounds: list[float] = []
         for _ in range(_ROUNDS):
             calls = [prepared() for _ in range(threads)]
-            rounds.append(_seconds(partial(_together, pool, calls)))
+            rounds.append(_seconds(partial(_run_all, pool, calls)))
     return KernelSpeed(max(0.0, first - again), threads * nbytes / min(rounds), threads * nbytes / median(rounds))
 
 
-def _together(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], object]]) -> None:
+def _run_all(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], object]]) -> None:
     for future in [pool.submit(call) for call in calls]:
         future.result()
 

@@ -77,7 +77,7 @@ def open_base(journal: Journal, identity: CheckpointId, share: FlatState | None 
     try:
         found = stack.enter_context(opened(journal, identity.ref))
         if found.entry.id != identity:
-            raise CorruptSegmentError(f"checkpoint {identity.ref}: is another one now")
+            raise CorruptSegmentError(f"checkpoint {identity.ref}: was replaced by another one")
         if share is None:
             return StoredBase(identity, found.chains, stack.close)
         keys = {name: _key(name, source) for name, source in share.tensors.items()}

@@ -14,7 +14,7 @@ from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays
 from ckptstore.restore.chain import restore_tensors
-from ckptstore.restore.load import restoring
+from ckptstore.restore.load import restore_with
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import Plan
 
@@ -52,4 +52,4 @@ def try_restoring(
             restore_tensors(targets, readers.pool, Staging.for_chunks(2 * threads))
         return found.plan
 
-    return restoring(journal, ref_of(node), work, tried=tried, catalog=catalog)
+    return restore_with(journal, ref_of(node), work, tried=tried, catalog=catalog)

@@ -38,7 +38,7 @@ class BlockWrites:
         self._sink = sink
         self._pool = pool
         self._free = threading.Semaphore(most)
-        self._under_way: deque[Future[None]] = deque()
+        self._in_flight: deque[Future[None]] = deque()
         self._lock = threading.Lock()
         self._busy = 0
         self._filling = 0
@@ -76,17 +76,17 @@ class BlockWrites:
             the error of an earlier write.
         """
         self._free.acquire()
-        self._busy_by(1)
+        self._count_busy(1)
         try:
             self.check()
             future = self._pool.submit(self._write, offset, data, written)
         except BaseException:
-            self._busy_by(-1)
+            self._count_busy(-1)
             self._free.release()
             written()
             raise
         with self._lock:
-            self._under_way.append(future)
+            self._in_flight.append(future)
 
     def paced(self, jobs: Iterable[Callable[[], _T]]) -> Iterator[Callable[[], _T]]:
         """Yield the jobs, which call `send`, one by one: the next one when no job runs, or when no block is in flight.
@@ -112,14 +112,14 @@ class BlockWrites:
     def check(self) -> None:
         """Raise the error of a finished write, and forget finished ones: a segment may have many thousands."""
         with self._lock:
-            while self._under_way and self._under_way[0].done():
-                self._under_way[0].result()
-                self._under_way.popleft()
+            while self._in_flight and self._in_flight[0].done():
+                self._in_flight[0].result()
+                self._in_flight.popleft()
 
     def wait(self) -> None:
         """Wait until no write is in flight. Raises nothing: `check` does."""
         with self._lock:
-            under_way = list(self._under_way)
+            under_way = list(self._in_flight)
         for write in under_way:
             write.exception()
 
@@ -130,10 +130,10 @@ class BlockWrites:
             crash_point("save.first-block")
         finally:
             written()
-            self._busy_by(-1)
+            self._count_busy(-1)
             self._free.release()
 
-    def _busy_by(self, count: int) -> None:
+    def _count_busy(self, count: int) -> None:
         with self._changed:
             self._busy += count
             self._changed.notify()

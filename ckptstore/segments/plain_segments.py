@@ -22,7 +22,7 @@ from ckptstore.host.pages import BLOCK
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.packed_segments import drafts
 from ckptstore.segments.segment_writers import MakeDataWriter, data_writers
-from ckptstore.segments.staged_units import ArrivingState
+from ckptstore.segments.staged_units import StagedState
 from ckptstore.segments.write_session import Sealing, SegmentSession
 
 __all__ = ["WrittenState", "write_full", "write_plain"]
@@ -55,9 +55,9 @@ def write_full(
     Args:
         session: every staging block must be able to hold a chunk.
         flat: the state; its tensors must not change until this returns. A `LaidOutState` is not copied, nor is an
-            `ArrivingState`.
+            `StagedState`.
         draft: the document of its segments; see `packed_segments.drafts`.
-        limit: maximum bytes of tensors per segment; None: what the medium prefers. For an `ArrivingState` its plan
+        limit: maximum bytes of tensors per segment; None: what the medium prefers. For an `StagedState` its plan
             decides.
 
     Raises:
@@ -95,7 +95,7 @@ def write_plain(
     written: list[SegmentEntry] = []
     entries: list[TensorEntry] = []
     # Units that were copied already belong to the segments that they were planned for.
-    planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, ArrivingState) else None
+    planned = [list(members) for members, _, _ in flat.plan.segments] if isinstance(flat, StagedState) else None
     divided = planned or split(specs, session.backend.segment_bytes if limit is None else limit)
     session.backend.check_space(sum(spec.nbytes for spec in specs) + len(divided) * BLOCK)  # no header is shorter
     with session.sealing(len(divided)) as seal:

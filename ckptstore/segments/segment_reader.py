@@ -33,7 +33,7 @@ __all__ = [
     "map_tensors",
     "placing_jobs",
     "read_chunk",
-    "straight",
+    "reads_directly",
 ]
 
 _WORTH_IT = 1 << 20
@@ -118,7 +118,7 @@ def extents(
     )
     groups: list[list[TensorChunk]] = []
     for piece in pieces:
-        if groups and _touches(groups[-1], piece) and _end(piece) - groups[-1][0].chunk.offset <= limit:
+        if groups and _adjacent(groups[-1], piece) and _end(piece) - groups[-1][0].chunk.offset <= limit:
             groups[-1].append(piece)
         else:
             groups.append([piece])
@@ -149,7 +149,7 @@ def load_tensors(
     work: list[Callable[[], None]] = []
     for run in _runs(tensors):
         first = run[0].chunks[0].offset // BLOCK * BLOCK
-        memory = aligned(_ceil(_stop(run[-1])) - first)
+        memory = aligned(_ceil(_tensor_end(run[-1])) - first)
         for tensor in run:
             at = tensor.chunks[0].offset - first
             result[tensor.name] = memory[at : at + tensor.nbytes]
@@ -194,7 +194,7 @@ def map_tensors(
     elif advance is not None:
         advance(sum(tensor.nbytes for tensor in tensors))
     return {
-        tensor.name: memory[tensor.chunks[0].offset : _stop(tensor)] if tensor.nbytes else aligned(0)
+        tensor.name: memory[tensor.chunks[0].offset : _tensor_end(tensor)] if tensor.nbytes else aligned(0)
         for tensor in tensors
     }
 
@@ -247,7 +247,7 @@ def placing_jobs(
 ) -> list[Callable[[], None]]:
     """Jobs that read an uncompressed tensor straight into memory of its size, at any address.
 
-    Fast from a cold disk if memory and file agree modulo the page size (`straight`).
+    Fast from a cold disk if memory and file agree modulo the page size (`reads_directly`).
     """
     return [
         _read_job(
@@ -257,7 +257,7 @@ def placing_jobs(
     ]
 
 
-def straight(tensor: TensorEntry, memory: Bytes) -> bool:
+def reads_directly(tensor: TensorEntry, memory: Bytes) -> bool:
     """Whether a cold read of an uncompressed tensor into `memory`, of its size, needs no other memory."""
     address = memory.__array_interface__["data"][0]
     return len(memory) >= _WORTH_IT and all(
@@ -331,7 +331,7 @@ def _runs(tensors: Sequence[TensorEntry]) -> list[list[TensorEntry]]:
     """Groups of tensors that are adjacent in the file."""
     runs: list[list[TensorEntry]] = []
     for tensor in sorted((t for t in tensors if t.nbytes), key=lambda t: t.chunks[0].offset):
-        if runs and tensor.chunks[0].offset - _stop(runs[-1][-1]) == 0:
+        if runs and tensor.chunks[0].offset - _tensor_end(runs[-1][-1]) == 0:
             runs[-1].append(tensor)
         else:
             runs.append([tensor])
@@ -345,7 +345,7 @@ def _pieces(tensor: TensorEntry) -> Iterator[TensorChunk]:
         start += chunk.logical
 
 
-def _touches(extent: Sequence[TensorChunk], piece: TensorChunk) -> bool:
+def _adjacent(extent: Sequence[TensorChunk], piece: TensorChunk) -> bool:
     return _end(extent[-1]) == piece.chunk.offset
 
 
@@ -353,7 +353,7 @@ def _end(piece: TensorChunk) -> int:
     return piece.chunk.offset + piece.chunk.length
 
 
-def _stop(tensor: TensorEntry) -> int:
+def _tensor_end(tensor: TensorEntry) -> int:
     return tensor.chunks[-1].offset + tensor.chunks[-1].length
 
 

@@ -24,7 +24,7 @@ from ckptstore.host.arenas import ArenaLease
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.segments.block_stream import BlockWrites
-from ckptstore.segments.staged_units import Arrivals, ArrivingState
+from ckptstore.segments.staged_units import StagedState, StagedUnits
 from ckptstore.segments.units import Fill, SegmentBytes, SegmentUnit, filler, units
 from ckptstore.segments.write_session import SegmentSession
 
@@ -46,7 +46,7 @@ MakeDataWriter: TypeAlias = Callable[[SegmentSession, Layout, BlockWrites], "Seg
 def data_writers(flat: FlatState, divided: Sequence[Sequence[TensorSpec]]) -> Sequence[MakeDataWriter]:
     """The writer of each segment, chosen by the kind of state."""
     cuts = [tuple(members) for members in divided]
-    if isinstance(flat, ArrivingState):
+    if isinstance(flat, StagedState):
         return [partial(_UnitWriter, digests=flat.digests, arrivals=flat.arrivals)] * len(cuts)
     if isinstance(flat, LaidOutState) and [region.specs for region in flat.regions] == cuts:
         return [partial(_InPlaceWriter, digests=flat.digests, memory=region.memory) for region in flat.regions]
@@ -187,7 +187,7 @@ class _UnitWriter(SegmentDataWriter):
         layout: Layout,
         writes: BlockWrites,
         digests: Mapping[str, int],
-        arrivals: Arrivals,
+        arrivals: StagedUnits,
     ) -> None:
         super().__init__(session, layout, writes, digests)
         self._arrivals = arrivals
@@ -268,7 +268,7 @@ class _CopyWriter(SegmentDataWriter):
         """For a medium that sends memory in place: copies only small chunks and those that cannot be viewed."""
         found: list[_Sums] = []
         at = unit.begin
-        for lies, group in groupby(unit.chunks, self._lies):
+        for lies, group in groupby(unit.chunks, self._viewable):
             chunks = list(group)
             for run in [[one] for one in chunks] if lies else [chunks]:
                 place = self._view(run[0]) if lies else self.writes.block(sum(length for _, _, length in run))
@@ -278,7 +278,7 @@ class _CopyWriter(SegmentDataWriter):
                 at += len(place)
         return found
 
-    def _lies(self, chunk: _Chunk) -> bool:
+    def _viewable(self, chunk: _Chunk) -> bool:
         return chunk[2] >= _PIECE and self._view(chunk) is not None
 
     def _view(self, chunk: _Chunk) -> Bytes | None:

@@ -25,7 +25,7 @@ from ckptstore.segments.units import SegmentBytes, SegmentUnit, UnitPlan
 if TYPE_CHECKING:
     from ckptstore.frameworks.torch_offload import CopyQueue
 
-__all__ = ["Arrivals", "ArrivingState", "Copy", "Described", "copied_now", "copies_of"]
+__all__ = ["Copy", "DescribedTensor", "StagedState", "StagedUnits", "copies_of", "copy_now"]
 
 Copy: TypeAlias = tuple[int, Callable[[Bytes], Future[None]]]
 """Bytes of memory that a unit needs, and a function that starts the copy into it."""
@@ -33,7 +33,7 @@ Submit: TypeAlias = Callable[[Callable[[], None]], Future[None]]
 """Runs a function on a thread."""
 
 
-class Described:
+class DescribedTensor:
     """The description of a tensor whose bytes arrive as units (a `TensorSource` that cannot be read)."""
 
     __slots__ = ("dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
@@ -55,7 +55,7 @@ class Described:
         raise AssertionError(f"a tensor that arrives is read as units: {len(out)} bytes at {offset}")
 
 
-class Arrivals:
+class StagedUnits:
     """Units in order, with the memory that holds them.
 
     A unit that was put is freed by the thread that took it, or by `discard`: once each, in any order.
@@ -71,7 +71,7 @@ class Arrivals:
         """
         self.spoiled = False
         self._stop = stop
-        self._taken_over: list[tuple[ArenaLease, Future[None]]] = []
+        self._accepted: list[tuple[ArenaLease, Future[None]]] = []
         self._waiting: deque[tuple[ArenaLease, Future[None]]] = deque()
         self._error: BaseException | None = None
         self._discarded = False
@@ -82,7 +82,7 @@ class Arrivals:
         with self._changed:
             if self._discarded:
                 return False
-            self._taken_over.append((lease, copied))
+            self._accepted.append((lease, copied))
             self._waiting.append((lease, copied))
             self._changed.notify()
             return True
@@ -171,7 +171,7 @@ class Arrivals:
         """Free every unit that was not freed. No thread may take units, or read one that it took, any more."""
         with self._changed:
             self._discarded = True
-            taken_over, self._taken_over = self._taken_over, []
+            taken_over, self._accepted = self._accepted, []
             self._waiting.clear()
         # Prevents: memory that the next save gets while a unit of this one is still being copied into it.
         cancel_and_wait(copied for _, copied in taken_over)
@@ -186,7 +186,7 @@ def copies_of(
     queue: CopyQueue | None = None,
     waiters: Submit | None = None,
 ) -> Iterator[Copy]:
-    """The units of a plan, in order, for `Arrivals.bring`.
+    """The units of a plan, in order, for `StagedUnits.bring`.
 
     Args:
         tensors: the sources of the copies.
@@ -228,7 +228,7 @@ def _queued(
     return queue.copied(waiters)
 
 
-def copied_now(work: Callable[[], None]) -> Future[None]:
+def copy_now(work: Callable[[], None]) -> Future[None]:
     """A copy that is made at once, for a small state: waking a thread takes longer."""
     done: Future[None] = Future()
     work()
@@ -237,7 +237,7 @@ def copied_now(work: Callable[[], None]) -> Future[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivingState(FlatState):
+class StagedState(FlatState):
     """A state whose bytes arrive unit by unit; its tensors are only described.
 
     Attributes:
@@ -247,5 +247,5 @@ class ArrivingState(FlatState):
     """
 
     plan: UnitPlan
-    arrivals: Arrivals
+    arrivals: StagedUnits
     digests: Mapping[str, int]

@@ -27,7 +27,7 @@ Sealing: TypeAlias = Callable[[Callable[[], None]], None]
 """Makes a segment durable, now or soon."""
 
 
-def _now(seal: Callable[[], None]) -> None:
+def _seal_now(seal: Callable[[], None]) -> None:
     seal()
 
 
@@ -57,7 +57,7 @@ class SegmentSession:
         size: int,
         data: Callable[[SegmentSink], tuple[bytes, int]],
         sink: SegmentSink | None = None,
-        seal: Sealing = _now,
+        seal: Sealing = _seal_now,
     ) -> SegmentEntry:
         """Write one segment and make it durable (COMMIT step 1): its data, then its header, then the seal.
 
@@ -97,7 +97,7 @@ class SegmentSession:
         filled. Raises the error of a seal; when this raises, no seal is running any more.
         """
         if segments < 2 or not self.backend.sends_late:
-            yield _now
+            yield _seal_now
             return
         last: list[Future[None]] = []
 
@@ -105,12 +105,12 @@ class SegmentSession:
             while last:
                 last.pop().result()
 
-        def apart(seal: Callable[[], None]) -> None:
+        def seal_in_background(seal: Callable[[], None]) -> None:
             wait()
             last.append(self.blocks.submit(in_scope(current_scope(), seal)))
 
         try:
-            yield apart
+            yield seal_in_background
             wait()
         finally:
             for one in last:

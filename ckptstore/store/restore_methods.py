@@ -117,8 +117,7 @@ class RestoreMethods(StoreHandle):
         run went back to (`Followed.branched`). The last checkpoint is kept in memory, and the next is built from it:
         only the deltas or steps between them are read, and everything is compared with its hash. If no chain leads from
         the checkpoint in memory (the base was retired, the run went back), the next is read whole. Memory: twice the
-        followed tensors (with an optimizer's steps also the moments that they update), and the tensors that are
-        yielded.
+        followed tensors (with an optimizer's steps also their moments), and the tensors that are yielded.
 
         Args:
             after: the REF of the checkpoint that was yielded last, before: only newer ones are yielded. If `into` still
@@ -290,6 +289,6 @@ def _format_of(path: str | os.PathLike[str]) -> Literal["safetensors", "pt"]:
     if name.endswith(_OTHERS):
         known = ", ".join((".safetensors", *_PICKLES))
         raise UsageError(
-            f"{path}: no file of that kind is written; give a name that ends in {known}, or say the format"
+            f"{path}: files of that kind cannot be written; give a name that ends in {known}, or name the format"
         )
     return "pt" if name.endswith(_PICKLES) else "safetensors"

@@ -93,12 +93,12 @@ class TierMethods(StoreHandle):
             RemoteLostError: the remote was deleted or replaced, in part or as a whole: see `sync`.
             CorruptionError: this store is damaged.
         """
-        from ckptstore.tiers.store_sync import follow
+        from ckptstore.tiers.store_sync import sync_continuously
 
         self.format  # noqa: B018 - raises when there is none
         pair = self._pair_with(remote, remote_options, bandwidth)
         pair.check_there()
-        return follow(pair, every, on_failure=on_failure)
+        return sync_continuously(pair, every, on_failure=on_failure)
 
 
 def restore_if_empty(store: TierMethods) -> None:

@@ -89,25 +89,22 @@ class WriteMethods(StoreHandle):
         """Open the store for writing. This begins a new term, which fences every earlier writer.
 
         Args:
-            parent: the checkpoint that this term continues from: a REF, or None for a run that starts from scratch.
-                ``latest`` in an empty store is None (a `FreshStartWarning` is given if earlier terms hold checkpoints).
-                An earlier checkpoint forks the run: nothing newer is lost. An open writer goes back with
-                `Writer.rollback`.
+            parent: the checkpoint that this term continues from: a REF, or None to start from scratch. ``latest`` in an
+                empty store is None (with a `FreshStartWarning` if earlier terms hold checkpoints). An earlier one
+                forks the run: nothing newer is lost. An open writer goes back with `Writer.rollback`.
             group: a `torch.distributed` process group (``dist.group.WORLD``): each of its ranks calls this and saves
                 its own tensors, and rank 0 commits them as one checkpoint. Or a `Group`. None: this process alone.
             ranks: how the ranks of `group` save together.
             staging_bytes: bytes of host memory between state and medium (default 64 MiB).
             threads: number of threads that write the blocks of one checkpoint.
-            max_in_flight: number of `Writer.save_async` saves that may be in flight at once. Plain fulls are made
-                durable in parallel, each by `threads` threads; deltas and step diffs one after the other.
+            max_in_flight: number of `Writer.save_async` saves in flight. Plain fulls become durable in parallel,
+                each by `threads` threads; deltas and step diffs one after the other.
             poll_seconds: seconds between two polls for requests of other processes; None: only after saves.
             deltas: store checkpoints as deltas against earlier ones: ``auto`` (measurements choose the interval; a
                 restore reads at most four times a full), a fixed interval, or `DeltaOptions`. None: fulls only.
-            diffs: store consecutive steps as step diffs (`Writer.save`'s `updates`) between the checkpoints that
-                `deltas` makes.
+            diffs: store consecutive steps as step diffs (`Writer.save`'s `updates`) between those of `deltas`.
             memory: bytes of host memory (48 MiB or more) for data that `Writer.save_async` has copied and that is not
-                on the medium yet; training waits while it is used up. With `deltas` or `diffs` the base needs more
-                memory besides. None: see docs/writer.md.
+                on the medium yet; training waits while it is used up. The base's memory is extra. None: docs/writer.md.
             on_metrics: a thread calls it with a `SaveMetrics` after every save; an exception that it raises is ignored.
             keep: the store's retention rules from now on, as in `keep`; an empty list: every checkpoint stays. None:
                 the store's current rules, which every writer applies. A writer retires checkpoints; files are deleted

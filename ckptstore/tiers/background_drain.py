@@ -25,7 +25,7 @@ from ckptstore.write.second_tier import Lag
 
 __all__ = ["BackgroundDrain"]
 
-_LOOK: Final = 1.0
+_POLL_SECONDS: Final = 1.0
 """Seconds after which the log is polled even if no commit was reported."""
 _NAP: Final = 0.2
 PATIENCE: Final = 60.0
@@ -36,7 +36,7 @@ _LONGEST_PAUSE: Final = 30.0
 SOON: Final = 10.0
 """Seconds that a remote may fail, or not answer, before a warning."""
 _WATCH: Final = 1.0
-_PASSING: Final = (errno.ETIMEDOUT, errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR)
+_TRANSIENT: Final = (errno.ETIMEDOUT, errno.EIO, errno.EREMOTEIO, errno.EBUSY, errno.EAGAIN, errno.EINTR)
 """Errors of a medium that the next try may not meet."""
 _LOG: Final = logging.getLogger("ckptstore.tiers")
 
@@ -54,12 +54,12 @@ class BackgroundDrain:
         self._fenced: FencedError | None = None
         self._failure: Exception | None = None
         self._lost: RemoteLostError | None = None
-        self._left: DrainResult = DrainResult()
+        self._result: DrainResult = DrainResult()
         self._thread: threading.Thread | None = None
         self._failing: float | None = None  # time of the first failure
         self._seen: View | None = None
         self._quiet = RemoteSilence(drain)
-        self._said: str | None = None  # the last warning, while its cause lasts
+        self._warned: str | None = None  # the last warning, while its cause lasts
         self._watcher = background_threads.Periodic(_WATCH, self._watch, "drain-watch")
 
     def start(self) -> None:
@@ -113,8 +113,8 @@ class BackgroundDrain:
                 self.check()
                 if self._lost is not None:
                     raise self._lost
-                if ref_of(node) in self._left.damaged:
-                    raise CorruptSegmentError(self._left.damage)
+                if ref_of(node) in self._result.damaged:
+                    raise CorruptSegmentError(self._result.damage)
                 why = f": {self._failure}" if self._failure is not None else ""
                 if self._ended:
                     raise WriterClosedError(f"{ref_of(node)} is not in the remote, and the writer is closed{why}")
@@ -130,7 +130,7 @@ class BackgroundDrain:
         """
         there = self._drain.remote
         assert there is not None  # opening the term drains first
-        failure = self._fenced or self._failure or self._left.damage
+        failure = self._fenced or self._failure or self._result.damage
         return lag_between(read(self._drain.pair.local).catalog, there.catalog, str(failure) if failure else None)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class BackgroundDrain:
             self._changed.notify_all()
         self._watcher.stop()
         self._watcher.join()
-        here, text = self._drain.pair.local.url, self._left.damage
+        here, text = self._drain.pair.local.url, self._result.damage
         if self._lost is not None:
             text = f"{self._lost} Everything that is not there yet is in {here}."
         elif self._failure is not None:
@@ -168,7 +168,7 @@ class BackgroundDrain:
                 if self._closing:
                     return
             else:
-                self._failure, self._failing, self._left, self._said = None, None, done, None
+                self._failure, self._failing, self._result, self._warned = None, None, done, None
                 # A pass scans the catalog: it takes at most half of a core, however fast commits come.
                 pause = time.monotonic() - began
                 if done.over is not None:
@@ -180,14 +180,14 @@ class BackgroundDrain:
 
     def _watch(self) -> None:
         """Warn, once while it lasts, of what keeps the drain from making progress."""
-        text = self._trouble()
-        if text is None or self._said is not None:
+        text = self._problem()
+        if text is None or self._warned is not None:
             return
-        self._said = text
+        self._warned = text
         warn(text, RemoteWarning)
 
-    def _trouble(self) -> str | None:
-        failure, failing, damage = self._failure, self._failing, self._left.damage
+    def _problem(self) -> str | None:
+        failure, failing, damage = self._failure, self._failing, self._result.damage
         here, there = self._drain.pair.local.url, self._drain.pair.remote.url
         if self._fenced is not None:  # the next save raises it
             return None
@@ -195,7 +195,7 @@ class BackgroundDrain:
             return f"{self._lost} Saves continue in {here}."
         if failure is not None and failing is not None:
             since = time.monotonic() - failing
-            if since >= SOON or not (isinstance(failure, StorageError) and failure.errno in _PASSING):
+            if since >= SOON or not (isinstance(failure, StorageError) and failure.errno in _TRANSIENT):
                 return f"{failure}; new checkpoints are in {here} alone, and the drain tries again"
             return None
         if (quiet := self._quiet.seconds()) >= SOON:
@@ -207,7 +207,7 @@ class BackgroundDrain:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, pause)
-                self._changed.wait_for(lambda: self._wanted or self._closing, _LOOK)
+                self._changed.wait_for(lambda: self._wanted or self._closing, _POLL_SECONDS)
                 wanted, self._wanted = self._wanted, False
                 if wanted or self._closing:
                     return wanted

@@ -37,7 +37,7 @@ from ckptstore.log.pins import Pin
 from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.store_copy import check_apart, check_known
 from ckptstore.maintenance.copies.transfer import Transfer
-from ckptstore.tiers.drain_selection import drainable, foreign_terms, holding, lag_between, pruned
+from ckptstore.tiers.drain_selection import drainable, foreign_terms, lag_between, remote_holds, remote_retired
 from ckptstore.tiers.remote_check import absent, check_same, check_whole, lost
 from ckptstore.tiers.remote_requests import RequestAnswers
 from ckptstore.tiers.store_pair import StorePair
@@ -134,15 +134,15 @@ class Drain:
         retired = node[0] == there.catalog.term and node[1] in there.catalog.spent
         if retired and there.catalog.find(node) is None:
             return node[0] not in foreign_terms(here.catalog, there.catalog)
-        return holding(here.catalog, there.catalog)(node)
+        return remote_holds(here.catalog, there.catalog)(node)
 
     def had(self, node: Node) -> bool:
         """Whether the remote has a checkpoint of the store, or had it and has retired it, as far as is known."""
         here, there = self._local, self.remote
         if here is None or there is None:
             return False
-        promised = node in there.catalog.checkpoints and holding(here.catalog, there.catalog)(node)
-        return promised or pruned(here.catalog, there.catalog)(node)
+        promised = node in there.catalog.checkpoints and remote_holds(here.catalog, there.catalog)(node)
+        return promised or remote_retired(here.catalog, there.catalog)(node)
 
     def asked(self) -> bool:
         """Whether another process requests a change of the remote. Looks now and then: each look is a listing."""
@@ -161,10 +161,10 @@ class Drain:
             StorageError: a medium failed; what was copied so far stays.
         """
         with alone(self.pair.local.backend, patience) as mine:
-            return self.once_alone(patience) if mine else self._kept_out(self.pair.local.backend)
+            return self.once_alone(patience) if mine else self._raise_busy(self.pair.local.backend)
 
     @staticmethod
-    def _kept_out(backend: Backend) -> NoReturn:
+    def _raise_busy(backend: Backend) -> NoReturn:
         # Prevents: a writer that is closed meanwhile, and reports everything as drained although nothing was.
         raise StorageError(errno.EBUSY, "another process is at work there", backend.url)
 
@@ -179,7 +179,7 @@ class Drain:
         """`once`, for a caller that has locked the store; this locks the remote. Raises as `once`."""
         with alone(self.pair.remote.backend, patience, make=self.remote is None) as mine:
             if not mine:
-                self._kept_out(self.pair.remote.backend)
+                self._raise_busy(self.pair.remote.backend)
             self.at_work = True
             try:
                 return self._passes()
@@ -196,7 +196,7 @@ class Drain:
             replica = self._opened()
             self._begun = replica.begun
             before = replica.view()
-            self._note(replica)
+            self._update_view(replica)
             try:
                 done = self._pass(replica)
                 if done.over is None:
@@ -223,7 +223,7 @@ class Drain:
             check_same(here.url, there, since)
         origin = CopyOrigin(here.format, "copy", "full: all of a tier")
         try:
-            replica = LogCopy(there.backend, origin, since, on_record=self._note)
+            replica = LogCopy(there.backend, origin, since, on_record=self._update_view)
         except DamagedCopyError as error:
             raise lost(here.url, there.url, "a slot of its log is damaged or missing") from error
         except UsageError as error:
@@ -242,7 +242,7 @@ class Drain:
             raise error
         self._damaged.update(dict.fromkeys(found, str(error)))
 
-    def _note(self, replica: LogCopy) -> None:
+    def _update_view(self, replica: LogCopy) -> None:
         self.remote = replica.view()
 
     def _reread(self) -> View | None:
@@ -257,7 +257,7 @@ class Drain:
         local, there = self.pair.local, replica.catalog
         with self._claimed(replica) as (here, wanted, branch):
             refs = tuple(ref_of(node) for node in branch)
-            if over := _over(here, there):
+            if over := _overtaking_term(here, there):
                 return DrainResult(branch=refs, over=over)
             had = len(there.checkpoints)
             crash_point("drain.read")
@@ -285,7 +285,7 @@ class Drain:
             here = self._local.catalog
             _check_sound(self.pair.local, here)
             wanted, branch = drainable(here, replica.catalog, self._damaged.keys())
-            _leave_itself_out(wanted, self.pair.remote.url)
+            _remove_own_url(wanted, self.pair.remote.url)
             needed = [name for name in wanted.segments if name not in replica.catalog.segments]
             if not needed:
                 yield here, wanted, branch
@@ -318,7 +318,7 @@ class _Copies(SegmentCopies):
         crash_point("drain.segments")
 
 
-def _leave_itself_out(wanted: Catalog, url: str) -> None:
+def _remove_own_url(wanted: Catalog, url: str) -> None:
     """Remove the remote's own URL from the terms it gets: opened under another path it would redirect to itself."""
     for number, opened in wanted.terms.items():
         if opened.extra.get(REMOTE) == url:
@@ -326,7 +326,7 @@ def _leave_itself_out(wanted: Catalog, url: str) -> None:
             wanted.terms[number] = replace(opened, extra=extra)
 
 
-def _over(here: Catalog, there: Catalog) -> str | None:
+def _overtaking_term(here: Catalog, there: Catalog) -> str | None:
     """The term of the remote that ended the store's newest one; None: there is none."""
     foreign = foreign_terms(here, there)
     if not foreign and there.term <= here.term:
@@ -341,7 +341,7 @@ def _left_out(here: Catalog, there: Catalog, wanted: Catalog, branch: Sequence[N
     """Checkpoints that the remote should have but does not get: they, or what they build on, are damaged."""
     if len(wanted.checkpoints) + len(branch) == len(here.checkpoints):
         return []
-    gone, others = pruned(here, there), set(branch)
+    gone, others = remote_retired(here, there), set(branch)
     left = (node for node in sorted(here.checkpoints) if node not in wanted.checkpoints and node not in others)
     return [node for node in left if there.find(node) is None and not gone(node)]
 
@@ -363,7 +363,7 @@ def lag_of(pair: StorePair) -> Lag:
         other = f"{pair.remote.url}: there is the store of another run, {pair.remote.run}"
         return lag_between(here, Catalog(), other)
     there = read(Journal(pair.remote.backend, pair.remote.format)).catalog
-    return lag_between(here, there, _ahead(pair, here, there))
+    return lag_between(here, there, _remote_ahead(pair, here, there))
 
 
 def expected_there(pair: StorePair) -> Callable[[Node], bool]:
@@ -384,8 +384,8 @@ def expected_there(pair: StorePair) -> Callable[[Node], bool]:
                 f"{pair.remote.url}: there is the store of another run, {pair.remote.run}, not {pair.local.run}"
             )
         there = read(Journal(pair.remote.backend, pair.remote.format), look_above=True).catalog
-    holds, gone = holding(here, there), pruned(here, there)
-    brought = Catalog() if _over(here, there) else drainable(here, there)[0]
+    holds, gone = remote_holds(here, there), remote_retired(here, there)
+    brought = Catalog() if _overtaking_term(here, there) else drainable(here, there)[0]
 
     def has(node: Node) -> bool:
         return (node in there.checkpoints and holds(node)) or gone(node) or node in brought.checkpoints
@@ -393,7 +393,7 @@ def expected_there(pair: StorePair) -> Callable[[Node], bool]:
     return has
 
 
-def _ahead(pair: StorePair, here: Catalog, there: Catalog) -> str | None:
+def _remote_ahead(pair: StorePair, here: Catalog, there: Catalog) -> str | None:
     """A text about newer checkpoints that the remote has and the store lacks; None: there are none."""
     mine, theirs = here.latest(), there.latest()
     if theirs is None or here.find(theirs.node) is not None or (mine is not None and theirs.node < mine.node):

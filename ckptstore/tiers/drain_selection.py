@@ -10,7 +10,7 @@ from ckptstore.formats.records import Encoding, Node, ref_of
 from ckptstore.maintenance.copies.copy_selection import part_of, with_paths
 from ckptstore.write.second_tier import Lag
 
-__all__ = ["drainable", "foreign_terms", "holding", "lag_between", "pruned"]
+__all__ = ["drainable", "foreign_terms", "lag_between", "remote_holds", "remote_retired"]
 
 
 def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
@@ -22,7 +22,7 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
     ]
 
 
-def holding(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
+def remote_holds(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     """A function that says of a checkpoint of the store whether the remote holds it, and not another one of that name.
 
     A term of the store may have the same number as one that another machine opened in the remote, and a copy may be of
@@ -38,7 +38,7 @@ def holding(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     return holds
 
 
-def pruned(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
+def remote_retired(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
     """A function that says of a checkpoint of the store whether the remote had it and has retired it: then it is not
     drained again.
 
@@ -88,12 +88,12 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
 
     Nothing is drained from `damaged` segments, nor checkpoints that cannot be restored without them. A term is still
     being written if it is the remote's newest, or newer. Checkpoints of earlier terms that the remote lacks are a
-    branch: the run was continued without them. What the remote had and has retired (`pruned`) is neither.
+    branch: the run was continued without them. What the remote had and has retired (`remote_retired`) is neither.
     """
     whole = part_of(here, None)
     foreign = foreign_terms(here, there)
     live = set() if foreign else {number for number in here.terms if number >= there.term}
-    gone, is_there = pruned(here, there), holding(here, there)
+    gone, is_there = remote_retired(here, there), remote_holds(here, there)
 
     def given_up(node: Node) -> bool:
         """Whether it was promised there and is not any more: a term has each step once."""
@@ -155,7 +155,7 @@ def _is_there(edge: Encoding, there: Catalog) -> bool:
 def lag_between(here: Catalog, there: Catalog, error: str | None = None, damaged: Set[str] = frozenset()) -> Lag:
     """How far the remote is behind the store. It never gets the `damaged` segments."""
     part, branch = drainable(here, there, damaged)
-    holds = holding(here, there)
+    holds = remote_holds(here, there)
     left = [node for node in part.checkpoints if not holds(node)]
     newest = max(left, default=None)
     have = max((node[1] for node in there.checkpoints if newest and node[0] == newest[0]), default=None)

@@ -105,17 +105,17 @@ def _restored(pair: StorePair, origin: CopyOrigin) -> str | None:
         latest = catalog.latest()
         node = None if latest is None else latest.node
         wanted = _line_of(catalog, node)
-        _remember(wanted, pair.remote.url)
+        _add_remote_url(wanted, pair.remote.url)
         return node, wanted
 
     with claim(pair.remote, choose, lambda chosen: tuple(chosen[1].segments)) as (_view, (node, wanted)):
         replica = LogCopy(pair.local.backend, origin)
-        _bring(pair, wanted, replica)
+        _copy_into(pair, wanted, replica)
         replica.finish()
     return None if node is None else ref_of(node)
 
 
-def _remember(wanted: Catalog, url: str) -> None:
+def _add_remote_url(wanted: Catalog, url: str) -> None:
     """Add the remote's URL to every term that is copied from it: the remote's own log does not have it.
 
     Prevents: a store that does not know its remote, because it was killed before a writer opened the next term in it.
@@ -131,7 +131,7 @@ def _line_of(catalog: Catalog, node: Node | None) -> Catalog:
     return part
 
 
-def _bring(pair: StorePair, wanted: Catalog, replica: LogCopy) -> None:
+def _copy_into(pair: StorePair, wanted: Catalog, replica: LogCopy) -> None:
     copies = SegmentCopies(pair.remote.backend, pair.local.backend, pair.remote.run, _THREADS, lambda _nbytes: None)
     transfer = Transfer(wanted, replica, copies)
     replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
@@ -151,7 +151,7 @@ def catch_up(pair: StorePair, there: Catalog, parent: Node | None) -> None:
         StorageError: a medium failed.
     """
     wanted = _line_of(there, parent)
-    _remember(wanted, pair.remote.url)
+    _add_remote_url(wanted, pair.remote.url)
     here = read(pair.local).catalog
     if foreign := foreign_terms(here, there):
         raise _cannot_follow(pair, f"a writer continued it separately in term {foreign[0]}")
@@ -163,7 +163,9 @@ def catch_up(pair: StorePair, there: Catalog, parent: Node | None) -> None:
         wanted.tags.clear()
         wanted.checkpoints[parent] = here.checkpoints[parent]
     try:
-        _bring(pair, wanted, LogCopy(pair.local.backend, CopyOrigin(pair.local.format, "copy", "full: all of a tier")))
+        _copy_into(
+            pair, wanted, LogCopy(pair.local.backend, CopyOrigin(pair.local.format, "copy", "full: all of a tier"))
+        )
     except UsageError as error:
         raise _cannot_follow(pair, str(error)) from error
 
@@ -222,10 +224,10 @@ def read_from_either(pair: StorePair, ref: str | int, work: Callable[[Journal, s
         wanted = None
     except CorruptionError as error:
         failure = error
-        wanted = _named(pair.local, ref)
+        wanted = _resolve(pair.local, ref)
         if wanted is None:  # the log itself is damaged: the REF cannot be resolved
             raise
-        if _mended(pair, wanted, str(error)):
+        if _copied_back(pair, wanted, str(error)):
             try:
                 return work(pair.local, ref)
             except CorruptionError as again:
@@ -241,7 +243,7 @@ def read_from_either(pair: StorePair, ref: str | int, work: Callable[[Journal, s
     return result
 
 
-def _named(journal: Journal, ref: str | int) -> CheckpointId | None:
+def _resolve(journal: Journal, ref: str | int) -> CheckpointId | None:
     """The checkpoint that a REF names in the store; None: it cannot be resolved."""
     try:
         return refs.resolve(read(journal).catalog, ref).id
@@ -260,7 +262,7 @@ def _check_there(pair: StorePair, wanted: CheckpointId | None) -> None:
             raise CheckpointNotFoundError(f"{pair.remote.url}: {wanted.ref} is not there, or is another one")
 
 
-def _mended(pair: StorePair, wanted: CheckpointId, damage: str) -> bool:
+def _copied_back(pair: StorePair, wanted: CheckpointId, damage: str) -> bool:
     if pair.local.backend.read_only:
         return False
     try:

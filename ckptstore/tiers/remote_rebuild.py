@@ -118,10 +118,10 @@ def _whole(here: str, there: Journal, keys: list[str]) -> bool:
     entries = catalog.segments.values()
     named = all(entry.key in present for entry in entries)
     # Prevents: a truncated segment in the remote that counts as intact although it is unreadable.
-    return view.end > 0 and not view.damage and named and all(_in_length(there, entry) for entry in entries)
+    return view.end > 0 and not view.damage and named and all(_has_length(there, entry) for entry in entries)
 
 
-def _in_length(there: Journal, entry: SegmentEntry) -> bool:
+def _has_length(there: Journal, entry: SegmentEntry) -> bool:
     with suppress(KeyNotFoundError):
         return there.backend.size(entry.key) == entry.size
     return False  # deleted since the listing

@@ -71,7 +71,7 @@ class Remote:
         if lag_bytes is not None and not (whole and lag_bytes >= 0):
             raise UsageError(f"lag_bytes: {lag_bytes!r}; it takes bytes, 0 or more")
         if lag_bytes is not None and url is False:
-            raise UsageError("lag_bytes: with remote=False there is nothing that could lag")
+            raise UsageError("lag_bytes: it has no meaning with remote=False")
         if not (url is None or url is False or isinstance(url, str | os.PathLike)):
             raise UsageError(f"remote: {url!r}; it takes a path or URL, False, or None")
         text = url if url is None or url is False else _checked(os.fsdecode(url))
@@ -88,7 +88,7 @@ def _checked(url: str) -> str:
             "remote_options= or in the environment"
         )
     if len(url) > _LONGEST_URL:
-        raise UsageError(f"remote: a URL of {len(url)} characters")
+        raise UsageError(f"remote: a URL of {len(url)} characters; at most {_LONGEST_URL} are allowed")
     return url
 
 

@@ -15,7 +15,7 @@ from ckptstore.tiers.drain import Drain, expected_there
 from ckptstore.tiers.remote_rebuild import clear_remote
 from ckptstore.tiers.store_pair import StorePair
 
-__all__ = ["Synced", "drained", "follow", "sync"]
+__all__ = ["Synced", "drained", "sync", "sync_continuously"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _once(drain: Drain, pair: StorePair) -> Synced:
     )
 
 
-def follow(
+def sync_continuously(
     pair: StorePair,
     every: float,
     progress: Progress | None = None,

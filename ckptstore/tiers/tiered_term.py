@@ -74,7 +74,7 @@ def _open_in_both(
         assert before is not None  # a pass reads it
         # Check first that this store can follow: else no writer is fenced. (Terms opened meanwhile are added below.)
         parent = chosen(before.catalog)
-        told = _was_told(done, read(pair.local).catalog, before.catalog) if done.branch else True
+        told = _was_warned(done, read(pair.local).catalog, before.catalog) if done.branch else True
         try:
             catch_up(pair, before.catalog, None if parent is None else parent.node)
         except UsageError as error:
@@ -96,7 +96,7 @@ def _open_in_both(
     return ours
 
 
-def _was_told(done: DrainResult, here: Catalog, there: Catalog) -> bool:
+def _was_warned(done: DrainResult, here: Catalog, there: Catalog) -> bool:
     """Whether a term was opened in both tiers after the last checkpoint of the branch: then that opening warned of
     it."""
     ours, theirs = here.terms.get(here.term), there.terms.get(here.term)

@@ -24,7 +24,7 @@ from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.threads import SleepingPool
-from ckptstore.segments.staged_units import Arrivals, copied_now
+from ckptstore.segments.staged_units import StagedUnits, copy_now
 
 __all__ = ["Feed", "Feeding", "Piece", "Unit", "Window"]
 
@@ -129,7 +129,7 @@ class Feed:
         self._budget = budget
         self._copiers = copiers
         self._wanted: Future[Sequence[Unit]] = Future()
-        self._arrivals = Arrivals(self._check)
+        self._arrivals = StagedUnits(self._check)
         self._gone: BaseException | None = None
         self._turn: float | None = None  # when it began
         self._reads = threading.Lock()
@@ -150,7 +150,7 @@ class Feed:
         try:
             wanted = self._wanted.result()
             waited.append((self._turn or time.monotonic()) - began)
-            submit = copied_now if len(wanted) == 1 else self._copiers.submit
+            submit = copy_now if len(wanted) == 1 else self._copiers.submit
             copies = ((unit.space, partial(_copied, submit, unit)) for unit in wanted)
             # If a unit is not wanted any more it has failed, which its saver hears of otherwise.
             self._arrivals.bring(copies, self._memory, waited.append)

@@ -27,7 +27,7 @@ from ckptstore.host.arenas import Arenas
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.host.threads import SleepingPool, default_threads, started_pool
-from ckptstore.segments.staged_units import Arrivals, ArrivingState, Described, copied_now, copies_of
+from ckptstore.segments.staged_units import DescribedTensor, StagedState, StagedUnits, copies_of, copy_now
 from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
 from ckptstore.write.job import Job
@@ -270,12 +270,12 @@ class Full:
         self._writing = False
         self._left = False
         self._lock = threading.Lock()
-        self._arrivals = Arrivals(self._check)
-        tensors = {name: Described(source) for name, source in flat.tensors.items()}
+        self._arrivals = StagedUnits(self._check)
+        tensors = {name: DescribedTensor(source) for name, source in flat.tensors.items()}
         self._queue = bridge.copy_queue(flat.tensors)
         self.device = bridge.device_of(flat.tensors)
         digests = bridge.device_digests(flat.tensors) if self._queue is None else self._queue.digests()
-        self._state = ArrivingState(flat.tree, dict(tensors), plan, self._arrivals, digests)
+        self._state = StagedState(flat.tree, dict(tensors), plan, self._arrivals, digests)
         job.stops_with(self._stop)
 
     def copy(self, flat: FlatState) -> None:
@@ -283,7 +283,7 @@ class Full:
         self._copying = True
         segments = self._state.plan.segments
         alone = len(segments) == 1 and len(segments[0][2]) <= 1
-        submit = copied_now if alone else self._fulls.copier
+        submit = copy_now if alone else self._fulls.copier
 
         def waited(seconds: float) -> None:
             self.job.measured.waited += seconds

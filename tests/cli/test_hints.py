@@ -68,7 +68,7 @@ def test_damage_names_what_can_be_restored_instead(ckpt: Run, tmp_path: Path) ->
 
 
 def test_names_that_no_file_of_ours_has(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
-    refusals = {"a.onnx": "no file of that kind is written; give a name that", "folder/": "the name of a folder"}
+    refusals = {"a.onnx": "files of that kind cannot be written; give a name that", "folder/": "the name of a folder"}
     for name, message in refusals.items():
         refused = ckpt("restore", pristine, "--out", f"{tmp_path}/{name}")
         assert refused.code == 2

@@ -394,7 +394,7 @@ class TestOpen:
             def create(self, key: str, data: bytes) -> None:
                 raise KeyExistsError(f"{key} exists")
 
-        with pytest.raises(StorageError, match="by turns") as caught:
+        with pytest.raises(StorageError, match="does not exist in turn") as caught:
             opened(Odd())
         assert not isinstance(caught.value, KeyExistsError)
 

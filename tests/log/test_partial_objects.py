@@ -23,7 +23,7 @@ from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.change import Change
 from ckptstore.log.log_reader import Patience, damaged_folds
 from ckptstore.log.log_watch import LogWatch
-from ckptstore.log.partial_objects import LONGEST, arrived
+from ckptstore.log.partial_objects import LONGEST, read_when_complete
 from ckptstore.log.pins import Pin, PinWatch
 from ckptstore.log.requests import handle, outcome, post
 from ckptstore.log.term import open_term
@@ -571,7 +571,7 @@ def test_a_copy_over_which_somebody_went_on_is_not_acknowledged(tmp_path: Path) 
 def run_of(*found: bytes) -> tuple[list[float], bytes]:
     """Pauses that were made, and what came of it; the last one is found again and again."""
     left, pauses = list(found), list[float]()
-    data = arrived(lambda: left.pop(0) if len(left) > 1 else left[0], torn, sleep=pauses.append)
+    data = read_when_complete(lambda: left.pop(0) if len(left) > 1 else left[0], torn, sleep=pauses.append)
     return pauses, data
 
 
@@ -589,7 +589,7 @@ def test_pauses_grow_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data == whole, "it grows, so it is waited for"
     growing = (b"{" + b"x" * n for n in range(10**6))
     waited: list[float] = []
-    assert torn(arrived(lambda: next(growing), torn, sleep=waited.append))
+    assert torn(read_when_complete(lambda: next(growing), torn, sleep=waited.append))
     assert LONGEST <= sum(waited) < LONGEST + 1
 
 
@@ -597,7 +597,7 @@ def test_a_successor_makes_it_damage_at_once_unless_it_is_whole_by_then() -> Non
     whole = seal({"a": 1})
     for second in (whole, whole[:5]):
         left, pauses = [whole[:5], second], list[float]()
-        assert arrived(lambda left=left: left.pop(0), torn, lambda: True, pauses.append) == second
+        assert read_when_complete(lambda left=left: left.pop(0), torn, lambda: True, pauses.append) == second
         assert (left, pauses) == ([], [])
 
 

@@ -178,7 +178,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that were waited, which takes none."""
     slept: list[float] = []
     monkeypatch.setattr(
-        partial_objects.all_arrived, "__defaults__", (*partial_objects.all_arrived.__defaults__[:-1], slept.append)
+        partial_objects.read_all_when_complete,
+        "__defaults__",
+        (*partial_objects.read_all_when_complete.__defaults__[:-1], slept.append),
     )
     return slept
 
@@ -259,7 +261,9 @@ def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> No
         return b"whole" if key == "fast" or grown > 30 else b"x" * grown
 
     found = dict(
-        partial_objects.all_arrived(["torn", "slow", "gone", "fast"], get, lambda _key, data: data != b"whole")
+        partial_objects.read_all_when_complete(
+            ["torn", "slow", "gone", "fast"], get, lambda _key, data: data != b"whole"
+        )
     )
     assert list(found) == ["fast", "gone", "torn", "slow"]
     assert (found["fast"], found["torn"], found["slow"]) == (b"whole", b"x", b"whole")
@@ -274,6 +278,6 @@ def test_what_grows_for_ever_is_taken_as_it_is(pauses: list[float]) -> None:
         looks.append(0)
         return b"x" * len(looks)
 
-    ((_, found),) = partial_objects.all_arrived(["a"], get, lambda _key, _data: True)
+    ((_, found),) = partial_objects.read_all_when_complete(["a"], get, lambda _key, _data: True)
     assert partial_objects.LONGEST <= sum(pauses) < partial_objects.LONGEST + 1
     assert found == b"x" * len(looks)

@@ -172,7 +172,7 @@ class TestInto:
 
     def test_what_is_one_in_the_checkpoint_and_two_in_the_target(self) -> None:
         into = {"teacher": {"w": torch.zeros(3)}, "model": {"w": torch.zeros(3)}}
-        with pytest.raises(UsageError, match=r"has a tensor 'model\.w' that the checkpoint has not \(1 in all\)"):
+        with pytest.raises(UsageError, match=r"has a tensor 'model\.w' that is not in the checkpoint \(1 in total\)"):
             stored(teacher()).load(1, into=into, select="*.w")
         assert not into["teacher"]["w"].any()
         stored(teacher()).load(1, into=into, select="model.w")

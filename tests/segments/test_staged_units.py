@@ -12,7 +12,7 @@ import pytest
 
 from ckptstore.formats.sources import NumpySource
 from ckptstore.host.arenas import ArenaLease, Arenas
-from ckptstore.segments.staged_units import Arrivals, Described, copied_now
+from ckptstore.segments.staged_units import DescribedTensor, StagedUnits, copy_now
 
 PAGE = 4096
 
@@ -27,12 +27,12 @@ def memory() -> Arenas:
 
 def filled(value: int) -> Callable[[Any], Future[None]]:
     def copy(memory: Any) -> Future[None]:
-        return copied_now(lambda: memory.fill(value))
+        return copy_now(lambda: memory.fill(value))
 
     return copy
 
 
-def values(arrivals: Arrivals, count: int) -> list[int]:
+def values(arrivals: StagedUnits, count: int) -> list[int]:
     found = []
     for _ in range(count):
         lease = arrivals.take()
@@ -45,7 +45,7 @@ def ignored(_: object) -> None: ...
 
 
 def test_units_come_in_order_and_memory_is_used_again(memory: Arenas) -> None:
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     waits: list[float] = []
     begun: list[str] = []
     found: list[int] = []
@@ -71,7 +71,7 @@ def test_units_come_in_order_and_memory_is_used_again(memory: Arenas) -> None:
 def test_a_copy_that_fails_is_told_on_both_sides(memory: Arenas) -> None:
     failed: Future[None] = Future()
     failed.set_exception(OSError("the device is gone"))
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     with pytest.raises(OSError, match="gone"):
         arrivals.bring([(PAGE, filled(1)), (PAGE, lambda _: failed), (PAGE, filled(3))], memory, ignored)
     assert values(arrivals, 1) == [1]
@@ -104,7 +104,7 @@ def test_a_copy_that_cannot_begin_leaves_no_memory_behind(memory: Arenas) -> Non
         except MemoryError as error:
             told.append(f"{error}, {going.is_set()}")
 
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     thread = threading.Thread(target=bring)
     thread.start()
     running.wait(30)
@@ -120,7 +120,7 @@ def test_a_copy_that_cannot_begin_leaves_no_memory_behind(memory: Arenas) -> Non
 
 
 def test_what_is_there_is_given_before_the_error(memory: Arenas) -> None:
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     arrivals.bring([(PAGE, filled(5))], memory, ignored)
     arrivals.fail(OSError("first"))
     arrivals.fail(OSError("second"))
@@ -138,7 +138,7 @@ def test_who_waits_for_a_unit_hears_of_it(memory: Arenas, how: str) -> None:
         if stopped.is_set():
             raise InterruptedError("stopped")
 
-    arrivals, asked, told = Arrivals(stop), threading.Event(), []
+    arrivals, asked, told = StagedUnits(stop), threading.Event(), []
 
     def take() -> None:
         asked.set()
@@ -164,7 +164,7 @@ def test_who_waits_for_a_unit_hears_of_it(memory: Arenas, how: str) -> None:
 
 
 def test_nothing_is_taken_once_it_is_stopped(memory: Arenas) -> None:
-    arrivals = Arrivals(lambda: (_ for _ in ()).throw(InterruptedError("stopped")))
+    arrivals = StagedUnits(lambda: (_ for _ in ()).throw(InterruptedError("stopped")))
     arrivals.bring([(PAGE, filled(1))], memory, ignored)
     with pytest.raises(InterruptedError):
         arrivals.take()
@@ -174,7 +174,7 @@ def test_nothing_is_taken_once_it_is_stopped(memory: Arenas) -> None:
 
 def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -> None:
     """What has not begun never does; what runs is waited for; what was taken is freed as well."""
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     freed: list[int] = []
 
     def unit(number: int, copied: Future[None]) -> bool:
@@ -182,7 +182,7 @@ def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -
 
     going, begun = threading.Event(), threading.Event()
     pool = ThreadPoolExecutor(1)
-    done = copied_now(lambda: None)
+    done = copy_now(lambda: None)
 
     def run() -> None:
         begun.set()
@@ -217,7 +217,7 @@ def test_discarded_memory_waits_for_the_copy_and_is_freed_once(memory: Arenas) -
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_what_is_not_wanted_is_not_copied(memory: Arenas, raises: bool) -> None:
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     begun: list[int] = []
     asked: list[str] = []
 
@@ -244,7 +244,7 @@ def test_what_is_not_wanted_is_not_copied(memory: Arenas, raises: bool) -> None:
 
 def test_a_copy_that_was_given_up_before_it_began_is_no_error(memory: Arenas) -> None:
     """Whoever gave it up says why; the caller's thread has nothing to add."""
-    arrivals, going, pool = Arrivals(), threading.Event(), ThreadPoolExecutor(1)
+    arrivals, going, pool = StagedUnits(), threading.Event(), ThreadPoolExecutor(1)
     pool.submit(going.wait, 30)
 
     def copies() -> Iterator[tuple[int, Callable[[Any], Future[None]]]]:
@@ -261,7 +261,7 @@ def test_a_copy_that_was_given_up_before_it_began_is_no_error(memory: Arenas) ->
 
 
 def test_memory_of_an_unwanted_unit_is_in_use_while_it_is_copied_to(memory: Arenas) -> None:
-    arrivals = Arrivals()
+    arrivals = StagedUnits()
     arrivals.discard()
     running: Future[None] = Future()
     running.set_running_or_notify_cancel()
@@ -277,7 +277,7 @@ def test_memory_of_an_unwanted_unit_is_in_use_while_it_is_copied_to(memory: Aren
 
 def test_a_tensor_that_arrives_is_described_and_cannot_be_read() -> None:
     source = NumpySource(np.zeros((2, 3), np.float32))
-    found, other = Described(source), Described(source)
+    found, other = DescribedTensor(source), DescribedTensor(source)
     for name in ("dtype", "shape", "nbytes", "origin"):
         assert getattr(found, name) == getattr(source, name), name
     assert (found.global_shape, found.offset) == (None, None)

@@ -19,7 +19,7 @@ from ckptstore.backends.objects import ObjectBackend
 from ckptstore.cli.main import cli
 from tools.objects.server import Server
 
-INSIDE = r"is inside the checkpoint store {}.*: no store is made there; give a place beside it"
+INSIDE = r"is inside the checkpoint store {}.*: no store is created there; choose a place outside it"
 
 
 def filled(place: str | Path, **how: Any) -> ckptstore.Store:

@@ -235,7 +235,7 @@ class TestInPlace:
             ({"value": torch.zeros(4), "step": 0}, r"F32 \[4\], the checkpoint's is F32 \[5\]"),
             ({"value": torch.zeros(5, dtype=torch.float64), "step": 0}, "F64"),
             ({"other": torch.zeros(5)}, "no tensor 'value'"),
-            ({"value": torch.zeros(5), "more": torch.zeros(1)}, "'more' that the checkpoint has not"),
+            ({"value": torch.zeros(5), "more": torch.zeros(1)}, "'more' that is not in the checkpoint"),
             (
                 {"value": torch.zeros(1).expand(5), "step": 0},
                 "'value' is read-only, or several of its elements share",
@@ -277,7 +277,7 @@ class TestInPlace:
             store.load(1, into=model)
         assert not model["0.weight"].any()
         untied = model | {"0.weight": torch.zeros(64, 64)}
-        with pytest.raises(UsageError, match=r"into= has a tensor 'model\.0\.weight' that the checkpoint has not"):
+        with pytest.raises(UsageError, match=r"into= has a tensor 'model\.0\.weight' that is not in the checkpoint"):
             store.load(1, into={"model": untied}, select=["model.*"])
         store.load(1, into={"model": model}, select=["model.*"])
         same(model["0.weight"], state["model"]["0.weight"])

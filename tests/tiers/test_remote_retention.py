@@ -22,7 +22,7 @@ from ckptstore.formats.records import (
     SegmentEntry,
 )
 from ckptstore.tiers import remote_requests
-from ckptstore.tiers.drain_selection import drainable, holding, lag_between, pruned
+from ckptstore.tiers.drain_selection import drainable, lag_between, remote_holds, remote_retired
 from tests.tiers.conftest import Place
 from tests.tiers.test_tiers import LONG, check, fill, state, steps
 
@@ -214,7 +214,7 @@ def test_what_builds_on_what_is_gone_there_waits_for_what_does_not() -> None:
     wanted, branch = drainable(here, there)
     assert branch == ()
     assert list(wanted.checkpoints) == [(1, 4)], "3 builds on 2, which gc may have deleted there"
-    assert [node for node in here.checkpoints if pruned(here, there)(node)] == [(1, 1), (1, 2)]
+    assert [node for node in here.checkpoints if remote_retired(here, there)(node)] == [(1, 1), (1, 2)]
     whole, _ = drainable(here, known(history[:2]))
     assert list(whole.checkpoints) == [(1, 1), (1, 2), (1, 3), (1, 4)]
 
@@ -232,7 +232,7 @@ def test_a_base_that_the_remote_holds_is_built_on() -> None:
 def test_another_machines_term_of_the_same_number_was_never_ours() -> None:
     here = known([saved(1)])
     there = log(saved(1), gives_up(1), opened=OpenRecord(1, None, "b" * 32, 0.0, {})).catalog
-    assert not pruned(here, there)((1, 1))
+    assert not remote_retired(here, there)((1, 1))
     assert drainable(here, there)[1] == ((1, 1),)
 
 
@@ -240,7 +240,7 @@ def test_without_the_member_nothing_is_known_to_have_been_there() -> None:
     """A term that continues from 2 does not say that 1 was there: it may have been left out."""
     builder = log(saved(1), saved(2), gives_up(1))
     builder.apply(OpenRecord(2, CheckpointId(1, 2, f"{2:032x}"), "c" * 32, 0.0, {}), 4)
-    gone = pruned(known([saved(1), saved(2), saved(3)]), builder.catalog)
+    gone = remote_retired(known([saved(1), saved(2), saved(3)]), builder.catalog)
     assert [step for step in (1, 2, 3) if gone((1, step))] == []
 
 
@@ -263,9 +263,9 @@ def test_of_the_same_term_another_state_is_another_checkpoint() -> None:
     here = known([saved(1), saved(2)])
     changed = replace(here.checkpoints[1, 2], state="f" * 32)
     there = known([saved(1), replace(saved(2), checkpoints=(changed,))])
-    holds = holding(here, there)
+    holds = remote_holds(here, there)
     assert [step for step in (1, 2, 3) if holds((1, step))] == [1]
-    assert not holding(here, log(saved(1), opened=OpenRecord(1, None, "b" * 32, 0.0, {})).catalog)((1, 1))
+    assert not remote_holds(here, log(saved(1), opened=OpenRecord(1, None, "b" * 32, 0.0, {})).catalog)((1, 1))
     assert lag_between(here, there).checkpoints == 1
 
 

@@ -26,6 +26,6 @@ def break_rule(patch: pytest.MonkeyPatch, rule: Rule) -> None:
     if rule == "look above":
         patch.setattr(log_reader._LogRead, "_slot_above", only_the_next)
         return
-    patch.setattr(Term, "_check_log_is_mine", lambda _term, _seq: None)
+    patch.setattr(Term, "_check_last_slot", lambda _term, _seq: None)
     if rule == "chain":
         patch.setattr(log_reader._LogRead, "_follows", lambda _reading, _record: True)

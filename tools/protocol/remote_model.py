@@ -139,7 +139,7 @@ class RemoteModel:
         return None
 
     def _gone(self, there: Catalog, checkpoint: Checkpoint) -> bool:
-        """Whether the remote had a checkpoint and has retired it, as its log says (`tiers.drain_selection.pruned`)."""
+        """Whether the remote had a checkpoint and has retired it, by its log (`drain_selection.remote_retired`)."""
         found = self._theirs(there, checkpoint)
         if found is None or found in there.promised:
             return False

@@ -46,7 +46,7 @@ from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import LOOKS, overtaken, read
-from ckptstore.log.partial_objects import all_arrived, exists, slot_bytes
+from ckptstore.log.partial_objects import exists, read_all_when_complete, slot_bytes
 from ckptstore.log.stale_listings import every_object
 from ckptstore.maintenance.verify.log_check import UNSAID, SlotHashes, check_folds_listed, check_log
 from ckptstore.maintenance.verify.lost_checkpoints import lost_checkpoints
@@ -222,8 +222,8 @@ def _history(
         if (seq := slot_of(key)) is not None:
             check(key, partial(slot_bytes, backend, journal.run, seq), slot)
     small = [key for key in keys if fold_of(key) or pin_of(key) or request_of(key)]
-    # Writers and readers may be active. A torn object may still be arriving.
-    arriving = all_arrived(
+    # Writers and readers may be at work at the same time: a torn object may still be arriving.
+    arriving = read_all_when_complete(
         small,
         lambda key: backend.get(key, FOLD_LIMIT if fold_of(key) else record_text.MANIFEST_LIMIT),
         lambda key, data: not intact(data, place[1]) if (place := fold_of(key)) else record_text.torn(data),

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import Arenas
-from ckptstore.segments.staged_units import Arrivals, ArrivingState, Described, copies_of
+from ckptstore.segments.staged_units import DescribedTensor, StagedState, StagedUnits, copies_of
 from ckptstore.segments.units import UnitPlan
 
 __all__ = ["ArrivingShare"]
@@ -45,9 +45,9 @@ class ArrivingShare:
         self._memory = memory
         self._copiers = copiers
         self._gone: BaseException | None = None
-        self._arrivals = Arrivals(self._check)
-        tensors = {name: Described(source) for name, source in share.tensors.items()}
-        self.state = ArrivingState(share.tree, dict(tensors), plan, self._arrivals, digests)
+        self._arrivals = StagedUnits(self._check)
+        tensors = {name: DescribedTensor(source) for name, source in share.tensors.items()}
+        self.state = StagedState(share.tree, dict(tensors), plan, self._arrivals, digests)
 
     # -- the thread that trains
 
