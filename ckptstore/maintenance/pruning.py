@@ -232,7 +232,7 @@ def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | Non
         raise UsageError(f"{journal.url}: this version does not know all of its rules {', '.join(found)}")
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            f"{journal.url}: the log is damaged: checkpoints that it lost may build on segments that would be dropped: "
             "`ckpt verify` names the damage"
         )
     return found

@@ -96,5 +96,5 @@ class _Watcher:
             return status
         said = changes_between(before, view)
         if (last.writer, last.pid) == ("alive", status.pid) and status.writer == "gone":
-            said.append(f"process {status.pid}, which wrote, is gone")
+            said.append(f"the writing process {status.pid} is gone")
         return replace(status, changes=tuple(said))

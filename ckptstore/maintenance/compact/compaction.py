@@ -105,7 +105,7 @@ def planned_moves(
     catalog = view.catalog
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            f"{journal.url}: the log is damaged: checkpoints that it lost may build on segments that would be dropped: "
             "`ckpt verify` names the damage"
         )
     left = frozenset[Node]() if only is None else outside(catalog, only)
