@@ -34,7 +34,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import DamagedReplicaError, Origin, Replica
 from ckptstore.log.log_reader import View, read
 from ckptstore.log.pins import Pin
-from ckptstore.maintenance.copies.parallel_copies import Copies
+from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.store_copy import check_apart, check_known
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.tiers.drain_selection import drainable, foreign_terms, holding, lag_between, pruned
@@ -307,11 +307,11 @@ class Drain:
         self.remote = View(view.catalog, view.end, view.end - 1)
 
 
-class _Copies(Copies):
-    """`Copies`, with a crash point behind each group of segments."""
+class _Copies(SegmentCopies):
+    """`SegmentCopies`, with a crash point behind each group of segments."""
 
     def bring(self, segments: Sequence[SegmentEntry]) -> None:
-        """See `Copies`."""
+        """See `SegmentCopies`."""
         if not segments:
             return
         super().bring(segments)

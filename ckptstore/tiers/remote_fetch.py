@@ -31,7 +31,7 @@ from ckptstore.log.log_copy import Origin, Replica, is_begun
 from ckptstore.log.log_reader import read
 from ckptstore.log.pins import claim
 from ckptstore.maintenance.copies.copy_selection import part_of
-from ckptstore.maintenance.copies.parallel_copies import Copies
+from ckptstore.maintenance.copies.parallel_copies import SegmentCopies
 from ckptstore.maintenance.copies.segment_copy import BLOCKS, check_segment, copy_segment
 from ckptstore.maintenance.copies.transfer import Transfer
 from ckptstore.restore.restore_plan import plan
@@ -132,7 +132,7 @@ def _line_of(catalog: Catalog, node: Node | None) -> Catalog:
 
 
 def _bring(pair: Pair, wanted: Catalog, replica: Replica) -> None:
-    copies = Copies(pair.remote.backend, pair.local.backend, pair.remote.run, _THREADS, lambda _nbytes: None)
+    copies = SegmentCopies(pair.remote.backend, pair.local.backend, pair.remote.run, _THREADS, lambda _nbytes: None)
     transfer = Transfer(wanted, replica, copies)
     replica.backend.check_space(sum(entry.size for entry in transfer.missing()))
     transfer.run()
