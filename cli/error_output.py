@@ -44,9 +44,9 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     code, message, hint = describe(error)
     color = False if "NO_COLOR" in os.environ else None
     if message:
-        _said(f"{click.style('error:', fg='red', bold=True)} {message}", 7, color)
+        _print_stderr(f"{click.style('error:', fg='red', bold=True)} {message}", 7, color)
     if hint:
-        _said(f"{click.style('hint:', bold=True)} {hint}", 6, color)
+        _print_stderr(f"{click.style('hint:', bold=True)} {hint}", 6, color)
     if "--json" in arguments and message:
         from ckptstore.cli.output import emit_line
 
@@ -55,7 +55,7 @@ def report(error: BaseException, arguments: Sequence[str]) -> int:
     return code
 
 
-def _said(text: str, hanging: int, color: bool | None) -> None:
+def _print_stderr(text: str, hanging: int, color: bool | None) -> None:
     from ckptstore.cli.text_wrap import columns, fitted
 
     with contextlib.suppress(OSError):  # stderr may have failed as well; the exit code still reports the error

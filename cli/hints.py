@@ -61,17 +61,17 @@ def hint_for(error: BaseException) -> str | None:
         return None
     ref = typed.get("ref")
     if isinstance(error, errors.CheckpointNotFoundError) and isinstance(store, str):
-        became = _became(str(error), store)
+        became = _fate(str(error), store)
         text = f"{became}; {text}" if became else text
     said = text.format(
         store=shlex.quote(store) if isinstance(store, str) else "STORE",
         ref=shlex.quote(ref) if isinstance(ref, str) else "REF",
     )
     near = getattr(error, "nearest", None)
-    return _instead(near, store, typed.get("out")) + said if near is not None and isinstance(store, str) else said
+    return _alternative(near, store, typed.get("out")) + said if near is not None and isinstance(store, str) else said
 
 
-def _became(message: str, store: str) -> str | None:
+def _fate(message: str, store: str) -> str | None:
     """Return what the log says of a missing step."""
     wanted = re.match(r"no checkpoint (?:of )?(?:step )?([0-9]{1,16})(?:@([0-9]{1,10}))?\b", message)
     if wanted is None:
@@ -157,7 +157,7 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     return f"`ckpt import {quoted} FILE...` creates one; so does ckptstore.open({path!r}, create=True)"
 
 
-def _instead(near: str, store: str, out: Any) -> str:
+def _alternative(near: str, store: str, out: Any) -> str:
     """Return the command that restores an intact checkpoint instead of a damaged one."""
     name = shlex.quote(str(out)) if out is not None else "FILE"
     return (

@@ -32,13 +32,13 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "bisect": ("bisect", "Find the checkpoint at which something began."),
         "repair": ("repair", "Make a new store from the intact parts of a damaged one."),
     },
-    "Get in and out": {
+    "Restore, import and copy": {
         "restore": ("restore", "Write a checkpoint to a .safetensors or .pt file."),
         "import": ("import_", "Store .safetensors and .pt files as checkpoints."),
         "copy": ("copy", "Copy checkpoints to another place."),
         "sync": ("sync", "Copy to a second tier what is missing there."),
     },
-    "Name, and make smaller": {
+    "Tag, prune and compact": {
         "tag": ("tag", "Name a checkpoint, or list the tags."),
         "keep": ("keep", "Set which checkpoints a store keeps, or show it."),
         "prune": ("prune", "Retire the checkpoints that no rule keeps."),

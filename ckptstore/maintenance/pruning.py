@@ -81,7 +81,7 @@ def set_rules(
             "(keep=), or pass take_over=True (--take-over)"
         )
 
-    _tell_unmatched(before, chosen)
+    _warn_unmatched(before, chosen)
 
     def plan(catalog: Catalog) -> Change | None:
         return None if catalog.keep == chosen else Change(keep=chosen)
@@ -116,7 +116,7 @@ def prune(
         raise UsageError("no rule is given: nothing would be kept but the newest checkpoint, and those with tags")
     view = read(journal, look_above=True)
     before = view.catalog
-    _tell_unmatched(before, _rules_for(journal, before, chosen))  # raises before a writer is asked
+    _warn_unmatched(before, _rules_for(journal, before, chosen))  # raises before a writer is asked
     if dry_run:
         found = _plan(journal, before, chosen, all_at_once=True, drained=drained)
         record = CommitRecord(before.term, drops=tuple(found.drops), retires=found.retires)
@@ -136,7 +136,7 @@ def prune(
     return _report(view.catalog, _rules_for(journal, view.catalog, chosen), done, drained)
 
 
-def _tell_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
+def _warn_unmatched(catalog: Catalog, chosen: Iterable[str]) -> None:
     """Warn of a rule whose metric no checkpoint has: a misspelled name keeps everything."""
     for rule, name in unmatched(catalog, chosen).items():
         there = ", ".join(names(catalog)) or "none"
@@ -232,7 +232,7 @@ def _rules_for(journal: Journal, catalog: Catalog, chosen: tuple[str, ...] | Non
         raise UsageError(f"{journal.url}: this version does not know all of its rules {', '.join(found)}")
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            f"{journal.url}: the log is damaged: checkpoints that it lost may build on segments that would be dropped: "
             "`ckpt verify` names the damage"
         )
     return found

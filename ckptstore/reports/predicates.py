@@ -101,7 +101,9 @@ def commanded(command: str, export: Export) -> Ask:
         if done.returncode == SKIP:
             return "skipped", f"the command exited with {SKIP}"
         if not 0 <= done.returncode < _SIGNALLED:
-            raise UsageError(f"{command!r} exited with {done.returncode} on {entry.ref}: it was killed, or stopped us")
+            raise UsageError(
+                f"{command!r} exited with {done.returncode} on {entry.ref}: it was killed, or asked to stop"
+            )
         return ("bad" if done.returncode else "good"), ""
 
     return ask

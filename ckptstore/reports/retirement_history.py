@@ -46,11 +46,11 @@ def _seek(journal: Journal, step: int, term: int | None) -> str | None:
             continue
         for node in record.retires:
             if node[1] == step and term in (None, node[0]):
-                return _told(record, node)
+                return _sentence(record, node)
     return None
 
 
-def _told(record: CommitRecord, node: Node) -> str:
+def _sentence(record: CommitRecord, node: Node) -> str:
     """Describe a retirement. A change that also re-encodes later checkpoints of the term is a merge."""
     into = [edge.checkpoint for edge in record.encodings if edge.checkpoint[0] == node[0] and edge.checkpoint > node]
     if into and not record.checkpoints:

@@ -77,13 +77,13 @@ class _Watcher:
         """
         before = None if (costs := self._place.costs) is None else costs.spent
         journal, view = self._looks.look()
-        status = self._told(view, journal.run)
+        status = self._status(view, journal.run)
         requests = None if costs is None or before is None else (costs.spent - before).total
         free = journal.backend.free_bytes()
         self._view, self._last = view, replace(status, requests=requests, free=free)
         return self._last
 
-    def _told(self, view: View, run: str) -> RunStatus:
+    def _status(self, view: View, run: str) -> RunStatus:
         last, before, now = self._last, self._view, time.time()
         if last is None or before is None or view.end != before.end or view.damage != before.damage:
             self._pace.take(view.catalog)
@@ -96,5 +96,5 @@ class _Watcher:
             return status
         said = changes_between(before, view)
         if (last.writer, last.pid) == ("alive", status.pid) and status.writer == "gone":
-            said.append(f"process {status.pid}, which wrote, is gone")
+            said.append(f"the writing process {status.pid} is gone")
         return replace(status, changes=tuple(said))

@@ -114,11 +114,11 @@ def command(
     names = [infos[0].ref, infos[1].ref] if other is None else [f"{store} {infos[0].ref}", f"{other} {infos[1].ref}"]
     summary = ", ".join(f"{count:,} {status}" for status, count in counts.items()) or "no tensors"
     click.echo(f"{click.style(' -> '.join(names), bold=True)}  tensors: {summary}")
-    _told(_metadata(*infos), [_state_line(one) for one in state], shown)
+    _print_differences(_metadata(*infos), [_state_line(one) for one in state], shown)
     return code
 
 
-def _told(metadata: list[str], state: list[str], shown: list[TensorDifference]) -> None:
+def _print_differences(metadata: list[str], state: list[str], shown: list[TensorDifference]) -> None:
     """Print metrics and settings first, which may explain a difference, then the tensors."""
     for lines in (metadata, state):
         if lines:

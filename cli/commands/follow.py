@@ -77,7 +77,7 @@ def command(
             try:
                 for found in follower:
                     pause(advance)
-                    _tell(found, out, as_json)
+                    _print_checkpoint(found, out, as_json)
                     if run is not None:
                         _run(run, found, out)
                     if once and not each:
@@ -88,7 +88,7 @@ def command(
                 note("no new checkpoint was seen")
 
 
-def _tell(found: Followed, out: Path | None, as_json: bool) -> None:
+def _print_checkpoint(found: Followed, out: Path | None, as_json: bool) -> None:
     if as_json:
         emit_line(_json(found, out))
         return

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     type=STEP,
     default="auto",
     metavar="N|auto",
-    help="Step of a single file. Default: auto: from the file's or folder's name, else the one after the parent's.",
+    help="Step of a single file. auto (default): from the file's or folder's name, else the one after the parent's.",
 )
 @click.option(
     "--parent",

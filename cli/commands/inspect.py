@@ -202,7 +202,7 @@ def _text(
     if remote is not None:
         yield _behind(remote)
     for name, value in info.metadata.items():
-        yield _said(name, value)
+        yield _metadata_line(name, value)
     if chain:
         yield ""
         yield plan_table(plan)
@@ -235,7 +235,7 @@ def _tensor_table(tensors: Sequence[TensorDescription]) -> Iterator[str]:
         yield f"{mark}: stored with {leader}"
 
 
-def _said(name: str, value: Any) -> str:
+def _metadata_line(name: str, value: Any) -> str:
     """Format a member of the metadata; numbers as in ``ckpt log``."""
     if name == "metrics" and isinstance(value, dict) and value:
         return ", ".join(f"{key} {number(one) if isinstance(one, float) else one}" for key, one in value.items())

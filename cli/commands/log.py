@@ -77,7 +77,7 @@ def command(
             raise error
         if term is not None or by is not None:
             raise click.UsageError("--term and --sort are for one store; two are compared step by step")
-        _beside((store, other), limit, metric or "loss", as_json, everything=unfolded, pager=not no_pager)
+        _compare_runs((store, other), limit, metric or "loss", as_json, everything=unfolded, pager=not no_pager)
         return
     if metric is not None:
         raise click.UsageError("--metric is for two stores; for one store pass --sort with a number of the metadata")
@@ -120,7 +120,7 @@ def _why_nothing(store: Store, found: Lineage) -> str:
     return f"`ckpt repair {shlex.quote(store.url)} DST` makes a store from what is left in the segments"
 
 
-def _beside(
+def _compare_runs(
     stores: tuple[str, str], limit: int | None, metric: str, as_json: bool, *, everything: bool, pager: bool
 ) -> None:
     from ckptstore.cli.two_runs import document, text
@@ -181,7 +181,7 @@ class _Layout:
 
     def __init__(self, found: Lineage, columns: int | None, *, fold: bool) -> None:
         self._found, self._columns = found, columns
-        self._said = any(info.metadata for info in found.checkpoints)
+        self._has_metadata = any(info.metadata for info in found.checkpoints)
         self._groups = _folded(found) if fold else {info.ref: [info] for info in found.checkpoints}
 
     def graph(self) -> list[str]:
@@ -212,7 +212,9 @@ class _Layout:
         cells = [[*([lanes or ""] if drawn else []), *self._cells(group)] for lanes, group in rows]
         lines = table(headings, [[*row, ""] for row in cells], fit=False).splitlines()
         margin = max(map(len, map(click.unstyle, lines))) + 2
-        lines[0] += " " * (margin - len(click.unstyle(lines[0]))) + click.style("METADATA" * self._said, bold=True)
+        lines[0] += " " * (margin - len(click.unstyle(lines[0]))) + click.style(
+            "METADATA" * self._has_metadata, bold=True
+        )
         found = [lines[0].rstrip()]
         for (lanes, group), line in zip(rows, lines[1:], strict=True):
             found += self._with_names(line, lanes, group, margin) if group else [line]
@@ -240,7 +242,7 @@ class _Layout:
         info = group[0]
         names = ["latest"] if info.ref == self._found.latest else []
         names += [f"tag:{tag}" for tag in info.tags]
-        said = _said(info.metadata)
+        said = _metadata_words(info.metadata)
         line += " " * (margin - len(click.unstyle(line)))
         room = None if self._columns is None else self._columns - margin
         below = room is not None and len(" ".join(names)) > room
@@ -288,7 +290,7 @@ def _folded(found: Lineage) -> dict[str, list[CheckpointInfo]]:
     return {group[0].ref: group for line in lines for group in line}
 
 
-def _said(metadata: Mapping[str, Any]) -> str:
+def _metadata_words(metadata: Mapping[str, Any]) -> str:
     """Format a few words of metadata: ``loss 2.317, run a``. Nested values are only in --json."""
     inner = metadata.get("metrics")
     flat = {**metadata, **inner} if isinstance(inner, Mapping) else metadata

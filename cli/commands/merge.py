@@ -27,7 +27,7 @@ NOT_MERGED = RequestError.exit_code
         "ckpt merge runs/gpt 1000..1100 --dry-run",
         "ckpt merge runs/gpt 1000..1100                  # a training run is writing: it is asked",
         "ckpt merge runs/gpt 1000@2..latest --keep-steps --take-over",
-        "ckpt merge runs/gpt 1..900 --fulls              # everything before 900, fulls too; only 900 stays",
+        "ckpt merge runs/gpt 1..900 --fulls              # all of the range, fulls too; only 900 stays",
     ],
 )
 @STORE

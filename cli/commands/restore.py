@@ -99,7 +99,7 @@ def command(
         if piped:
             with Path(out).open("rb") as file:
                 shutil.copyfileobj(file, sys.stdout.buffer)
-    _told(result, time.perf_counter() - began, as_json, piped)
+    _print_result(result, time.perf_counter() - began, as_json, piped)
 
 
 def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
@@ -113,7 +113,7 @@ def _check_piped(as_json: bool, max_shard_size: int | None) -> None:
         raise click.UsageError("--out - writes the file to stdout, which is a terminal here: use a pipe, or > FILE")
 
 
-def _told(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> None:
+def _print_result(result: ExportResult, seconds: float, as_json: bool, piped: bool) -> None:
 
     if result.converted:
         some = ", ".join(result.converted[:3]) + (" ..." if len(result.converted) > 3 else "")

@@ -69,14 +69,16 @@ def command(
         for done in opened(store).sync_forever(
             remote, every=every, bandwidth=bandwidth, on_failure=lambda error: note(f"{error}; trying again")
         ):
-            last = _tell(store, remote, done, emit_line if as_json else None)
+            last = _print_result(store, remote, done, emit_line if as_json else None)
         return last
     with progress("draining") as advance:
         done = opened(store).sync(remote, bandwidth=bandwidth, anew=anew, progress=advance)
-    return _tell(store, remote, done, emit if as_json else None)
+    return _print_result(store, remote, done, emit if as_json else None)
 
 
-def _tell(store: str, remote: str | None, done: Synced, print_json: Callable[[dict[str, Any]], None] | None) -> int:
+def _print_result(
+    store: str, remote: str | None, done: Synced, print_json: Callable[[dict[str, Any]], None] | None
+) -> int:
     if print_json is not None:
         print_json(_json(store, remote, done))
     else:

@@ -54,7 +54,7 @@ def command(store: str, every: float, metric: str, once: bool, wait: bool, as_js
     last: RunStatus | None = None
     try:
         if wait:
-            _tell_waiting(target)
+            _note_waiting(target)
         with _shown(as_json) as show:
             for status in looks:
                 first, last = last is None, status
@@ -65,7 +65,7 @@ def command(store: str, every: float, metric: str, once: bool, wait: bool, as_js
         _end(last, as_json)
 
 
-def _tell_waiting(target: Any) -> None:
+def _note_waiting(target: Any) -> None:
     from ckptstore.errors import StoreNotFoundError
 
     try:
@@ -96,7 +96,7 @@ def _shown(as_json: bool) -> Iterator[Callable[[RunStatus, bool], None]]:
 
     def tell(status: RunStatus, first: bool) -> None:
         if first or status.changes:
-            _tell(status, as_json, final=False)
+            _print_status(status, as_json, final=False)
 
     yield tell
 
@@ -106,10 +106,10 @@ def _end(last: RunStatus | None, as_json: bool) -> None:
     if last is None:
         note("no store was seen")
     elif as_json or not sys.stdout.isatty():
-        _tell(last, as_json, final=True)
+        _print_status(last, as_json, final=True)
 
 
-def _tell(status: RunStatus, as_json: bool, *, final: bool) -> None:
+def _print_status(status: RunStatus, as_json: bool, *, final: bool) -> None:
     if as_json:
         emit_line(_json(status, final))
         return

@@ -460,7 +460,7 @@ def test_a_page_in_place_of_a_listing_is_no_damage(
     proxied.prefix, proxied.wrong = prefix, 1
     assert verify(Journal(proxied)).ok
     proxied.asked, proxied.wrong = 0, 100
-    with pytest.raises(StorageError, match=r"may answer listings in its place. Nothing is said of the store"):
+    with pytest.raises(StorageError, match=r"may answer listings in its place. The store was not verified"):
         verify(Journal(proxied))
     if not prefix:
         with pytest.raises(StorageError, match=r"Nothing was repaired"):

@@ -320,7 +320,7 @@ def test_a_process_that_ends_is_told(store: Store, tmp_path: Path) -> None:
     assert next(watched).writer == "alive"
     process.communicate()
     status = next(watched)
-    assert (status.changes, status.writer) == ((f"process {process.pid}, which wrote, is gone",), "gone")
+    assert (status.changes, status.writer) == ((f"the writing process {process.pid} is gone",), "gone")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ckptstore.formats.record_text import encode_format
 from ckptstore.formats.records import FORMAT_KEY, FormatFile
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.log import fold_writer
-from ckptstore.maintenance.compact import Limits, compact
+from ckptstore.maintenance.compact import CompactLimits, compact
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store, verify
@@ -80,7 +80,7 @@ def live(backend: Backend, acknowledge: Callable[[str], None], *, rounds: int = 
         _stepping_term(store, acknowledge)
         merged = _merging_term(store, acknowledge)
         merge(store.journal, merged, keep_steps=True, take_over=True)
-        compact(store.journal, Limits(max_depth=1), take_over=True)
+        compact(store.journal, CompactLimits(max_depth=1), take_over=True)
         collect(store.journal)
         _term(store, acknowledge, parent="latest", saves=2)  # in the space of what was deleted, if files are recycled
         _maintain(store)

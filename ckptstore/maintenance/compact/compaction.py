@@ -80,7 +80,7 @@ def compact(
         raise ReadOnlyError(f"{journal.url}: read-only, nothing can be compacted")
     view, measured, planned = planned_moves(journal, limits, only=only, owned=take_over)
     if dry_run or not planned.moves:
-        done = tuple(_told(move, "planned", "", None) for move in planned.moves)
+        done = tuple(_result(move, "planned", "", None) for move in planned.moves)
         return _report(view.catalog, planned, done, planned.bytes_after, planned.seconds_after, dry_run)
     author = TakeOver(journal, "compact", several=True) if take_over else ChangeRequester(journal, timeout, view)
     made = make_moves(journal, author, planned, lambda advance: rate_limited(bandwidth, advance), progress)
@@ -105,7 +105,7 @@ def planned_moves(
     catalog = view.catalog
     if catalog.damage or catalog.lost > catalog.term:
         raise CorruptLogError(
-            f"{journal.url}: the log is damaged, and what it does not show may build on what would be dropped: "
+            f"{journal.url}: the log is damaged: checkpoints that it lost may build on segments that would be dropped: "
             "`ckpt verify` names the damage"
         )
     left = frozenset[Node]() if only is None else outside(catalog, only)
@@ -115,7 +115,7 @@ def planned_moves(
         limits,
         known_sizes(catalog, measured.samples),
         rates=measured.rates,
-        stays=_stays(catalog),
+        stays=_kept_for_long(catalog),
         owned=owned,
         refused=left,
     )
@@ -141,8 +141,8 @@ def make_moves(
     Raises:
         ReadOnlyError, StorageError, FencedError, CommitUnknownError: as `compact`; and anything `held_back` raises.
     """
-    with RewriteContext(journal, progress, dry_run=False, held_back=held_back) as shop:
-        return _make_all(MoveExecutor(journal, author, shop), author, planned)
+    with RewriteContext(journal, progress, dry_run=False, held_back=held_back) as context:
+        return _make_all(MoveExecutor(journal, author, context), author, planned)
 
 
 def _make_all(maker: MoveExecutor, author: ChangeCommitter, planned: Planned) -> tuple[CompactMove, ...]:
@@ -150,7 +150,7 @@ def _make_all(maker: MoveExecutor, author: ChangeCommitter, planned: Planned) ->
     for place, move in enumerate(planned.moves):
         found.append(_make(maker, author, move))
         if found[-1].result == "waiting":  # no writer is there to answer the next one, either
-            found += [_told(later, "left", "", None) for later in planned.moves[place + 1 :]]
+            found += [_result(later, "left", "", None) for later in planned.moves[place + 1 :]]
             break
     return tuple(found)
 
@@ -165,22 +165,22 @@ def _make(maker: MoveExecutor, author: ChangeCommitter, move: Move) -> CompactMo
                 raise
             continue
         except UsageError as error:
-            return _told(move, "refused", str(error), None)
+            return _result(move, "refused", str(error), None)
         except (CorruptionError, StorageError) as error:
             if isinstance(error, StorageError) and not is_bad_medium(error):
                 raise
-            return replace(_told(move, "refused", str(error), None), damaged=True)
+            return replace(_result(move, "refused", str(error), None), damaged=True)
         outcome = made.outcome
         if outcome.answer == "accepted":
-            return _told(move, "done", "", made)
+            return _result(move, "done", "", made)
         if outcome.answer == "waiting":
-            return _told(move, "waiting", "the live writer did not answer in time", made)
+            return _result(move, "waiting", "the live writer did not answer in time", made)
         if outcome.answer == "refused" or not left:
-            return replace(_told(move, "refused", outcome.reason, None), asked=True)
+            return replace(_result(move, "refused", outcome.reason, None), asked=True)
     raise AssertionError("every try ends in an answer")
 
 
-def _told(move: Move, result: Result, reason: str, made: ExecutedMove | None) -> CompactMove:
+def _result(move: Move, result: Result, reason: str, made: ExecutedMove | None) -> CompactMove:
     stored = {rewrite.node: rewrite.base for rewrite in move.rewrites}
     after = move.bytes_after
     if made is not None:
@@ -232,7 +232,7 @@ def _slowest(catalog: Catalog, measured: SampledSizes) -> float:
     return max((sum(map(cost, chain.encodings)) for chain in chains), default=0.0)
 
 
-def _stays(catalog: Catalog) -> Callable[[Node], bool]:
+def _kept_for_long(catalog: Catalog) -> Callable[[Node], bool]:
     """Return a function that tells of a kept checkpoint whether the store's rules will keep it for long."""
     if not catalog.keep or not known(catalog.keep):
         return lambda _node: True

@@ -77,7 +77,7 @@ class CompactReport(HtmlTable):
     dry_run: bool = False
 
     def __repr__(self) -> str:
-        return f"<CompactReport: {self._said()}>"
+        return f"<CompactReport: {self._summary()}>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -90,9 +90,9 @@ class CompactReport(HtmlTable):
             )
             for move in self.moves
         ]
-        return table(self._said(), ("move", "checkpoints", "why", "stored bytes", "result"), rows)
+        return table(self._summary(), ("move", "checkpoints", "why", "stored bytes", "result"), rows)
 
-    def _said(self) -> str:
+    def _summary(self) -> str:
         would = "would be " if self.dry_run else ""
         return (
             f"{counted(len(self.moves), 'move')}, {counted(len(self.kept), 'checkpoint')} {would}kept, "

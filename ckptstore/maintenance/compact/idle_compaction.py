@@ -104,7 +104,7 @@ class _IdleCompactor:
         self._writer = writer
         self._options = options
         self._stop = threading.Event()
-        self._way = threading.Lock()
+        self._waiting = threading.Lock()
         self._at_work = False
         self._stood_still = 0.0
         self._seen = -1
@@ -134,14 +134,14 @@ class _IdleCompactor:
                 return
             except Exception as found:  # noqa: BLE001  # no error may harm a save; the pass is repeated
                 error = found
-                self._complain(found)
+                self._warn_once(found)
             finally:
                 self._at_work = False
             if moves or error is not None:
-                self._tell(CompactPass(moves, time.monotonic() - began, self._stood_still, error))
+                self._report(CompactPass(moves, time.monotonic() - began, self._stood_still, error))
 
     def _pass(self) -> tuple[CompactMove, ...]:
-        self._make_way()
+        self._wait_for_saves()
         if (end := read(self._journal).catalog.next_seq) == self._seen:
             return ()
         self._at_work = True
@@ -163,7 +163,7 @@ class _IdleCompactor:
         def told(nbytes: int) -> None:
             if bandwidth is not None:
                 bandwidth.take(nbytes)
-            self._make_way()
+            self._wait_for_saves()
             advance(nbytes)
 
         return told
@@ -171,9 +171,9 @@ class _IdleCompactor:
     def _sleep(self, duration: float) -> None:
         self._stop.wait(duration)  # closing interrupts the wait
 
-    def _make_way(self) -> None:
+    def _wait_for_saves(self) -> None:
         """Return when no save is in progress. Raises `WriterClosedError` when the writer closes."""
-        with self._way:  # one thread waits for the writer, the others wait for the lock
+        with self._waiting:  # one thread waits for the writer, the others wait for the lock
             began = time.monotonic()
             while not self._stop.is_set() and self._writer.busy():
                 self._stop.wait(_LOOK)
@@ -181,13 +181,13 @@ class _IdleCompactor:
         if self._stop.is_set():
             raise WriterClosedError("the writer is being closed: the compaction in progress is given up")
 
-    def _complain(self, error: Exception) -> None:
+    def _warn_once(self, error: Exception) -> None:
         """Warn of an error, once."""
         if (why := f"{type(error).__name__}: {error}") not in self._said:
             self._said.add(why)
             warn(f"{self._journal.url}: compaction beside the saves failed: {why}")
 
-    def _tell(self, done: CompactPass) -> None:
+    def _report(self, done: CompactPass) -> None:
         if self._options.on_pass is None:
             return
         try:

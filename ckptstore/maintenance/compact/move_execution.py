@@ -70,16 +70,16 @@ class _ReadPlans:
 class MoveExecutor:
     """Makes moves, one by one."""
 
-    def __init__(self, journal: Journal, author: ChangeCommitter, shop: RewriteContext) -> None:
+    def __init__(self, journal: Journal, author: ChangeCommitter, context: RewriteContext) -> None:
         """
         Args:
             author: commits the record, or asks the live writer to.
-            shop: the context for writing.
+            context: threads and memory for writing.
         """
         self._journal = journal
         self._backend = journal.backend
         self._author = author
-        self._shop = shop
+        self._context = context
 
     def make(self, move: Move) -> ExecutedMove:
         """Make a move.
@@ -95,17 +95,17 @@ class MoveExecutor:
             view,
             chosen,
         ):
-            catalog, shop = view.catalog, self._shop
+            catalog, context = view.catalog, self._context
             if self._author.owned is not None and catalog.term != self._author.owned:
                 raise FencedError(f"{self._journal.url}: term {catalog.term} began after term {self._author.owned}")
-            shop.term = catalog.term
-            with shop.removing_on_failure(), shop.fenced_if_newer_term():
+            context.term = catalog.term
+            with context.removing_on_failure(), context.fenced_if_newer_term():
                 segments, encodings = self._write(catalog, chosen, move)
-                shop.remove({segment.id for segment in segments})
+                context.remove({segment.id for segment in segments})
                 self._prove(catalog, chosen.others)
                 change = self._change(catalog, move, chosen.others, segments, encodings)
                 crash_point("compact.verified")
-            shop.told()
+            context.release()
         outcome = self._author.commit(catalog.term, f"compact: {move.kind}", change)
         crash_point("compact.committed")
         return ExecutedMove(
@@ -119,9 +119,9 @@ class MoveExecutor:
         """Read what the spared checkpoints are restored from after the move: it may never have been checked."""
         for one in others:
             entry = _entry(catalog, one.target.node)
-            self._shop.tally.total += entry.nbytes
+            self._context.tally.total += entry.nbytes
             with opened_plan(self._backend, catalog, entry, one.encodings) as found:
-                self._shop.check(found)
+                self._context.check(found)
 
     def _write(self, catalog: Catalog, chosen: _ReadPlans, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         if move.kind == "drop":
@@ -149,7 +149,7 @@ class MoveExecutor:
         """Rewrite a checkpoint and verify it. Return the new segments, and the chain that then restores it."""
         entry = _entry(catalog, rewrite.node)
         below = () if rewrite.base is None else chains[rewrite.base]
-        self._shop.tally.total += 2 * entry.nbytes
+        self._context.tally.total += 2 * entry.nbytes
         with ExitStack() as stack:
             found = stack.enter_context(opened_plan(self._backend, catalog, entry, chains[rewrite.node], before))
             base = None
@@ -157,31 +157,31 @@ class MoveExecutor:
                 other = _entry(catalog, rewrite.base)
                 base = stack.enter_context(opened_plan(self._backend, catalog, other, below, before))
             written, edge, state = reencode(
-                self._shop.session,
+                self._context.session,
                 found,
                 base,
-                lambda one: merged_draft([one], catalog, self._journal.run, self._shop.term),
+                lambda one: merged_draft([one], catalog, self._journal.run, self._context.term),
             )
         if state != entry.state:
             raise CorruptSegmentError(f"checkpoint {entry.ref}: its chain gives another state than the log says")
         chain = (edge,) if edge.base is None else (*below, edge)
         with opened_plan(self._backend, catalog, entry, chain, [*before, *written]) as again:
-            self._shop.check(again)
+            self._context.check(again)
         return written, chain
 
     def _copy(self, catalog: Catalog, chosen: _ReadPlans, move: Move) -> tuple[list[SegmentEntry], list[Encoding]]:
         edges = [chosen.plans[rewrite.node].encodings[-1] for rewrite in move.rewrites]
         last = move.rewrites[-1].node
-        shop = self._shop
-        shop.tally.total += 2 * copied_bytes(self._backend, catalog, edges) + _entry(catalog, last).nbytes
+        context = self._context
+        context.tally.total += 2 * copied_bytes(self._backend, catalog, edges) + _entry(catalog, last).nbytes
         segments, encodings = copy_encodings(
-            shop.session, self._backend, catalog, edges, run=self._journal.run, term=shop.term
+            context.session, self._backend, catalog, edges, run=self._journal.run, term=context.term
         )
-        shop.check_copies(catalog, segments, encodings)
+        context.check_copies(catalog, segments, encodings)
         moved = {edge.checkpoint: edge for edge in encodings}
         chain = [moved.get(edge.checkpoint, edge) for edge in chosen.plans[last].encodings]
         with opened_plan(self._backend, catalog, _entry(catalog, last), chain, segments) as found:
-            shop.check(found)
+            context.check(found)
         return segments, encodings
 
     def _change(

@@ -167,12 +167,12 @@ def merged_draft(edges: Sequence[Encoding], catalog: Catalog, run: str, term: in
         run=run,
         term=term,
         segment=uuid.uuid4().hex,
-        encodings={edge.checkpoint[1]: _told(catalog, edge) for edge in edges},
+        encodings={edge.checkpoint[1]: _step_encoding(catalog, edge) for edge in edges},
         parents={number: catalog.terms[number].parent for number in sorted(terms) if _is_known(catalog, number)},
     )
 
 
-def _told(catalog: Catalog, edge: Encoding) -> StepEncoding:
+def _step_encoding(catalog: Catalog, edge: Encoding) -> StepEncoding:
     entry = catalog.find(edge.checkpoint)
     assert entry is not None, edge.checkpoint  # it has an encoding
     return StepEncoding(entry.term, edge.kind, edge.base, entry.time, edge.lossy)

@@ -226,11 +226,11 @@ def _held(catalog: Catalog, nodes: Iterable[Node]) -> dict[Node, str]:
     for name, node in sorted(catalog.tags.items()):
         held[node] = f"tag {name!r} names it"
     going = list(nodes)
-    ruled = _ruled(catalog, going)
+    ruled = _kept_by_rules(catalog, going)
     return {node: why for node in going if (why := held.get(node) or ruled.get(node))}
 
 
-def _ruled(catalog: Catalog, nodes: Sequence[Node]) -> dict[Node, str]:
+def _kept_by_rules(catalog: Catalog, nodes: Sequence[Node]) -> dict[Node, str]:
     """Return those of `nodes` that the store's retention rules keep, and by which rule.
 
     Prevents: a merge that gives up what the user's rules keep, without a word.

@@ -102,7 +102,7 @@ class RewriteContext:
                 self._backend.delete(segment_key(self.term, segment))
             self._begun.remove(segment)
 
-    def told(self) -> None:
+    def release(self) -> None:
         """Stop tracking the begun segments: other processes may know of them now, so they are not removed."""
         self._begun.clear()
 

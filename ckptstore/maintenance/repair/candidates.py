@@ -135,7 +135,7 @@ def _name_the_lost(found: Candidates, named: Mapping[CheckpointId, str], known: 
     retired = {one.parent.node for one in known.terms.values() if one.parent is not None and one.parent_found}
     for identity, why in named.items():
         if found.catalog.find(identity.node) is None and identity.node not in retired:
-            found.broken.setdefault(identity.node, f"nothing of it is here but its name: {why}")
+            found.broken.setdefault(identity.node, f"only its name is recorded here: {why}")
 
 
 def _terms(catalog: Catalog, known: Catalog, parents: Mapping[int, CheckpointId | None], run: str) -> None:

@@ -132,7 +132,7 @@ def read_log(backend: Backend, format_file: FormatFile, keys: Sequence[str]) -> 
         what = "it is damaged, or does not continue the log" if slot_key(seq) in present else "it is missing"
         damage.append(Damage(slot_key(seq), what))
     if not catalog.term:
-        damage.append(Damage("log", "nothing of it is left"))
+        damage.append(Damage("log", "no part of it is left"))
     elif catalog.lost > catalog.term:
         damage.append(Damage("log", f"it ends in term {catalog.term}, but there are segments of term {catalog.lost}"))
     return Log(catalog, bool(catalog.term) and not damage, tuple(damage), judged)

@@ -53,9 +53,11 @@ def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, SegmentDesc
             continue
         try:
             with closing(backend.open_source(key)) as source:
-                told = _told(source, key)
-            if (told.entry.term, told.entry.id) != place:
-                raise CorruptSegmentError(f"{key}: holds segment {told.entry.id} of term {told.entry.term}")
+                description = _describe(source, key)
+            if (description.entry.term, description.entry.id) != place:
+                raise CorruptSegmentError(
+                    f"{key}: holds segment {description.entry.id} of term {description.entry.term}"
+                )
         except StorageError as error:
             if not is_bad_medium(error):
                 raise
@@ -63,11 +65,11 @@ def survey(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, SegmentDesc
         except CkptError as error:
             damage.append(Damage(key, str(error).removeprefix(f"{key}: ")))
         else:
-            found[told.entry.id] = told
+            found[description.entry.id] = description
     return found, damage
 
 
-def _told(source: SegmentSource, key: str) -> SegmentDescription:
+def _describe(source: SegmentSource, key: str) -> SegmentDescription:
     def read(offset: int, length: int) -> bytes:
         out = bytearray(length)
         source.read_into(offset, memoryview(out))

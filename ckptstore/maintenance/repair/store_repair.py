@@ -149,7 +149,7 @@ def _look(source: Backend, run: str | None) -> _Evidence:
     check_known(source.url, format_file, log.catalog)
     options = candidates(source, run, log, told)
     if not (options.catalog.checkpoints or options.broken):
-        raise StoreNotFoundError(f"{source.url}: nothing of a checkpoint is left of run {run}")
+        raise StoreNotFoundError(f"{source.url}: no part of a checkpoint is left of run {run}")
     return _Evidence(format_file, log, options, (*bad, *log.damage, *damage))
 
 

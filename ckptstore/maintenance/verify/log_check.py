@@ -23,7 +23,7 @@ from ckptstore.maintenance.verify.verify_findings import Findings
 
 __all__ = ["UNSAID", "SlotHashes", "check_folds_listed", "check_log"]
 
-UNSAID: Final = "Nothing is said of the store: check the endpoint and the proxies, then verify it again"
+UNSAID: Final = "The store was not verified: check the endpoint and the proxies, then verify it again"
 _SHOWN: Final = 4
 
 
@@ -61,7 +61,9 @@ def check_log(
         found.add(slot_key(first), CorruptionError(f"{which}, and no existing fold allows that they were deleted"))
     for opened in catalog.terms.values():
         if opened.parent is not None and not opened.parent_found:
-            what = f"term {opened.term} continues from {opened.parent.ref}, and no record before it promises that"
+            what = (
+                f"term {opened.term} continues from {opened.parent.ref}, and no earlier record promises that checkpoint"
+            )
             found.add(slot_key(opened.seq), CorruptionError(what))
     unknown: dict[int, list[str]] = {}
     for key in sorted(listed):
