@@ -1,4 +1,4 @@
 """Convert between bytes and arrays: segments, log records, codecs, state trees. Pure functions without I/O or torch.
 
-``SPEC.md`` beside this file is the normative description. Of the engine only `errors` is imported.
+``SPEC.md`` beside this file is the normative description. Imports nothing of the engine but `errors`.
 """
