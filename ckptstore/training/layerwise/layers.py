@@ -1,7 +1,7 @@
-"""Which tensors change together: the layers of a model, as its optimizers update them.
+"""The layers of a model: tensors that its optimizers update together.
 
-A layer is what one module owns; small neighbours are packed together, so that a model of a thousand small modules does
-not have a thousand gates. It has the parameters, and what their optimizers keep for them.
+A layer is what one module owns: the parameters, and the optimizers' slots for them. Small neighbors are packed
+together, so that a model of a thousand small modules does not have a thousand gates.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ckptstore.frameworks.torch_tensors import TorchSource
 __all__ = ["PACKED", "ModelLayer", "layers_of", "local", "members_of", "place"]
 
 PACKED: Final = 1 << 20
-"""Bytes of parameters up to which neighbouring layers are packed into one: below it a gate costs more than the copy."""
+"""Neighboring layers are packed up to this many bytes of parameters: for less, a gate costs more than the copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayer:
-    """Parameters that are copied, and waited for, together.
+    """Parameters that are copied together and have one gate.
 
     Attributes:
-        name: the path of the module that owns them; of packed ones, of the first and the last.
+        name: the path of the module that owns them; of packed ones, the paths of the first and the last.
         parameters: in the order of the model.
         optimizers: which optimizers update them, by number.
     """
@@ -47,10 +47,10 @@ def layers_of(
     optimizers: Sequence[torch.optim.Optimizer],
     packed: int = PACKED,
 ) -> list[ModelLayer]:
-    """The layers of what the optimizers update, in the order of the model.
+    """The layers that the optimizers update, in the order of the model.
 
-    Parameters that no optimizer has are in none (frozen ones): nobody says when they change. So are those that share
-    memory with another layer's, which two gates would not keep from changing.
+    Parameters without an optimizer (frozen ones) are in no layer: no hook tells when they change. Neither are
+    parameters that share memory with another layer, because two gates would not protect them.
 
     Args:
         model: modules whose parameters give layers their names.

@@ -1,7 +1,7 @@
-"""What of a data loader decides which samples it gives, and in which order; and what follows if that has changed.
+"""Facts that decide which samples a data loader yields and in which order; and how two records of them differ.
 
-A position in an epoch is a number of *samples* of its order, over all ranks that share it. If the order is the same,
-another batch size or another number of ranks continues behind that position, and each sample still comes once.
+A position in an epoch is a number of *samples* in its order, over all ranks that share it. If the order is the same, a
+run with another batch size or another number of ranks continues after that position, and each sample still comes once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _FIRST: Final[weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""What loaders were made with when they were seen first."""
+"""The arguments of loaders when they were first seen."""
 _IN_ORDER: Final = "the dataset's own order"
 
 
@@ -50,8 +50,8 @@ class Difference(NamedTuple):
     """One thing that has changed since a checkpoint was saved.
 
     Attributes:
-        sentence: what it was, and is now, in plain words.
-        prevents: because of it the epoch cannot continue exactly: samples are skipped or come a second time.
+        sentence: the old and the new value, in words.
+        prevents: it prevents an exact continuation: samples are skipped or come a second time.
     """
 
     sentence: str
@@ -59,26 +59,26 @@ class Difference(NamedTuple):
 
 
 def batch_sampler(loader: Any) -> BatchSampler | None:
-    """What puts single indices together in batches, if it is torch's own; None: something else does, or nothing."""
+    """The sampler that groups indices into batches, if it is torch's own; else None."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     found = loader.batch_sampler
     if not isinstance(found, BatchSampler):
         return None
-    # A subclass may choose batches in a way of its own. torchdata's does not.
+    # A subclass may choose batches differently. torchdata's does not.
     own = type(found) is BatchSampler or _is_torchdata(type(found))
     return found if own else None
 
 
 def sampler_of(loader: Any) -> Any:
-    """What chooses single indices: of a loader that was given a batch sampler, that one's; None: nothing known."""
+    """The sampler of single indices, also inside a batch sampler; None: unknown."""
     found = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     found = getattr(loader, "sampler", None) if found is None else found
     return getattr(found, "in_place_of", found)
 
 
 def sharing_sampler(sampler: object) -> DistributedSampler[Any] | None:
-    """A sampler that gives each rank its share of one order, if it is known how it does that."""
+    """The sampler if it divides one order among ranks in a known way; else None."""
     if type(sampler) is DistributedSampler:
         return sampler
     if isinstance(sampler, DistributedSampler) and _is_torchdata(type(sampler)):
@@ -93,7 +93,7 @@ def facts(
     made: Mapping[str, Any] | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is kept of a loader in each checkpoint: numbers, flags and names. None: unknown.
+    """What each checkpoint records of a loader: numbers, flags and names. None: unknown.
 
     ``batch_size``, ``samples`` (the dataset's length), ``epoch_samples`` (of one rank), ``order`` (which order, in
     words), ``drawn_from`` (which generator shuffles it), ``drop_last``, ``ranks`` (that share the samples), ``shared``
@@ -103,9 +103,9 @@ def facts(
     `IterableDataset`); see `loader_contents`.
 
     Args:
-        contents: whether to look at the contents of sampler and dataset. That reads all indices: ask once in an epoch.
-        made: ``made_with`` and ``stream``, as they were when the loader was new.
-        beside: facts that these are compared with: of a dataset that grew, only the samples that it had are looked at.
+        contents: whether to read the contents of sampler and dataset. That reads all indices: do it once in an epoch.
+        made: ``made_with`` and ``stream`` when the loader was new.
+        beside: the facts to compare with. Of a dataset that grew, only its former samples are read.
     """
     dataset = getattr(loader, "dataset", None)
     like = None if beside is None else beside.get("composition")
@@ -113,7 +113,7 @@ def facts(
     sharing = sharing_sampler(sampler_of(loader))
     size = batches.batch_size if batches is not None else getattr(loader, "batch_size", None)
     if batches is None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        size = size if isinstance(loader.dataset, IterableDataset) else None  # batches of a sampler's own making
+        size = size if isinstance(loader.dataset, IterableDataset) else None  # a custom sampler makes the batches
     return {
         "kind": _name(type(loader)),
         "batch_size": _number(size),
@@ -134,9 +134,9 @@ def facts(
 
 
 def made(loader: Any) -> dict[str, Any]:
-    """What a loader that is new was made with: ``made_with`` and ``stream`` of `facts`.
+    """The arguments of a new loader: ``made_with`` and ``stream`` of `facts`.
 
-    A sampler may count in its attributes: of a loader that was asked about before, numbers are those of the first time.
+    A sampler may count in its attributes, so for a known loader the numbers are those of the first call.
     """
     now = {"made_with": loader_contents.made_with(loader), "stream": loader_contents.stream(loader)}
     if not isinstance(loader, DataLoader):

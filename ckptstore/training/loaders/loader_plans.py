@@ -1,4 +1,4 @@
-"""How a data loader continues from a saved state: what it can be asked for, what is counted, what changes have done."""
+"""Plans how a data loader continues from a saved state: by its own state, by counting, or from a sample on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FORMAT: Final = 2
 
 
 def is_stateful(value: object) -> bool:
-    """Whether it says where it is, and can be sent there."""
+    """Whether it has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Whether it makes an iterator once, with worker processes that outlive an epoch."""
+    """Whether it makes only one iterator, with worker processes that outlive an epoch."""
     return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
 
 
@@ -31,10 +31,10 @@ class LoaderPlan(NamedTuple):
     """How a loader continues.
 
     Attributes:
-        way: ``inner``: where its own state sends it. ``counted``: batches are loaded and thrown away. ``samples``:
-            indices are left out. ``anew``: the epoch begins once more. ``next``: it was over, or had not begun.
-        asks: its own state is given back to it.
-        skipped: batches (``counted``) or samples (``samples``) to leave out.
+        way: ``inner``: as its own state says. ``counted``: batches are loaded and discarded. ``samples``: indices are
+            skipped. ``anew``: the epoch starts again. ``next``: the epoch was over or had not begun.
+        asks: its own state is restored.
+        skipped: batches (``counted``) or samples (``samples``) to skip.
         differences: what has changed in the loader.
     """
 
@@ -83,7 +83,7 @@ def _changed(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
 ) -> LoaderPlan:
-    """How it continues in the middle of an epoch if it is not what it was."""
+    """How it continues in the middle of an epoch if it has changed."""
     position, given = loader_facts.position(saved), saved["given"]
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
@@ -100,7 +100,7 @@ def _changed(
         return LoaderPlan("samples", False, position, _told(changed, _exactly(position, now), prevents=False))
     size, new = before["batch_size"], now["batch_size"]
     if asks and size != new and isinstance(loader, DataLoader):
-        asks = _keeps_state(loader)  # torchdata counts batches where nothing else says where it is
+        asks = _keeps_state(loader)  # without its own position torchdata counts batches
     count, again = given, 0
     if asks:
         what = "its own state says where it continues" if size != new else f"the epoch continues after batch {given}"
