@@ -241,7 +241,7 @@ class _Steps:
             self._remark()
 
     def ended(self) -> None:
-        if self._idle == self._strange > 1:  # as ever, and all the time
+        if self._idle == self._strange > 1:  # in every step of the run
             self._remark()
 
     def _remark(self) -> None:
@@ -250,7 +250,7 @@ class _Steps:
         self._said = True
         warn(
             f"none of the last {self._idle} steps was saved, because no optimizer that the Checkpointer was given has "
-            "stepped: were they made anew, or are others used?",
+            "stepped: were they made again, or are others used?",
             UnsavedStepWarning,
         )
 
@@ -323,7 +323,7 @@ def _check_schedule(captured: ScriptState) -> None:
             if not captured.may_have_schedule:
                 warn(
                     "a schedule changes the optimizer's learning rate, but scheduler= was not given: in a resumed run "
-                    "the schedule would begin anew",
+                    "the schedule would start again",
                     DeterminismWarning,
                 )
             return

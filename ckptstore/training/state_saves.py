@@ -185,7 +185,7 @@ class StateSaves:
             pass  # `settle` names the step
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
-        # Prevents: a step that is lost without a word, since it is not given again once the state is the next one's.
+        # Prevents: a step that is lost silently, because it cannot be saved again once the state is the next one's.
         again = lost and not self._tracker.any
         if failures := self.settle(last.step if again and last is not None else None):
             raise first_of(failures)
@@ -230,7 +230,7 @@ class StateSaves:
         (first, error), *others = lost
         more = [step for step, _ in others if step is not None and step != first]
         also = f"; likewise {named_steps(more)}" if more else ""
-        text = f"{error}{also}; training goes on, and another agent saves the next step"
+        text = f"{error}{also}; training continues, and another agent saves the next step"
         warn(f"{self._store.url}: {text}", UnsavedStepWarning)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class ModelLayer:
 
     @property
     def nbytes(self) -> int:
-        """Of the parameters."""
+        """Bytes of the parameters."""
         return sum(_nbytes(parameter) for parameter in self.parameters)
 
 
@@ -93,7 +93,7 @@ def _of_one_module(path: str, parameters: Sequence[torch.Tensor], users: Mapping
 
 
 def _unshared(layers: Sequence[ModelLayer]) -> list[ModelLayer]:
-    """Without the parameters whose memory overlaps that of another layer's."""
+    """The layers without parameters whose memory overlaps that of another layer."""
     spans: list[tuple[str, int, int, int, int]] = []  # device, begin, end, layer, parameter
     for number, layer in enumerate(layers):
         for parameter in layer.parameters:
@@ -123,7 +123,7 @@ def _end(span: tuple[str, int, int, int, int]) -> int:
 
 
 def _packed(layers: Sequence[ModelLayer], most: int) -> list[ModelLayer]:
-    """Small neighbours in one, where that makes nobody wait for another optimizer's step."""
+    """Pack small neighbors, if that makes no layer wait for another optimizer's step."""
     counts: dict[int, int] = {}
     for layer in layers:
         for number in layer.optimizers:
@@ -139,7 +139,7 @@ def _packed(layers: Sequence[ModelLayer], most: int) -> list[ModelLayer]:
     named: dict[str, ModelLayer] = {}
     for group in groups:
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
-        while name in named:  # a path that stands in two models, say
+        while name in named:  # such as a path that is in two models
             name += "'"
         parameters = tuple(parameter for layer in group for parameter in layer.parameters)
         named[name] = ModelLayer(name, parameters, frozenset().union(*(layer.optimizers for layer in group)))
@@ -147,7 +147,7 @@ def _packed(layers: Sequence[ModelLayer], most: int) -> list[ModelLayer]:
 
 
 def _together(one: ModelLayer, other: ModelLayer, counts: Mapping[int, int]) -> bool:
-    """Whether they have the same optimizers, or each one of its own, as with the optimizer in backward."""
+    """Whether they have the same optimizers, or one separate optimizer each, as with the optimizer in backward."""
     if one.optimizers == other.optimizers:
         return True
     return all(counts[number] == 1 for number in one.optimizers | other.optimizers)

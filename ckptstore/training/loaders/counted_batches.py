@@ -1,9 +1,9 @@
-"""Where a data loader is: asked of loaders that know it, counted for all, and kept with the generators of the epoch.
+"""Tracks a data loader's position: by its own state or by counting, with the generators of the epoch.
 
-A loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is sent to its place. For any other the epoch is begun
-again, and as many batches as had been given out are loaded and thrown away. Both make an iterator in the middle of an
-epoch, and that draws random numbers, which the run that was never stopped drew when the epoch began. So the generators
-are set to what they were at that time before the iterator is made, and to what training had when it is there.
+A loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) restores its own position. With any other the epoch
+starts again, and the batches that were used before are loaded and discarded. Both make an iterator in the middle of an
+epoch, and that draws random numbers, which an uninterrupted run drew when the epoch began. So the generators are set to
+the state of that time before the iterator is made, and to the state of training after that.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class CountedBatches:
     that is an attribute of the loader, its sampler or its dataset.
 
     Attributes:
-        loader: what gives the batches.
-        epoch: epochs that were begun before the present one (the loader's own attribute, if it has one of this name).
-        given: batches of it that were given out (likewise).
+        loader: the wrapped loader.
+        epoch: how many epochs began before the current one (the loader's own attribute, if it has this name).
+        given: how many batches of the current epoch were yielded (likewise).
     """
 
     def __init__(self, loader: Any) -> None:
@@ -53,8 +53,8 @@ class CountedBatches:
         self._begun: dict[str, Any] | None = None
         self._facts: dict[str, Any] | None = None  # of the epoch
         self._made = False  # whether this process has made an iterator
-        self._asked = False  # whether `state_dict` has made the one of the epoch
-        self._raises = False  # whether the loader's state_dict is of no use
+        self._asked = False  # whether `state_dict` has made the iterator of the epoch
+        self._raises = False  # whether the loader's state_dict raises
         self._sent: Mapping[str, Any] | None = None  # the state to continue from
         self._plan = LoaderPlan("next")
         self._was_sent = False
@@ -111,8 +111,8 @@ class CountedBatches:
     def untouched(self) -> bool:
         """Whether the script should have iterated over this, but has not since it was made or restored.
 
-        A loader that cannot be iterated over gives its batches in a way of its own. One with ``state_dict`` that is not
-        torch's may draw nothing while it makes an iterator: it is asked about only in a run that was resumed.
+        A loader that is not iterable yields its batches in another way. A loader with ``state_dict`` outside torch may
+        draw nothing while it makes an iterator: this matters only in a resumed run.
         """
         if not self._is_iterable():
             return False
@@ -125,9 +125,8 @@ class CountedBatches:
         """The position, and what decides which samples come next.
 
         ``epoch``, ``given`` (batches), ``start`` (samples before the first of these batches), ``finished`` (the epoch),
-        ``begun`` (the generators as the epoch found them), ``own`` (the loader's generators now), ``inner`` (the
-        loader's own state, if it has one), ``facts`` (see `loader_facts`). A loader that nobody can iterate over has
-        its own state alone.
+        ``begun`` (the generators when the epoch began), ``own`` (the loader's generators now), ``inner`` (the loader's
+        own state, if it has one), ``facts`` (see `loader_facts`). A loader that is not iterable has only its own state.
         """
         if not self._is_iterable():
             return self.loader.state_dict()
@@ -142,14 +141,14 @@ class CountedBatches:
             "begun": self._begun,
             "own": {name: rng.state_of(one) for name, one in own.items()},
             "inner": inner,
-            "facts": self._facts or self._facts_now(contents=False),  # of no epoch yet
+            "facts": self._facts or self._facts_now(contents=False),  # no epoch has begun
         }
 
     def compare(self, state: Any) -> list[Difference]:
         """What has changed in the loader since a state was saved, with the consequences. It changes nothing.
 
         Raises:
-            FormatError: it is no state that this loader can continue from.
+            FormatError: this loader cannot continue from that state.
         """
         return list(planned(self.loader, read(state), self._made_with).differences)
 
@@ -157,8 +156,8 @@ class CountedBatches:
         """Continue from there: the next iteration yields the rest of the epoch.
 
         Raises:
-            FormatError: it is no state that this loader can continue from.
-            and what the loader's own ``load_state_dict`` raises.
+            FormatError: this loader cannot continue from that state.
+            what the loader's own ``load_state_dict`` raises.
         """
         saved = read(state)
         plan = planned(self.loader, saved, self._made_with)
@@ -168,7 +167,7 @@ class CountedBatches:
             self._made = False  # it forgets its iterator
             if not plan.asks:
                 forget: Any = self.loader
-                with contextlib.suppress(Exception):  # a place that it was sent to before, and has not gone to
+                with contextlib.suppress(Exception):  # a restored position that it has not used yet
                     forget.load_state_dict({})
         if plan.asks:
             plan, leave = self._ask(saved, plan)
@@ -457,8 +456,8 @@ class CountedBatches:
         if not said and fresh and workers and saved["given"] and not self._said_workers:
             self._said_workers = True
             said.append(
-                f"the random generators of the loader's {workers} worker processes begin anew, because nobody can ask "
-                "these processes for them. The samples and their order are those of the run that was saved; but if "
+                f"the random generators of the loader's {workers} worker processes start again, because they cannot be "
+                "saved. The samples and their order are those of the run that was saved; but if "
                 "loading a sample draws random numbers (augmentation), it draws others. Draw them from the sample's "
                 "index, use num_workers=0, or filter this warning if loading a sample draws nothing"
             )

@@ -150,7 +150,7 @@ def made(loader: Any) -> dict[str, Any]:
 
 
 def order(loader: Any) -> str | None:
-    """In which order a loader goes through its dataset, in words; None: unknown."""
+    """The order in which a loader reads its dataset, in words; None: unknown."""
     sampler, dataset = sampler_of(loader), getattr(loader, "dataset", None)
     if sampler is None or not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
         return None
@@ -170,7 +170,7 @@ def order(loader: Any) -> str | None:
 
 
 def position(saved: Mapping[str, Any]) -> int | None:
-    """How many samples of the epoch's order had been given out, over all ranks that share it; None: unknown.
+    """How many samples of the epoch's order were yielded, over all ranks that share it; None: unknown.
 
     Args:
         saved: a loader's state; see `CountedBatches.state_dict`.
@@ -187,24 +187,24 @@ def position(saved: Mapping[str, Any]) -> int | None:
 
 
 def same_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the samples up to any position are those that they were."""
+    """Whether the samples up to any position are the same as before."""
     if before["order"] != now["order"] or redrawn(before, now):
         return False
     if _other_contents(before, now) or _other_sampler(before, now) or not _same_samples(before, now):
         return False
     if before["order"] == _IN_ORDER:
-        return True  # of a dataset that grew, too: the new samples come last
+        return True  # also if the dataset grew: new samples come last
     if before["samples"] != now["samples"]:
         return False
     if not before["shared"] and before["epoch_samples"] != now["epoch_samples"]:
         return False
-    # torchdata's shuffling begins twice with worker processes, and draws from its generator both times.
+    # With worker processes torchdata starts shuffling twice, and draws from its generator both times.
     twice = "torchdata." in str(before["order"])
     return not twice or (bool(before["workers"]), before["persistent"]) == (bool(now["workers"]), now["persistent"])
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed that decides samples, each in a sentence."""
+    """The changed facts, each as a sentence."""
     found = []
     if before["batch_size"] != now["batch_size"]:
         found.append(f"a batch had {_said(before['batch_size'])} samples, and has {_said(now['batch_size'])} now")
@@ -234,7 +234,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def redrawn(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """In a sentence, that another generator shuffles the samples; None: the same one, or it is not known."""
+    """A sentence if another generator shuffles the samples; None: the same one, or unknown."""
     was, is_now = before.get("drawn_from"), now["drawn_from"]  # earlier versions did not keep it
     if was is None or is_now is None or was == is_now:
         return None
@@ -242,7 +242,7 @@ def redrawn(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def _other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the sampler's contents differs, each in a sentence; nothing, if it is not known of both."""
+    """The differences in the sampler's contents, each as a sentence; none if one side is unknown."""
     was, is_now = before.get("contents"), now["contents"]  # earlier versions did not keep it
     if was is None or is_now is None:
         return []
@@ -258,14 +258,14 @@ def _other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def _other_sampler(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the samplers of the script's own differs; they may be made for a rank of so many."""
+    """The differences in the script's own samplers, which may depend on the rank and the number of ranks."""
     if before["ranks"] != now["ranks"]:
         return []
     return loader_contents.other_attributes(before.get("made_with"), now["made_with"])
 
 
 def other_stream(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of an `IterableDataset` differs, each in a sentence; it may be made for a rank of so many."""
+    """The differences in an `IterableDataset`, which may depend on the rank and the number of ranks."""
     if before["ranks"] != now["ranks"]:
         return []
     return loader_contents.other_attributes(before.get("stream"), now["stream"])
@@ -276,7 +276,7 @@ def _same_samples(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In a sentence, that a sampler gives another number of samples of the same dataset."""
+    """A sentence if a sampler yields another number of samples of the same dataset."""
     was, is_now = before["epoch_samples"], now["epoch_samples"]
     if before["shared"] or now["shared"] or was is None or is_now is None or was == is_now:
         return []
@@ -284,7 +284,7 @@ def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
-    """The order that ranks share in the sampler's epoch, each sample once: without what makes shares equal."""
+    """The order that ranks share in the sampler's epoch, each sample once, without padding."""
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]  # it has a length, or no order
@@ -292,7 +292,7 @@ def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
 
 
 def own_generators(loader: Any) -> dict[str, rng.Generator]:
-    """Generators that a loader, its samplers and its dataset have as attributes: by where they are, each once."""
+    """The generators among the attributes of a loader, its samplers and its dataset, by place, each once."""
     batches = getattr(loader, "batch_sampler", None)
     holders = {
         "": loader,
@@ -312,13 +312,13 @@ def own_generators(loader: Any) -> dict[str, rng.Generator]:
 
 
 def _drawn_from(loader: Any) -> str | None:
-    """Which generator shuffles the samples, as far as attributes tell; None: none does, or nothing is known."""
+    """Which generator shuffles the samples, according to the attributes; None: none does, or unknown."""
     if order(loader) in (None, _IN_ORDER) or sharing_sampler(sampler_of(loader)) is not None:
         return None
     for sampler in (loader.sampler, loader.batch_sampler, sampler_of(loader)):
         if any(isinstance(one, rng.Generator) for one in getattr(sampler, "__dict__", {}).values()):
             return "a generator of the sampler's own"
-    # torch's own sampler takes its seed from the global numbers, after the loader has taken one from its generator.
+    # torch's own sampler draws its seed from the global generator, after the loader has drawn one from its own.
     beside = "" if loader.generator is None else ", beside a generator of the loader's own"
     return f"the global random numbers{beside}"
 

@@ -88,10 +88,10 @@ def _changed(
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
         what = (
-            f"the epoch begins anew: the {out} that were given out come a second time if the loader "
+            f"the epoch starts again: the {out} that were given out come a second time if the loader "
             "still has them, and none is left out"
             if given
-            else "the epoch begins anew, and nothing of it had been given out"
+            else "the epoch starts again, and nothing of it had been given out"
         )
         return LoaderPlan("anew", False, 0, _told(changed, what, prevents=True))
     apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
@@ -131,7 +131,7 @@ def _changed(
 
 
 def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the loader can be sent to the place that its own state names."""
+    """Whether the loader can restore its own saved state."""
     if saved["inner"] is None or not is_stateful(loader):
         return False
     before, begun = saved["facts"], saved["begun"]
@@ -146,7 +146,7 @@ def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bo
 
 
 def read(state: Any) -> Mapping[str, Any]:
-    """A loader's state, of whatever version."""
+    """A loader's state, of any version."""
     if isinstance(state, Mapping) and state.get("format") == FORMAT and "begun" in state:
         return state
     empty: dict[str, Any] = {"epoch": 0, "given": 0, "start": 0, "finished": False, "begun": None, "own": {}}
@@ -157,14 +157,14 @@ def read(state: Any) -> Mapping[str, Any]:
 
 
 def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
-    """What has changed, and what follows from it; nothing, if nothing has."""
+    """The changes, and their consequence; empty if there are none."""
     if not changed:
         return ()
     return (*(Difference(f"loader: {one}", False) for one in changed), Difference(what, prevents))
 
 
 def _exactly(position: int, now: Mapping[str, Any]) -> str:
-    """Says that an epoch continues after a sample of its order."""
+    """The sentence that an epoch continues after a sample of its order."""
     all_samples = now["samples"] if now["shared"] else now["epoch_samples"]
     if all_samples is None:
         return f"the epoch continues after the {position} samples that were given out"
@@ -182,6 +182,6 @@ def _exactly(position: int, now: Mapping[str, Any]) -> str:
 
 
 def _keeps_state(loader: DataLoader[Any]) -> bool:
-    """Whether a part of it may carry something from one epoch to the next."""
+    """Whether a part of it may carry state from one epoch to the next."""
     parts = (loader.dataset, loader.sampler, loader.batch_sampler)
     return any(callable(getattr(one, "load_state_dict", None)) for one in parts)
