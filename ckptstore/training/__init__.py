@@ -1,4 +1,4 @@
-"""What trains: the `Checkpointer`, optimizers' steps as the store takes them, snapshots layer by layer; needs torch.
+"""For training scripts: the `Checkpointer`, `OptimizerStep`, snapshots layer by layer. It needs torch.
 
 Imports `agent`, `store`, `write` and what is below; importing the package itself imports nothing.
 """

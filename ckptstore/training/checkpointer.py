@@ -49,12 +49,13 @@ _LOG: Final = logging.getLogger("ckptstore.training")
 
 
 class Checkpointer:
-    """Saves a training script's state after its steps, and gives it back. Use it in a ``with``.
+    """Saves a training script's state after its steps, and restores it. Use it in a ``with``.
 
     Attributes:
-        store: where to.
-        loader: iterate over this, not over the given loader, whose attributes it has: it counts the batches, and keeps
-            the random generators as they are while an iterator is made in a resumed epoch. None: none was given.
+        store: the store of the run.
+        loader: iterate over this, not over the loader that you passed. It has that loader's attributes, counts the
+            batches, and keeps the random generators unchanged while a resumed epoch makes its iterator. None: you
+            passed no loader.
     """
 
     def __init__(
@@ -68,21 +69,21 @@ class Checkpointer:
         strategy: str = "auto",
         **options: Unpack[CheckpointerOptions],
     ) -> None:
-        """Look at what is to be saved. Nothing is opened for writing before `resume`, or the first `step`.
+        """Check the objects and options. Nothing is opened for writing before `resume`, or the first `step`.
 
         Args:
             store: a path or URL, or a store.
-            model: a module, compiled or wrapped by DistributedDataParallel or not; or several, in a list or dict.
-            optimizer: what moves it; or several. Its steps are noticed by hooks.
+            model: a module, or a list or dict of modules. It may be compiled or wrapped by DistributedDataParallel.
+            optimizer: its optimizer, or several. Hooks notice their steps.
             scheduler: its schedule, or several.
-            loader: what gives the batches. Iterate over `loader` of this.
+            loader: the data loader. Iterate over the attribute `loader` instead of it.
             strategy: ``full``, ``delta``, ``gradient``, ``replica`` (with ``agent=True``), or ``auto``, which chooses
                 one of the first three and says why: in a line on a terminal, in the ``repr``, and to the logger
                 ``ckptstore.training`` (level INFO).
             options: see `CheckpointerOptions`.
 
         Raises:
-            UsageError: an object or option that cannot be meant.
+            UsageError: an invalid object or option.
             as `ckptstore.open`.
         """
         self._settings = SaveSettings.of(strategy, options)
@@ -117,51 +118,51 @@ class Checkpointer:
 
     @property
     def term(self) -> int | None:
-        """The term that this run writes; None until it is open."""
+        """The number of the term that this run writes; None until it is open."""
         return None if self._term is None else self._term.writer.term
 
     @property
     def agent_pid(self) -> int | None:
-        """The process that saves, with ``agent=True``; None: this one, or none yet."""
+        """The process id of the agent, with ``agent=True``; None: this process saves, or no agent runs yet."""
         writer = None if self._term is None else self._term.writer
         pid: int | None = getattr(writer, "agent_pid", None)
         return pid
 
     @property
     def steps_done(self) -> int:
-        """Steps of this run, those before it was resumed included."""
+        """Steps of this run, including those before it was resumed."""
         return self._done
 
     @property
     def should_stop(self) -> bool:
-        """The deadline is near, or SIGTERM came, and the last step is durable: end the loop. Alike on all ranks."""
+        """End the loop: the deadline is near or SIGTERM came, and the last step is durable. The same on all ranks."""
         return self._steps.urgency.stopping
 
     @warns_last
     def resume(
         self, ref: str | int | None = "latest", *, parts: str | Sequence[str] | None = None, strict: bool = True
     ) -> int:
-        """Begin: restore everything in place -> the step to go on from; 0 if there is nothing yet.
+        """Begin the run: restore everything in place -> the step to continue from; 0 if the store has no checkpoint.
 
-        First everything is compared with the script's objects; nothing is restored unless all of it fits. A second
-        time, in the same run, it goes back: as `rollback`.
+        The checkpoint is first compared with all of the script's objects. Nothing is restored unless all of it fits. A
+        second call in the same run works as `rollback`.
 
         Args:
-            ref: what to continue from: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``; one that is not the newest
-                begins a branch. None: from nothing, whatever the store holds.
-            parts: restore these alone, and leave the others as the script has them: some of ``model``, ``optimizer``,
-                ``scheduler``, ``scaler``, ``compressor``, ``extra``, ``loader``, ``random`` (the generators). None:
-                all. A log line says what is left out.
-            strict: False: restore what fits, tensor by tensor; a `DeterminismWarning` lists what does not.
+            ref: the checkpoint to continue from: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``. If it is not the
+                newest, the run begins a branch. None: begin from nothing, whatever the store holds.
+            parts: restore only these parts, and leave the others as the script has them: some of ``model``,
+                ``optimizer``, ``scheduler``, ``scaler``, ``compressor``, ``extra``, ``loader``, ``random`` (the
+                generators). None: all. A log line lists the parts that are left out.
+            strict: False: restore what fits, tensor by tensor. A `DeterminismWarning` lists the rest.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
             StateMismatchError: the script's objects differ from the checkpoint's; it lists every difference. Nothing
                 was restored, and no term is open: another `resume` may follow.
             FormatError: it was not saved by a Checkpointer.
-            CorruptionError, StorageError: it cannot be read, or the store not be written.
-            UsageError: parts that there are not.
-            what an object's own ``load_state_dict`` raises; the objects restored before it are put back.
+            CorruptionError, StorageError: the checkpoint cannot be read, or the store cannot be written.
+            UsageError: unknown parts.
+            what an object's own ``load_state_dict`` raises; the objects restored before it get their old state back.
         """
         self._check_open()
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
@@ -185,7 +186,7 @@ class Checkpointer:
     ) -> int:
         """Go back to an earlier checkpoint, and restore everything in place -> its step.
 
-        What was saved after it stays in the store, as a branch; ``latest`` is on the new one from now on.
+        Later checkpoints stay in the store, as a branch. From now on ``latest`` is on the new branch.
 
         Args:
             parts, strict: as for `resume`.
@@ -196,7 +197,7 @@ class Checkpointer:
         name = ref.ref if isinstance(ref, CheckpointInfo) else str(ref)
         term = self._term
         if term is None:
-            return self.resume(name, parts=parts, strict=strict)  # or it is closed, which that says
+            return self.resume(name, parts=parts, strict=strict)  # it raises if this is closed
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
         parent = term.writer.rollback(name)
         self._begin_with(term, parent, asked)
@@ -206,25 +207,25 @@ class Checkpointer:
     def step(
         self, metrics: Mapping[str, Any] | None = None, *, tags: str | Sequence[str] = (), save: bool | None = None
     ) -> PendingSave | None:
-        """A training step is done: save it, if it is to be saved.
+        """A training step is done: save it if it is due.
 
-        Call it after ``optimizer.step()`` and ``scheduler.step()``. A call between which and the one before no
-        optimizer has stepped (a micro-batch whose gradients are accumulated) counts as a step and saves nothing; a step
-        that the `GradScaler` skipped is saved as any other.
+        Call it after ``optimizer.step()`` and ``scheduler.step()``. If no optimizer has stepped since the last call (a
+        micro-batch whose gradients are accumulated), the call counts as a step and saves nothing. A step that the
+        `GradScaler` skipped is saved like any other.
 
         Args:
-            metrics: numbers, or tensors of one, by name: they are kept with the checkpoint, and `keep_best` looks at
-                them. A tensor on a device is waited for.
-            tags: names that the checkpoint gets.
-            save: whether to save this step; None: what `save_every` says.
+            metrics: numbers, or tensors of one element, by name. They are stored with the checkpoint, and `keep_best`
+                uses them. The call waits for a tensor on a device.
+            tags: names for the checkpoint.
+            save: whether to save this step; None: as `save_every` says.
 
         Returns:
-            the checkpoint on its way; None if this step is not saved (with ``replica``: if the agent has it in memory
-            alone, because it is not due or the medium has not taken those before yet).
+            the save in flight. None if this step is not saved; with ``replica`` also if only the agent's memory holds
+            it, because it is not due or the medium has not stored the steps before it yet.
 
         Raises:
-            UsageError: the store holds checkpoints and `resume` was not called; an optimizer's state was loaded by
-                somebody else since the last step; metrics that are no numbers.
+            UsageError: the store holds checkpoints and `resume` was not called; something else has loaded an
+                optimizer's state since the last step; metrics that are no numbers.
             with ``on_error="raise"`` whatever stops a save.
         """
         self._steps.pace.came()
@@ -235,7 +236,7 @@ class Checkpointer:
 
     @warns_last
     def wait(self) -> None:
-        """Return when every step given so far is durable.
+        """Wait until all saves so far are durable.
 
         Raises:
             with ``on_error="raise"`` what stopped a save.
@@ -257,13 +258,13 @@ class Checkpointer:
 
     @warns_last
     def close(self, *, save: bool = False) -> None:
-        """Make durable what was given, and leave nothing behind: hooks, signal handlers, threads.
+        """Make all saves durable, and remove hooks, signal handlers and threads.
 
         Args:
-            save: also save the last step, if it was not. Leaving the ``with`` without an error does.
+            save: also save the last step if it was not saved. Leaving the ``with`` without an error does so.
 
         Raises:
-            with ``on_error="raise"`` what stopped a save of which nobody has been told.
+            with ``on_error="raise"`` what stopped a save and was not raised before.
         """
         if self._closed:
             return
@@ -298,7 +299,7 @@ class Checkpointer:
         except BaseException:
             if error is None:
                 raise
-            _LOG.exception("closing %s", self.store.url)  # the loop's own error is on its way
+            _LOG.exception("closing %s", self.store.url)  # the loop's own error continues
 
     # -- a term, from its opening to its end
 
@@ -309,7 +310,7 @@ class Checkpointer:
                 f"{self.store.url} holds a run of {newest} steps: call resume() before the first step to continue it, "
                 "or resume(None) to begin another from nothing"
             )
-        # With an agent: one that keeps a step which is in no store yet is not to be gone on from unasked.
+        # An agent may hold a step that is in no store yet: only resume() continues from that.
         term = self._open(None if self._settings.agent else "latest")
         self._agree(term)
         return term
@@ -331,10 +332,10 @@ class Checkpointer:
         return term
 
     def _begin_with(self, term: OpenTerm, parent: CheckpointInfo | None, asked: _Asked) -> None:
-        """Restore what a term goes on from; if that fails there is no term.
+        """Restore what a term continues from. If that fails, the term ends.
 
         Args:
-            parent: None: what an agent has kept.
+            parent: the checkpoint; None: the state that an agent holds.
         """
         try:
             state, comparison, ref = self._read(term, parent, asked)
@@ -347,7 +348,7 @@ class Checkpointer:
         self._warn(term, comparison, heard, ref)  # all is restored: where warnings are errors, nothing is lost
 
     def _warn(self, term: OpenTerm, comparison: Comparison, heard: Any, ref: str) -> None:
-        """Say why the run will not be the one that was saved."""
+        """Warn of everything that makes the run differ from the one that was saved."""
         left = f"left as the script has it: {some(comparison.differences)}" if comparison.differences else ""
         for said in [*([left] if left else []), *comparison.warnings]:
             warn(f"resuming {ref}: {said}", DeterminismWarning)
@@ -369,7 +370,7 @@ class Checkpointer:
             def rooms(outline: Any) -> Mapping[str, Any]:
                 return self._captured.rooms(self._compared(outline, asked, ref))
 
-            # Shards are read into the script's own tensors: they are compared before.
+            # Shards are read into the script's own tensors, so they are compared before that.
             into = MadeTargets(rooms) if self._captured.sharding else None
             state = self.store.load(ref, rank=term.rank, into=into)
         return state, self._compared(state, asked, ref), ref
@@ -381,9 +382,9 @@ class Checkpointer:
         return comparison
 
     def _give_back(self, term: OpenTerm, state: Any, comparison: Comparison, ref: str) -> Any:
-        """Restore a state -> what it says of the script's environment."""
+        """Restore a state -> its record of the script's environment."""
         chosen = partial(hyperparameters, self._captured.optimizers, scheduled=self._captured.may_have_schedule)
-        asked = [] if self._done else chosen()  # later it is what this run has made of it
+        asked = [] if self._done else chosen()  # after the first step this run may have changed them
         comparison.restore(read_in_place=bool(self._captured.sharding))
         notes = [] if self._done else comparison.notes
         self._done = comparison.step
@@ -398,7 +399,7 @@ class Checkpointer:
         return state.get("environment")
 
     def _agree(self, term: OpenTerm) -> None:
-        """Begin to agree with the other ranks on what is urgent. To be called where the last step is known."""
+        """Begin to agree with the other ranks on urgent steps. Call it when the last step is known."""
         if term.group is not None:
             self._steps.urgency.join(term.group, self.store.run, term.writer.term, self._done)
 
@@ -437,12 +438,12 @@ class Checkpointer:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What `resume` is to restore.
+    """What `resume` restores.
 
     Attributes:
-        parts: of the state.
-        named: as they were named; None: all.
-        strict: everything of them.
+        parts: the parts of the state.
+        named: the parts as the caller named them; None: all.
+        strict: everything in them must fit.
     """
 
     parts: frozenset[str]
@@ -451,7 +452,7 @@ class _Asked:
 
 
 def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
-    """The script is over without `close`: what it was given the writer finishes (`host.interpreter_exit`)."""
+    """The script ended without `close`. The writer finishes the saves in flight (`host.interpreter_exit`)."""
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:
         return

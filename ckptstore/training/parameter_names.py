@@ -18,15 +18,15 @@ __all__ = ["bare", "bare_names", "bare_state", "parameter_paths"]
 
 
 def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Names of one module's members, each with that without what `torch.compile` put into it; as they are, if two would
-    be one without it."""
+    """The names of a module's members -> the names without what `torch.compile` adds; unchanged if two would be
+    equal."""
     found = {name: bare(name) for name in names}
     # Prevents: one of two members lost, or restored to the other, where modules are called as torch calls its own.
     return found if len(set(found.values())) == len(found) else {name: name for name in found}
 
 
 def bare_state(state: Any) -> Any:
-    """A module's state under bare names. One without compiled modules is returned as it is, as is any other object."""
+    """A module's state under bare names. A state without compiled modules, and any other object, is unchanged."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         return state
     names = bare_names(state)
@@ -36,7 +36,7 @@ def bare_state(state: Any) -> Any:
 
 
 def parameter_paths(modules: Iterable[tuple[str, torch.nn.Module]]) -> dict[str, torch.Tensor]:
-    """Every path at which a parameter is -> the parameter. A tied one has several.
+    """Every path of a parameter -> the parameter. A tied one has several paths.
 
     Args:
         modules: each with its place in the state.

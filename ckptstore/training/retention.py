@@ -1,8 +1,7 @@
-"""What a `Checkpointer` does about retention: it gives the store its rules, tags the best, and deletes what is dropped.
+"""Retention of a `Checkpointer`: passes its rules to the store, tags the best checkpoint, deletes retired ones.
 
-The rules decide which checkpoints go (`ckptstore.formats.retention_rules`); the writer itself retires them.
-Here a thread puts the tag `BEST` where it belongs and has deleted what nothing needs any more (`Store.gc`), for a small
-part of the time.
+The rules decide which checkpoints are retired (`ckptstore.formats.retention_rules`), and the writer retires them. A
+thread here moves the tag `BEST` and deletes what nothing needs any more (`Store.gc`), for a small part of the time.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ _LOG: Final = logging.getLogger("ckptstore.training")
 BEST: Final = "best"
 """The tag of the best checkpoint."""
 _SHARE: Final = 20
-"""A round may take one part in so many of the time: reading the log takes the interpreter's lock from training."""
+"""A round may take 1/20 of the time: reading the log takes the interpreter's lock from training."""
 _SHARE_IDLE: Final = 200
-"""The same while there are no rules: then a round only looks whether some have come."""
+"""The same without rules, when a round only checks whether there are some now."""
 _PAUSE_IDLE: Final = 1.0
-"""Seconds, at least, between such rounds."""
+"""Minimum seconds between such rounds."""
 _PAUSE_IDLE_MOST: Final = 20.0
-"""Seconds, at most: one slow round, as the first often is, does not delay for long what comes later."""
+"""Maximum seconds between them: one slow round, often the first, must not delay later ones for long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What is kept; nothing set: what the store's rules say.
+    """Which checkpoints are kept. If nothing is set, the store's own rules apply.
 
     Attributes:
-        last: so many newest ones.
+        last: this many newest ones.
         every: those whose step is a multiple of it.
-        best: the metric by which one more is kept, and tagged `BEST`: the lowest (``min:NAME`` says so), or with
-            ``max:NAME`` the highest.
-        rules: instead of `last` and `every`: rules as `Store.keep` takes them.
+        best: a metric. The checkpoint with its lowest value (``NAME`` or ``min:NAME``) or highest value (``max:NAME``)
+            is kept, too, and tagged `BEST`.
+        rules: rules as `Store.keep` takes them, instead of `last` and `every`.
     """
 
     last: int | None = None
@@ -67,11 +66,11 @@ class Keep:
             raise UsageError(f"keep_best: {self.best!r}; the name of a metric, or 'max:NAME'")
         if self.rules is not None and (self.last is not None or self.every is not None):
             raise UsageError("keep: rules stand for keep_last and keep_every: ['last:N', 'every:N']")
-        checked(self.store_rules or ())  # a metric's name may be none that a rule can have
+        checked(self.store_rules or ())  # rules do not allow every name of a metric
 
     @property
     def store_rules(self) -> tuple[str, ...] | None:
-        """The rules that the store is given; None: it keeps its own. The best alone is only tagged."""
+        """The rules for the store; None: it keeps its own. With `best` alone the checkpoint is only tagged."""
         if self.rules is not None:
             return checked(self.rules)
         found = [f"last:{self.last}"] if self.last is not None else []
@@ -80,7 +79,7 @@ class Keep:
             return None
         if self.best is not None:
             found.append(f"best:{self.metric}:1" + (":max" if self._highest else ""))
-        return (*found, "branches")  # where a run went back, what it left behind stays
+        return (*found, "branches")  # after a rollback the abandoned checkpoints stay
 
     @property
     def _highest(self) -> bool:
@@ -92,7 +91,7 @@ class Keep:
         return None if self.best is None else self.best.removeprefix("max:").removeprefix("min:")
 
     def best_of(self, catalog: Catalog) -> CheckpointEntry | None:
-        """The best of the newest's line; of equals the newest. None: nobody said how good they are, or asked."""
+        """The best checkpoint of the newest one's line; among equals the newest. None: no metric, or no values."""
         wanted = self.metric
         if wanted is None:
             return None
@@ -106,13 +105,13 @@ class Keep:
 
 
 class Retention:
-    """Tags and collects in a thread of its own, one round at a time. It is there without rules, too: they may come."""
+    """Tags and deletes in its own thread, one round at a time; also without rules, because rules may be added."""
 
     def __init__(self, store: Store, writer: Writer, keep: Keep) -> None:
         """
         Args:
             store: of `writer`.
-            writer: of this process; it keeps to the store's rules.
+            writer: of this process; it applies the store's rules.
         """
         self._store = store
         self._writer = writer
@@ -121,12 +120,12 @@ class Retention:
         self._lock = threading.Lock()
         self._round: Future[None] | None = None
         self._not_before = 0.0
-        self._idle = False  # there were no rules in the last round, and nothing to delete
+        self._idle = False  # the last round found no rules and nothing to delete
         self._free = store.backend.free_bytes()  # after the last round
         self._warned = False
 
     def durable(self, is_durable: bool) -> None:
-        """A checkpoint is there (`PendingSave.when_done`): tag and collect, if it is time for a round."""
+        """A save has ended (`PendingSave.when_done`): start a round if it is time for one."""
         with self._lock:
             if not is_durable or self._pool is None or self._round is not None:
                 return
@@ -134,15 +133,15 @@ class Retention:
                 self._round = self._pool.submit(self._rounds)
 
     def _short(self) -> bool:
-        """Whether more has been written since the last round than there is space for still.
+        """Whether more was written since the last round than there is free space now.
 
-        Prevents: training that dies of a full medium while what would be enough is waiting to be deleted.
+        Prevents: training that fails on a full medium while enough space could be freed.
         """
         free = self._store.backend.free_bytes()
         return free is not None and self._free is not None and self._free - free > free
 
     def close(self) -> None:
-        """The last round, then the end. Call it when everything is durable, and before the writer is closed."""
+        """Run the last round, then end. Call it when all saves are durable, before the writer is closed."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -161,7 +160,7 @@ class Retention:
         try:
             self._once()
         except CkptError as error:
-            # No checkpoint is lost by that, and the next round tries again.
+            # That loses no checkpoint, and the next round tries again.
             level, self._warned = (logging.DEBUG if self._warned else logging.WARNING), True
             _LOG.log(level, "%s: superfluous checkpoints stay for now: %s", self._store.url, error)
         finally:
@@ -179,9 +178,9 @@ class Retention:
         best = self._keep.best_of(catalog)
         if best is not None and catalog.tags.get(BEST) != best.node:
             self._writer.tag(BEST, best.ref)
-            self._writer.poll()  # it sees that the one before is not the best any more
+            self._writer.poll()  # so that it can retire the former best
             catalog = self._store.view().catalog
-        # Also without rules: they may have been there and gone again, or come with the next request.
+        # Also without rules: they may have been removed again, or come with the next request.
         self._idle = not catalog.keep and not catalog.dropped and self._keep.best is None
         if catalog.dropped:
             self._store.gc()

@@ -1,7 +1,7 @@
-"""Random generators: of the process (python's, numpy's, torch's on the CPU and every CUDA device), and single ones.
+"""The states of random generators: Python's, numpy's, torch's (CPU and every CUDA device), and single generators.
 
-As tensors, not as lists of Python numbers: they are in every checkpoint, and 625 numbers take longer to be written as
-JSON than a layer does to be copied.
+States are tensors, not lists of Python numbers: they are in every checkpoint, and to write 625 numbers as JSON takes
+longer than to copy a layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptstore.errors import FormatError
 __all__ = ["Generator", "equal", "gathered", "moved", "restored", "set_state", "state_of"]
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-"""A generator that is an object of its own."""
+"""A generator that is a separate object."""
 
 
 def gathered() -> dict[str, Any]:
@@ -38,10 +38,10 @@ def gathered() -> dict[str, Any]:
 
 
 def moved(since: Mapping[str, Any]) -> str | None:
-    """The first global generator whose state is not what `gathered` found, by name; None: all are as they were.
+    """The name of the first global generator whose state differs from what `gathered` found; None: none differs.
 
-    It is asked before each batch that follows a save, so nothing is converted that can be compared as it is. CUDA
-    devices that were not in use then are left out.
+    It runs before each batch that follows a save, so it compares without conversions where it can. It leaves out CUDA
+    devices that were not in use then.
     """
     if not torch.equal(torch.get_rng_state(), since["torch"]):
         return "torch"
@@ -49,7 +49,7 @@ def moved(since: Mapping[str, Any]) -> str | None:
     before = since["python"]
     if now[2] != before["spare"] or array.array("I", now[1]).tobytes() != before["words"].tobytes():
         return "python"
-    name, keys, *rest = np.random.get_state(legacy=True)  # which takes as long as all the rest of this
+    name, keys, *rest = np.random.get_state(legacy=True)  # this call takes as long as all the rest
     before = since["numpy"]
     if [name, *rest] != [before[part] for part in ("name", "position", "has_gauss", "cached")]:
         return "numpy"
@@ -61,7 +61,7 @@ def moved(since: Mapping[str, Any]) -> str | None:
 
 
 def restored(state: Mapping[str, Any]) -> None:
-    """Give the generators back what `gathered` found.
+    """Restore the generators to what `gathered` found.
 
     Raises:
         FormatError: it is no such state.
@@ -90,7 +90,7 @@ def state_of(generator: Generator) -> Any:
 
 
 def set_state(generator: Generator, state: Any) -> None:
-    """Give one generator the state that `state_of` found.
+    """Set one generator to the state that `state_of` found.
 
     Raises:
         FormatError: it is the state of another kind of generator.
@@ -109,7 +109,7 @@ def set_state(generator: Generator, state: Any) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two states of generators are the same."""
+    """Whether two states of generators are equal."""
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
     if isinstance(one, list):

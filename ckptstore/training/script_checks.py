@@ -1,7 +1,7 @@
-"""What a training script does that its `Checkpointer` cannot save or restore as it is meant: each is said once.
+"""Warns, once for each, of mistakes in a training script that make its checkpoints incomplete or wrong.
 
-A wrong optimizer, a loader that is passed by, a schedule that was not given, a metric that is called otherwise: nothing
-of it is an error at the call where it happens, and all of it is lost time in the run that is resumed.
+Examples are a wrong optimizer, a loader that is bypassed, a missing schedule, a misspelled metric. None of them raises
+an error when it happens, and each of them costs time in the resumed run.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ckptstore.training.settings import UnsavedStepWarning
 __all__ = ["ScriptChecks"]
 
 _IDLE: Final = 100
-"""Calls without an optimizer's step after which that is remarked upon: more micro-batches than anybody accumulates."""
+"""Calls without an optimizer's step before a warning: more micro-batches than a script accumulates."""
 _STRANGE: Final = 3
-"""As many calls, if parameters changed before each of them: no accumulation of gradients does that."""
+"""Calls before a warning if parameters changed before each of them: accumulating gradients does not do that."""
 _BATCHES: Final = 3
-"""Steps without a batch of the loader after which that is remarked upon."""
+"""Steps without a batch of the loader before a warning."""
 _EARLY: Final = 2
-"""Steps with gradients newer than the optimizer's, one after another, after which that is remarked upon."""
+"""Consecutive steps with gradients newer than the optimizer's before a warning."""
 _ORDERLY: Final = 4
-"""Steps after which the order is no longer looked at: a script does not change it."""
+"""Steps after which the order is no longer checked: a script does not change it."""
 _METRICS: Final = 100
-"""Saved steps after which a metric whose name is almost that of ``keep_best`` is remarked upon, not only at the end."""
+"""Saved steps before a warning of a metric whose name is similar to that of ``keep_best``; else it comes at the end."""
 _SAMPLE: Final = 4
-"""Parameters that are looked at; an optimizer's step changes all that have gradients."""
+"""Parameters that are checked: an optimizer's step changes all that have gradients."""
 
 
 class ScriptChecks:
-    """Looks on as steps are done. Warns `UnsavedStepWarning` and `DeterminismWarning`."""
+    """Checks each step. Issues `UnsavedStepWarning` and `DeterminismWarning`."""
 
     def __init__(self, captured: ScriptState, best: str | None) -> None:
         """
@@ -61,7 +61,7 @@ class ScriptChecks:
         self._moved = 0
 
     def stepped(self, moved: bool) -> None:
-        """A call of `Checkpointer.step`. `moved`: an optimizer that was given has stepped since the last one."""
+        """`Checkpointer.step` was called. `moved`: one of the script's optimizers has stepped since the last call."""
         self._hooked.tell()
         self._steps.stepped(moved)
         if moved:
@@ -76,19 +76,19 @@ class ScriptChecks:
         self._loader.saved(self._captured.random)
 
     def measured(self, metrics: Mapping[str, Any] | None) -> None:
-        """The metrics of a step that is saved, on the rank that says what they are."""
+        """Check the metrics of a saved step, on the rank that stores them."""
         if self._best is not None and metrics:
             self._best.measured(metrics)
 
     def ended(self) -> None:
-        """Training is over: what there was too little of to be sure about."""
+        """Training is over: warn of what was not certain before."""
         self._steps.ended()
         self.left()
         if self._best is not None:
             self._best.ended()
 
     def left(self) -> None:
-        """Nothing of this stays in torch."""
+        """Remove all hooks from torch."""
         self._hooked.tell()
         self._order.remove()
         if self._strangers is not None:
@@ -96,10 +96,10 @@ class ScriptChecks:
 
 
 class _Hooked:
-    """What was seen in a hook of an optimizer. The next `Checkpointer.step` says it (`DeterminismWarning`).
+    """Collects what optimizer hooks find. The next `Checkpointer.step` warns of it (`DeterminismWarning`).
 
-    Prevents: a warning that is an error, raised in the script's ``optimizer.step()``. The hooks after it would not run,
-    and the step would not be noticed, so that it is never saved.
+    Prevents: a warning that is an error, raised in the script's ``optimizer.step()``. Later hooks would not run, and
+    the step would never be saved.
     """
 
     def __init__(self) -> None:
@@ -115,11 +115,11 @@ class _Hooked:
 
 
 class _Order:
-    """Whether `Checkpointer.step` comes after ``optimizer.step()``, not between it and ``backward()``.
+    """Whether `Checkpointer.step` is called after ``optimizer.step()``, not between it and ``backward()``.
 
-    There each checkpoint lacks a step whose batch and random numbers it counts as used: a resumed run would never
-    take it. It shows in gradients that are newer than those that the optimizer consumed, and that it consumes next (as
-    those of a validation that goes backward, too, are not).
+    In the wrong place each checkpoint lacks a step whose batch and random numbers it counts as used: a resumed run
+    would never take that step. The sign is gradients that are newer than those that the optimizer consumed, and that
+    it consumes next. (It does not consume the gradients of a validation that runs backward.)
     """
 
     def __init__(self, captured: ScriptState, hooked: _Hooked) -> None:
@@ -127,12 +127,12 @@ class _Order:
         self._consumed: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._early = self._looked = 0
-        given = [] if captured.sharding else captured.optimizers  # of shards, looking is a collective
+        given = [] if captured.sharding else captured.optimizers  # reading shards would be a collective
         self._hooks = [one.register_step_post_hook(self._after) for one in given]
 
     def stepped(self) -> None:
         if self._early == _EARLY:
-            self.remove()  # not by the hook itself: torch goes through its hooks then
+            self.remove()  # not in the hook itself: torch iterates over its hooks then
         if not self._hooks:
             return
         self._looked += 1
@@ -171,25 +171,25 @@ class _Order:
 
 
 def _is_newer(mark: tuple[torch.Tensor, torch.Tensor, int]) -> bool:
-    """Whether a parameter has another gradient than the one that was consumed, and not one that was set to zero."""
+    """Whether a parameter's gradient is not the consumed one, and was not just set to zero."""
     parameter, consumed, version = mark
     now = parameter.grad
     if now is None or (now is consumed and counted_changes(now) == version):
         return False
     try:
         return bool(now.any())
-    except (RuntimeError, NotImplementedError):  # of a layout that has no such kernel
+    except (RuntimeError, NotImplementedError):  # no kernel for this layout
         return False
 
 
 class _Strangers:
-    """Whether an optimizer that was not given moves the model, where none was given at all."""
+    """Whether an optimizer moves the model although ``optimizer=`` was not passed."""
 
     def __init__(self, captured: ScriptState, hooked: _Hooked) -> None:
         self._captured = captured
         self._hooked = hooked
         self._found = False
-        me = weakref.ref(self)  # the hook is torch's, of every optimizer of the process
+        me = weakref.ref(self)  # torch calls the hook for every optimizer of the process
 
         def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             strangers = me()
@@ -208,8 +208,8 @@ class _Strangers:
         moved = any(id(one) in own for group in optimizer.param_groups for one in group["params"])
         if self._hook is None or self._found or not moved:
             return
-        # Prevents: one of two Checkpointers takes its hook away while torch goes through all of them. That raises in
-        # the script's own step.
+        # Prevents: an error in the script's own step. Removing the hook here would change torch's hooks while it
+        # iterates over them.
         self._found = True
         self._hooked.say(
             f"{type(optimizer).__name__} moves the model, but optimizer= was not given: what it keeps (moments, step "
@@ -218,11 +218,11 @@ class _Strangers:
 
 
 class _Steps:
-    """Whether it is the given optimizers that move the model."""
+    """Whether the script's optimizers are those that move the model."""
 
     def __init__(self, captured: ScriptState) -> None:
         trained = [one for model in captured.models for one in model.parameters() if one.requires_grad]
-        # Shards, and what FSDP1 flattens, are written whenever they are gathered, whoever steps.
+        # Shards, and the flat parameters of FSDP1, change whenever they are gathered.
         if captured.sharding or any(type(one).__name__ == "FlatParameter" for one in trained):
             trained = []
         self._parameters = trained[:: max(1, len(trained) // _SAMPLE)]
@@ -241,7 +241,7 @@ class _Steps:
             self._remark()
 
     def ended(self) -> None:
-        if self._idle == self._strange > 1:  # as ever, and all the time
+        if self._idle == self._strange > 1:  # in every step of the run
             self._remark()
 
     def _remark(self) -> None:
@@ -250,7 +250,7 @@ class _Steps:
         self._said = True
         warn(
             f"none of the last {self._idle} steps was saved, because no optimizer that the Checkpointer was given has "
-            "stepped: were they made anew, or are others used?",
+            "stepped: were they made again, or are others used?",
             UnsavedStepWarning,
         )
 
@@ -259,7 +259,7 @@ class _Steps:
 
 
 class _BestMetric:
-    """Whether steps have the metric by which the best is found."""
+    """Whether steps have the metric of ``keep_best``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -272,7 +272,7 @@ class _BestMetric:
             return
         self._saved += 1
         value = metrics.get(self._name)
-        if value is None:  # as validation is, of which most steps have none
+        if value is None:  # a validation metric is missing in most steps
             self._names.update(str(name) for name in metrics if name != self._name)
             if self._saved == _METRICS and get_close_matches(self._name, self._names, n=1):
                 self._remark()
@@ -307,30 +307,30 @@ def _is_nan(value: Any) -> bool:
 
 
 def _is_ranked(name: str, value: Any) -> bool:
-    """Whether `formats.rule_rankings` finds a number in what is stored of it."""
+    """Whether `formats.rule_rankings` can rank the stored value."""
     try:
         stored = value.item() if isinstance(value, torch.Tensor) else value
         return number(metadata.checked({name: stored}), name) is not None
     except (UsageError, RuntimeError, ValueError):
-        return True  # what cannot be stored at all is refused by the save
+        return True  # the save itself refuses what cannot be stored
 
 
 def _check_schedule(captured: ScriptState) -> None:
-    """torch's schedules leave ``initial_lr`` in an optimizer's groups, and wrap its ``step``."""
+    """Warn of a schedule without ``scheduler=``: torch's set ``initial_lr`` in the groups, and wrap ``step``."""
     for optimizer in captured.optimizers:
         scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
         if scheduled and any("initial_lr" in group for group in optimizer.param_groups):
             if not captured.may_have_schedule:
                 warn(
                     "a schedule changes the optimizer's learning rate, but scheduler= was not given: in a resumed run "
-                    "the schedule would begin anew",
+                    "the schedule would start again",
                     DeterminismWarning,
                 )
             return
 
 
 class _Loader:
-    """Whether it is `Checkpointer.loader` that gives the batches; looked at again after each resume."""
+    """Whether the script iterates over `Checkpointer.loader`; checked again after each resume."""
 
     def __init__(self, loader: CountedBatches | None) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""The objects that a script gave its `Checkpointer`: looked at, taken out of their wrappers, and where each stands."""
+"""The objects that a script passed to its `Checkpointer`: checked, unwrapped, with their places in the state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["ScriptObjects", "flat", "inner_model", "inner_optimizer", "placed", 
 
 
 class ScriptObjects:
-    """The objects, each part as it was given: one, or a list or dict of several.
+    """The objects; each part is one object, or a list or dict of several, as the script passed it.
 
     Attributes:
-        model, optimizer, scheduler: without what wraps them; None: there is none.
-        loader: what the script is to iterate over.
+        model, optimizer, scheduler: without wrappers; None: there is none.
+        loader: what the script has to iterate over.
         scaler, compressor: or None.
-        extra: by name, what reads an object's state and what sets it.
+        extra: by name, the functions that read and set an object's state.
         extra_objects: by name, the object.
     """
 
@@ -44,11 +44,11 @@ class ScriptObjects:
         self.compressor = compressor
 
     def of(self, part: str) -> Any:
-        """What was given as ``model``, ``optimizer``, ...; None: nothing."""
+        """The object passed as ``model``, ``optimizer``, ...; None: there is none."""
         return None if part == "random" else getattr(self, part)
 
     def has(self, part: str) -> bool:
-        """Whether there is something of that part; generators there are always."""
+        """Whether the script has that part. It always has generators."""
         return part == "random" or (bool(self.extra) if part == "extra" else self.of(part) is not None)
 
     def several(self, part: str) -> bool:
@@ -56,7 +56,7 @@ class ScriptObjects:
         return isinstance(self.of(part), dict | list)
 
     def modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """All modules, each with its place in the state: the models, and those in ``extra``."""
+        """All modules with their places in the state: the models, and those in ``extra``."""
         found = [(f"model{place}", one) for place, one in placed(self.model)]
         extra = self.extra_objects.items()
         return found + [(f"extra.{name}", one) for name, one in extra if isinstance(one, torch.nn.Module)]
@@ -70,7 +70,7 @@ class ScriptObjects:
 
 
 def inner_model(name: str, model: Any) -> torch.nn.Module:
-    """The module itself, of what compiles, distributes or averages nothing but passes calls on.
+    """The module inside wrappers that only compile or distribute it.
 
     Raises:
         UsageError: it is no module.
@@ -87,9 +87,9 @@ def inner_model(name: str, model: Any) -> torch.nn.Module:
 
 
 def inner_optimizer(name: str, optimizer: Any) -> torch.optim.Optimizer:
-    """Torch's optimizer, of a wrapper what it wraps. Raises `UsageError`."""
+    """Torch's optimizer itself, without wrappers. Raises `UsageError`."""
     seen: set[int] = set()
-    # Accelerate's wrapper is an Optimizer as well, whose __init__ was never called: it has no groups of its own.
+    # Accelerate's wrapper is an Optimizer, too, but its __init__ was never called, so it has no groups itself.
     while not (isinstance(optimizer, torch.optim.Optimizer) and "param_groups" in vars(optimizer)):
         seen.add(id(optimizer))
         inner = getattr(optimizer, "optimizer", None)
@@ -116,7 +116,7 @@ def _each(name: str, given: Any, check: Callable[[str, Any], Any]) -> Any:
 
 
 def placed(given: Any) -> list[tuple[str, Any]]:
-    """What was given, each with where it stands in the state."""
+    """The objects of a part, each with its place in the state."""
     if isinstance(given, dict):
         return [(f".{key}", one) for key, one in given.items()]
     return [(f".{number}", one) for number, one in enumerate(given)] if isinstance(given, list) else [("", given)]
@@ -137,7 +137,7 @@ def states(given: Any, state_of: Callable[[Any], Any]) -> Any:
 
 
 def _accessors(name: str, value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """What reads an object's state, and what sets it."""
+    """The functions that read and set an object's state."""
     if isinstance(value, torch.nn.Module):
         return lambda: bare_state(value.state_dict()), value.load_state_dict
     if is_stateful(value):

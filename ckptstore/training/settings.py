@@ -1,4 +1,4 @@
-"""What a `Checkpointer` may be told beside what it saves, and checked."""
+"""The options of a `Checkpointer`, checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["CheckpointerOptions", "SaveSettings", "SlowSavesWarning", "UnsavedSt
 
 
 class UnsavedStepWarning(UserWarning):
-    """A step was not saved, and training goes on without (``on_error="warn"``)."""
+    """A step was not saved, and training continues (``on_error="warn"``)."""
 
 
 class SlowSavesWarning(UserWarning):
@@ -32,36 +32,38 @@ class CheckpointerOptions(TypedDict, total=False):
     """The options of a `Checkpointer`.
 
     Attributes:
-        scaler: a ``GradScaler``: its state is saved, and steps that it skips are known as such.
+        scaler: a ``GradScaler``. Its state is saved, and the steps that it skips are recognized.
         extra: anything else that training depends on, by name: objects with ``state_dict`` and ``load_state_dict``
             (averaged weights), random generators.
-        compressor: a `TopKHook`, whose sparse gradients the diffs are made of.
+        compressor: a `TopKHook`. Step diffs store its sparse gradients.
         save_every: optimizer steps from one checkpoint to the next (default 1), or a
-            `ckptstore.tuning.IntervalController`, which chooses them so that saving slows training by no more than
-            was asked for. The last step is saved in any case when the ``with`` is left without an error.
+            `ckptstore.tuning.IntervalController`, which chooses the interval so that saves slow training down by no
+            more than its limit. Leaving the ``with`` without an error always saves the last step.
         full_every: with step diffs, checkpoints from one full to the next (default 100).
-        batch: with step diffs, steps that are written at once (default 1); what waits for its batch is lost if the
-            process is killed.
-        deltas: how deltas are made.
+        batch: with step diffs, steps that are written together (default 1). If the process is killed, the steps that
+            wait for their batch are lost.
+        deltas: options of delta compression.
         max_in_flight, threads: as for `Store.writer` (2 and 2).
-        keep_last: keep so many newest checkpoints and retire the others.
-        keep_every: keep those whose step is a multiple of this.
-        keep_best: keep the one of the lowest metric of this name, too, and tag it ``best``; ``max:NAME`` the highest.
-        keep: instead of these, rules as `Store.keep` takes them: ``["last:100", "every:1000"]``. None of all of them:
-            the rules that the store has.
-        compact: store what is kept anew while no save is on its way, as `Store.writer` does; not with `agent` or ranks.
-        deadline_seconds: so long after the Checkpointer is made the job will be ended: when the next step might not
-            fit any more, the step is made durable and `Checkpointer.should_stop` becomes True.
-        grace_seconds: after SIGTERM, so long the step under way may take to be saved as well (default 15).
-        signals: take SIGTERM and SIGUSR1 (default True).
-        on_error: ``raise`` (default), or ``warn`` and go on training.
-        on_metrics: told of every save, as `Store.writer` does.
+        keep_last: keep this many newest checkpoints and retire the others.
+        keep_every: keep the checkpoints whose step is a multiple of this.
+        keep_best: also keep the checkpoint with the lowest metric of this name, and tag it ``best``. ``max:NAME``: the
+            highest.
+        keep: rules as `Store.keep` takes them, instead of these three: ``["last:100", "every:1000"]``. Without any of
+            the four the store's own rules apply.
+        compact: compact the store while no save is in flight, as `Store.writer` does; not with `agent` or ranks.
+        deadline_seconds: seconds from now until the job is ended. When the next step might be too late, the current
+            step is made durable and `Checkpointer.should_stop` becomes True.
+        grace_seconds: seconds after SIGTERM in which the current step may still be saved (default 15).
+        signals: handle SIGTERM and SIGUSR1 (default True).
+        on_error: ``raise`` (default), or ``warn`` and continue training.
+        on_metrics: gets the metrics of every save, as that of `Store.writer`.
         group: the process group that saves together (`Store.writer`); by default all ranks, if there are several.
             None: this process alone.
         rank_timeout: seconds that ranks wait for one another (default 600).
-        agent: save by a process of its own (`ckptstore.agent`), which outlives this one: True, or False (default).
-        linger_seconds: how long it keeps the newest state once this process is gone (default 300).
-        tensorboard: what has ``add_scalar(name, value, step)``, as a ``SummaryWriter``: told of metrics and saves.
+        agent: True: an agent process saves (`ckptstore.agent`), which outlives this one. Default: False.
+        linger_seconds: seconds that the agent keeps the newest state after this process has ended (default 300).
+        tensorboard: an object with ``add_scalar(name, value, step)``, such as a ``SummaryWriter``. It gets metrics and
+            the numbers of saves.
     """
 
     scaler: Any
@@ -92,7 +94,7 @@ class CheckpointerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SaveSettings:
-    """The options that concern how is saved, checked. See `CheckpointerOptions`."""
+    """The options that concern how states are saved, checked. See `CheckpointerOptions`."""
 
     strategy: str = "auto"
     compressor: Compressor | None = None
@@ -155,12 +157,12 @@ class SaveSettings:
 
     @property
     def every(self) -> int | None:
-        """Steps from one checkpoint to the next; None: a controller says when."""
+        """Steps from one checkpoint to the next; None: a controller decides."""
         return None if isinstance(self.save_every, SavePolicy) else self.save_every
 
     @classmethod
     def of(cls, strategy: str, options: Mapping[str, Any]) -> SaveSettings:
-        """As given to a `Checkpointer`. Raises `UsageError`, also for options that there are not."""
+        """The options passed to a `Checkpointer`. Raises `UsageError` for an unknown or invalid option."""
         unknown = sorted(set(options) - _OPTIONS)
         if unknown:
             if unknown[0] in _OF_OPEN:

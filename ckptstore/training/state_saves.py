@@ -1,9 +1,9 @@
-"""The saves of an open writer: how a step's state reaches it, and what becomes of those whose agent died.
+"""The saves of an open term: passes a step's state to the writer, and handles the death of an agent.
 
-The writer is this process's (`Writer`, `RankWriter`), or its work is done by an agent (`ckptstore.agent`). If an agent
-dies, what it had not made durable may or may not be in the store. Training goes on: the next step is given to another
-agent, whose term begins with a full; and who waits for the last step has it given again. Where each of many ranks has
-an agent, all of them end with it, and so does saving: nobody knows the others' steps, so that all have to begin again.
+The writer works in this process (`Writer`, `RankWriter`) or in an agent (`ckptstore.agent`). If an agent dies, the
+saves that it had not made durable may or may not be in the store. Training continues: another agent saves the next
+step, and its term begins with a full. `wait` saves the last step again. If each of many ranks has an agent, all agents
+end with the one that died, and saving ends, too: no rank knows the others' steps, so all have to begin again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from ckptstore.write.writer import Writer
 __all__ = ["StateSaves", "ranks_of"]
 
 _UNMADE: Final = (CancelledError, UnmadeStateError)
-"""What a save fails of whose state this rank's agent, or that of another, could not make."""
+"""Errors of a save whose state this rank's agent, or that of another rank, could not make."""
 
 
 class StateSaves:
-    """Saves on their way to one writer. The script's thread calls it.
+    """The saves of one term. The script's thread calls it.
 
     Attributes:
-        follows: steps that are not to be saved are to be offered, too.
-        given_again: what the last step's save may have failed of, and is tried once more.
+        follows: whether steps that are not due are offered, too.
+        given_again: errors after which the last step is saved once more.
     """
 
     follows = False
@@ -62,8 +62,8 @@ class StateSaves:
     ) -> None:
         """
         Args:
-            ranks: how many save together.
-            retention: is told of what is durable.
+            ranks: how many ranks save together.
+            retention: starts its rounds when a save is durable; None: another rank does that.
         """
         self._store = store
         self._writer = writer
@@ -78,7 +78,7 @@ class StateSaves:
         self._process = os.getpid()
         self._forgiven: tuple[type[AgentLostError], ...] = (AgentLostError,)
         self._ranked = getattr(writer, "rank", None) is not None
-        if self._ranked:  # no other agent takes the place of one of many
+        if self._ranked:  # no other agent replaces one of many
             self._forgiven = self.given_again = ()
         self._planned: PlannedSaves | None = None
         if plannable(writer) and not captured.sharding:
@@ -87,20 +87,20 @@ class StateSaves:
         self._begun_with(writer, settings)
 
     def _begun_with(self, writer: Writer, settings: SaveSettings) -> None:
-        """What this kind of saving has of its own.
+        """Set up what a subclass needs.
 
         Raises:
-            UsageError: not of this writer.
+            UsageError: the writer cannot do it.
         """
 
     def offer(
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
     ) -> PendingSave | None:
-        """A step is done -> its save, if it is saved.
+        """A step is done -> its save; None: it is not saved.
 
         Args:
-            due: it is to be saved.
-            forced: even if training has to wait.
+            due: the step should be saved.
+            forced: it must be saved, even if training has to wait.
 
         Raises:
             as `save`.
@@ -108,7 +108,7 @@ class StateSaves:
         return self.save(step, metrics, tags) if due or forced else None
 
     def passed(self, step: int) -> None:
-        """A step is not saved: what the first save needs is made ready meanwhile, as far as it is known."""
+        """A step is not saved. Meanwhile prepare what the first save needs, as far as it is known."""
         if self._planned is not None:
             self._planned.foresee(step, self._ranks)
 
@@ -117,19 +117,19 @@ class StateSaves:
         return pace.slow_saves(self._store.url, self._strategy, bucket=self._store.backend.costs is not None)
 
     def restored(self) -> None:
-        """The script's state is another one from here on, as after a rollback."""
+        """The script's state was replaced, as by a rollback."""
 
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
-        """Give the writer the state as it is now. Raises what `Writer.save_async` does."""
+        """Pass the current state to the writer. Raises what `Writer.save_async` does."""
         self._check_process()
         labels = SaveLabels({"metrics": dict(metrics)} if metrics else None, tags)
         collected = self._tracker.collected()
         if self._last is None:
-            collected.why = None  # the first checkpoint of a term is a full, which nothing need explain
+            collected.why = None  # the first checkpoint of a term is a full: nothing has to explain it
         try:
             try:
                 pending = self._given(step, labels, collected)
-            except self._forgiven as error:  # of an earlier save; whether another agent can be had, the next try shows
+            except self._forgiven as error:  # of an earlier save; the retry finds out whether another agent starts
                 self._hear_of_agent(error)
                 pending = self._given(step, labels, collected)
         except BaseException:
@@ -151,16 +151,16 @@ class StateSaves:
         return self._writer.save_async(state, step, metadata=labels.metadata, tags=labels.tags, updates=updates)
 
     def _check_process(self) -> None:
-        """Before anything is copied: a fork has neither the threads that would do it nor memory of its own for it."""
+        """Refuse to save in a fork, before anything is copied: it has neither the threads nor its own memory."""
         check_owner(self._process, self._writer.term)
 
     def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
-        """Hear of the saves that have ended -> the steps of those that failed, each once, and what stopped them.
+        """Collect the saves that have ended -> the steps of those that failed, each once, and their errors.
 
-        Of what an agent lost with its death, or could not make, it warns itself, and names those steps.
+        Steps that died with an agent, or that it could not make, are not returned: a warning names them.
 
         Args:
-            again: a step that is saved once more, if it was not.
+            again: a step that will be saved once more; no warning names it.
         """
         ended = [one for one in self._under_way if one.done()]
         self._under_way = [one for one in self._under_way if not one.done()]
@@ -176,16 +176,16 @@ class StateSaves:
         return [one for one in failures if not isinstance(one[1], (*self._forgiven, *_UNMADE))]
 
     def wait(self) -> None:
-        """Return when everything is durable. The last step is given again, if its agent died with it."""
+        """Wait until all saves are durable. If an agent died with the last step, save that again."""
         try:
             self._writer.wait()
         except self._forgiven as error:
             self._hear_of_agent(error)
         except UnmadeStateError:
-            pass  # `settle` says of which step
+            pass  # `settle` names the step
         last = self._under_way[-1] if self._under_way else None
         lost = last is not None and isinstance(last.exception(), self.given_again)
-        # Prevents: a step that is lost without a word, since it is not given again once the state is the next one's.
+        # Prevents: a step that is lost silently, because it cannot be saved again once the state is the next one's.
         again = lost and not self._tracker.any
         if failures := self.settle(last.step if again and last is not None else None):
             raise first_of(failures)
@@ -193,11 +193,11 @@ class StateSaves:
             self._again()
 
     def ended(self) -> None:
-        """No step comes any more: return when everything is durable."""
+        """There are no more steps: wait until all saves are durable."""
         self.wait()
 
     def durable(self, pending: PendingSave) -> PendingSave:
-        """Wait until the save of the last step is durable -> that, or the one that took its place."""
+        """Wait until the save of the last step is durable -> that save, or the one that replaced it."""
         try:
             pending.result()
         except self._forgiven:
@@ -206,35 +206,35 @@ class StateSaves:
         return pending
 
     def _again(self) -> None:
-        """Save the last step once more, unless it is in the store, or the state is another step's by now."""
+        """Save the last step once more, unless it is in the store or the state has changed since."""
         newest = self._store.latest_step()
         if self._last is None or self._tracker.any or (newest is not None and newest >= self._last[0]):
             return
         self.save(*self._last)
         try:
             self._writer.wait()
-        except self._forgiven as error:  # of an earlier save, told a moment late by the thread that hears
+        except self._forgiven as error:  # of an earlier save, reported late by the receiving thread
             self._hear_of_agent(error)
             self._writer.wait()
 
     def _hear_of_agent(self, error: AgentLostError) -> None:
-        """An agent has died, as a call says: warn of the steps that it had, now, or else of that alone."""
+        """A call reports that an agent has died: warn of the steps that it had, or else of the death alone."""
         known = [one for one in self._under_way if one.done() and isinstance(one.exception(), self._forgiven)]
         if not known:
             self._remark_lost([(None, error)])
 
     def _remark_lost(self, lost: Sequence[tuple[int | None, BaseException]]) -> None:
-        """Warn of an agent's death, once, with every step that it took along."""
+        """Warn of an agent's death, once, with every step that was lost with it."""
         if not lost:
             return
         (first, error), *others = lost
         more = [step for step, _ in others if step is not None and step != first]
         also = f"; likewise {named_steps(more)}" if more else ""
-        text = f"{error}{also}; training goes on, and another agent saves the next step"
+        text = f"{error}{also}; training continues, and another agent saves the next step"
         warn(f"{self._store.url}: {text}", UnsavedStepWarning)
 
     def close(self) -> None:
-        """Let go of memory and threads. Call it when the writer is closed."""
+        """Release memory and threads. Call it when the writer is closed."""
         if self._planned is not None:
             self._planned.close()
 
@@ -243,14 +243,14 @@ def ranks_of(group: Any, sharding: str = "") -> Group | None:
     """The ranks that save together; None: this process alone.
 
     Args:
-        sharding: how parameters are cut that are DTensors.
+        sharding: how DTensor parameters are sharded; empty: there are none.
 
     Raises:
-        UsageError: `group` is none, or this process is not in it; this process alone cannot save what is cut.
+        UsageError: `group` is no process group, or this process is not in it; one process alone cannot save shards.
     """
     distributed = torch.distributed
     if isinstance(group, str) and group == "all":
-        # Also of one rank, if parameters are DTensors: a writer of this process alone knows none.
+        # Also a group of one rank if parameters are DTensors: a writer without ranks does not take them.
         fewest = 1 if sharding else 2
         if not distributed.is_available() or not distributed.is_initialized():
             return None

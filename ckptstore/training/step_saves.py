@@ -198,7 +198,7 @@ class StepSaves:
         if self._settings.on_error == "raise":
             raise error
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-        self._warn_continuing([error], f"training goes on: {type(error).__name__}: {error}{notes}")
+        self._warn_continuing([error], f"training continues: {type(error).__name__}: {error}{notes}")
 
     def _lose(self, failures: Sequence[tuple[int, BaseException]]) -> None:
         """Raise, or warn of, steps that were lost.
@@ -209,7 +209,7 @@ class StepSaves:
         if self._settings.on_error == "raise":
             raise first_of(failures)  # and each later call raises what the writer then says
         texts = [
-            f"{lost_steps(error, steps)}, and training goes on: {type(error).__name__}: {error}"
+            f"{lost_steps(error, steps)}, and training continues: {type(error).__name__}: {error}"
             for error, steps in by_error(failures)
         ]
         self._warn_continuing([error for _, error in failures], "; ".join(texts))

@@ -1,4 +1,4 @@
-"""How checkpoints leave training: whole, as deltas, or as step diffs; and which of them ``auto`` takes, and why."""
+"""The strategies of a `Checkpointer`: fulls, deltas, step diffs, a replica; which one ``auto`` chooses, and why."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRATEGIES: Final = ("auto", "full", "delta", "gradient", "replica")
 
 _TINY: Final = 1 << 20
 _QUICK: Final = 0.02
-"""Seconds in which a full is so small a matter that coding it costs more than writing it."""
+"""Seconds: if a full takes no longer, compressing it costs more than writing it."""
 _PROBED: Final = 4 << 20
 _PROBES: Final = 4
 _PATIENCE: Final = 0.25
@@ -51,12 +51,12 @@ _PATIENCE: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What ``auto`` looks at.
+    """What ``auto`` bases its choice on.
 
     Attributes:
-        nbytes: of the state, once the optimizers have theirs.
-        rate: bytes a second that the medium takes; None: it could not be measured.
-        spare: cores that training leaves.
+        nbytes: of the state, including that of the optimizers.
+        rate: bytes a second that the medium stores; None: it could not be measured.
+        spare: cores that training leaves idle.
         unpredicted: why the optimizers' steps cannot be predicted; None: they can.
     """
 
@@ -67,7 +67,7 @@ class Circumstances:
 
 
 def chosen(about: Circumstances) -> tuple[Strategy, str]:
-    """What ``auto`` takes -> the strategy, and why, as half a sentence."""
+    """What ``auto`` chooses -> the strategy, and the reason."""
     state = f"{size(about.nbytes)} of state"
     if about.nbytes <= _TINY:
         return "full", f"{state} are not worth compressing"
@@ -84,12 +84,12 @@ def chosen(about: Circumstances) -> tuple[Strategy, str]:
 
 
 def tell(url: str, strategy: Strategy, why: str) -> None:
-    """Say what ``auto`` takes, as `say` does."""
+    """Say what ``auto`` chose, as `say` does."""
     say(url, f"strategy {strategy!r}: {why}")
 
 
 def say(url: str, what: str) -> None:
-    """Log a sentence about a store; on a terminal where nobody hears the log (at level INFO), print it there."""
+    """Log a sentence about a store at level INFO. If no handler takes it, print it on a terminal."""
     said = f"{url}: {what}"
     _LOG.info("%s", said)
     heard = _LOG.isEnabledFor(logging.INFO) and _LOG.hasHandlers()
@@ -98,7 +98,7 @@ def say(url: str, what: str) -> None:
 
 
 def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int | None) -> str | None:
-    """Why `OptimizerStep` cannot predict what lies between two checkpoints; None: it can."""
+    """Why `OptimizerStep` cannot predict the change between two checkpoints; None: it can."""
     if not optimizers:
         return "there is no optimizer"
     if save_every is None:
@@ -116,7 +116,7 @@ def predicted(optimizers: Sequence[torch.optim.Optimizer], save_every: int | Non
 
 
 def state_bytes(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """About what a checkpoint takes once the optimizers have made their state."""
+    """About how many bytes a checkpoint has once the optimizers have created their state."""
     found = sum(_nbytes(one) for model in models for one in (*model.parameters(), *model.buffers()))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -132,18 +132,18 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def spare_cores(models: Sequence[torch.nn.Module]) -> int:
-    """Cores that training leaves to this process: torch's threads take theirs, a device takes one."""
+    """Cores that training leaves idle: torch's threads use theirs, training on a device uses one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")  # how many processes torchrun began on this machine
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")  # processes that torchrun started on this machine
     on_device = any(one.device.type not in ("cpu", "meta") for model in models for one in model.parameters())
     busy = 1 if on_device else torch.get_num_threads()
     return cores // (int(beside) if beside.isdecimal() and int(beside) > 0 else 1) - busy
 
 
 def measured_rate(backend: Backend) -> float | None:
-    """Bytes a second that a medium takes durably, from a segment of at most 16 MiB that is deleted again.
+    """Measure bytes a second that a medium stores durably, with a segment of at most 16 MiB that is deleted again.
 
-    None: it cannot be measured. Nothing refers to the segment: if the process is killed meanwhile, gc deletes it.
+    None: it cannot be measured. Nothing refers to the segment: if the process is killed, gc deletes it.
     """
     key = f"seg/{0:010}/{uuid.uuid4().hex}.safetensors"
     memory = aligned(_PROBED)
@@ -172,14 +172,14 @@ def measured_rate(backend: Backend) -> float | None:
 def writer_options(
     strategy: Strategy, full_every: int, batch: int, deltas: DeltaOptions | None, save_every: int | None = 1
 ) -> dict[str, Any]:
-    """What `Store.writer` is to be told. Raises `UsageError`."""
+    """The options of `Store.writer` for a strategy. Raises `UsageError`."""
     if strategy != "gradient" and batch != 1:
         raise UsageError(f"batch={batch}: only step diffs are written in batches, and the strategy is {strategy!r}")
     if strategy == "full":
         return {}
     coded = DeltaOptions() if deltas is None else deltas
-    if strategy == "delta" or (strategy == "replica" and save_every != 1):  # several steps are no step
+    if strategy == "delta" or (strategy == "replica" and save_every != 1):  # several steps cannot be explained as one
         return {"deltas": coded}
-    # SIGTERM is the Checkpointer's: it saves the step under way first.
+    # The Checkpointer handles SIGTERM: it saves the current step first.
     diffs = DiffOptions(full_every=full_every, batch=batch, flush_on_sigterm=False)
     return {"diffs": diffs} if deltas is None else {"diffs": diffs, "deltas": coded}

@@ -325,7 +325,7 @@ def test_a_training_step_follows_on_error(tmp_path: Path, how: str) -> None:
         os.kill(pid, signal.SIGCONT)
         return
     said = next(line for line in iter(trainer.stderr.readline, "") if "UnsavedStepWarning" in line)
-    assert "training goes on: AgentSilentError" in said
+    assert "training continues: AgentSilentError" in said
     for _ in range(30):
         assert next(words) == "step\n"
     before = ckptstore.open(tmp_path / "s").latest_step()

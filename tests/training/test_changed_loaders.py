@@ -287,7 +287,7 @@ def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
 def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any, after: Any, differs: str) -> None:
     _, state = cut_off(kind(list(range(12)), batch_size=2, sampler=before), 2)
     batches, said = resumed(kind(list(range(12)), batch_size=2, sampler=after), state)
-    assert said == f"loader: {differs}; the epoch begins anew: the 4 samples {TWICE}"
+    assert said == f"loader: {differs}; the epoch starts again: the 4 samples {TWICE}"
     assert [one.prevents for one in batches.compare(state)][-1]
     assert len(flat(taken(iter(batches)))) == len(after)
 
@@ -309,7 +309,7 @@ def test_a_sampler_of_the_script_s_own_that_has_another_length() -> None:
     _, state = cut_off(DataLoader(list(range(12)), sampler=Thinned(2)), 2)
     batches, said = resumed(DataLoader(list(range(12)), sampler=Thinned(3)), state)
     assert "the sampler gave 6 samples in an epoch, and gives 4 now; loader: sampler.each was 2, and is 3 now" in said
-    assert "the epoch begins anew" in said
+    assert "the epoch starts again" in said
     assert flat(taken(iter(batches))) == [0, 3, 6, 9]
 
 
@@ -468,7 +468,7 @@ def test_the_order_is_that_of_the_batch_sampler() -> None:
     assert said.endswith("the other 8 come once each")
     assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
     _, said = resumed(loader(2, SequentialSampler), state)
-    assert "the epoch begins anew: the 4 samples" in said
+    assert "the epoch starts again: the 4 samples" in said
 
 
 def test_an_epoch_that_was_over() -> None:

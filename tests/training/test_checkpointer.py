@@ -728,7 +728,7 @@ def test_an_error_is_raised_or_warned_of(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", **options, on_error="warn") as checkpointer:
         assert checkpointer.resume() == 2
         extra.broken = True
-        with pytest.warns(UnsavedStepWarning, match="step 3 was not saved, and training goes on"):
+        with pytest.warns(UnsavedStepWarning, match="step 3 was not saved, and training continues"):
             assert checkpointer.step() is None
         extra.broken = False
         assert checkpointer.step() is not None

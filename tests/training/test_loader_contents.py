@@ -38,7 +38,7 @@ from ckptstore.training.loaders.counted_batches import counted  # noqa: E402
 from ckptstore.training.loaders.loader_contents import composition, made_with, stream  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 
-ANEW = "the epoch begins anew"
+ANEW = "the epoch starts again"
 TWICE = "that were given out come a second time if the loader still has them, and none is left out"
 OTHER = "the dataset has other samples than it had, or in another order"
 

@@ -179,7 +179,7 @@ def compared(case: Case, folder: Path) -> None:
     never, cut = [], []
     with warnings.catch_warnings():
         if case.workers:
-            warnings.filterwarnings("ignore", ".*worker processes begin anew", DeterminismWarning)
+            warnings.filterwarnings("ignore", ".*worker processes start again", DeterminismWarning)
         lived(case, folder / "never", case.steps, never)
         for until in (*sorted(case.cuts), case.steps):
             lived(case, folder / "cut", until, cut)
@@ -273,7 +273,7 @@ def test_what_workers_draw_is_told_once(tmp_path: Path) -> None:
         trained(checkpointer, optimizer, checkpointer.loader, 2)
     checkpointer, optimizer = opened(tmp_path, loaders[1])
     with checkpointer:
-        with pytest.warns(DeterminismWarning, match="1 worker processes begin anew.*use num_workers=0, or filter"):
+        with pytest.warns(DeterminismWarning, match="1 worker processes start again.*use num_workers=0, or filter"):
             assert checkpointer.resume() == 2
         found = trained(checkpointer, optimizer, checkpointer.loader, 4)
         checkpointer.wait()

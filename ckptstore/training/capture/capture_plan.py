@@ -25,11 +25,11 @@ from ckptstore.write.snapshot import HostTensor
 __all__ = ["PlannedState", "StateCopy", "StatePlan"]
 
 _OF_THE_LIMIT: Final = 2
-"""A plan's tree is at most this part of what a tree may be: what changes of it is not measured with the rest."""
+"""A plan's tree has at most 1/2 of the size limit, because the changing part is not measured again."""
 
 
 class PlannedState(LaidOutState):
-    """A state in memory that is laid out as its segments will be, and whose size is known."""
+    """A state in memory, laid out as in its segments, with a known size."""
 
     __slots__ = ("_nbytes",)
 
@@ -50,9 +50,9 @@ class StatePlan:
 
     Attributes:
         nbytes: of all tensors.
-        size: bytes of memory that a copy takes.
-        offsets: where each tensor begins in it.
-        tensors: the state's, as they were when the plan was made: names, types and shapes are those of every step.
+        size: bytes of memory for one copy.
+        offsets: the offset of each tensor in it.
+        tensors: the state's tensors when the plan was made. Names, types and shapes are the same in every step.
     """
 
     def __init__(self, captured: ScriptState, whole: FlatState, light: FlatState, watched: tuple[Any, Any]) -> None:
@@ -73,16 +73,16 @@ class StatePlan:
 
     @classmethod
     def made(cls, captured: ScriptState, state: dict[str, Any], whole: FlatState, step: int, ranks: int) -> Self | None:
-        """The plan of a state; None: it cannot be planned.
+        """Make the plan of a state; None: it cannot be planned.
 
         Args:
-            state, whole: as taken, and taken apart.
+            state, whole: the state, and the same flattened.
         """
         watched = captured.watched()
         if watched is None or len(jsontext.dumps(whole.tree)) * _OF_THE_LIMIT > TREE_LIMIT:
             return None
         moving = captured.state(step, ranks, standing=True)
-        # The same objects, so that it can be compared with the whole: generators give another copy each time.
+        # With the same objects, so that it can be compared with the whole: generators return a new copy each time.
         light = bridge.flattened(_merged(moving, state))
         plan = cls(captured, whole, light, watched)
         try:
@@ -98,14 +98,14 @@ class StatePlan:
         return plan if fits else None
 
     def taken(self, step: int, ranks: int) -> FlatState | None:
-        """What has to be taken apart in every step, in a complete tree. None: the plan does not hold any more."""
+        """The tensors that are flattened in every step, in a complete tree; None: the plan does not hold any more."""
         if not all(one.unchanged() for one in self._watched) or not self._tensors.unchanged():
             return None
         light = bridge.flattened(self._captured.state(step, ranks, standing=True))
         if _described(light) != self._light:
             return None
         if any(source.identity in self._identities for source in light.tensors.values()):
-            return None  # tied to what stands: one of two names would be too many
+            return None  # tied to a planned tensor: its name would be there twice
         try:
             self._captured.with_standing(light.tree, self._tree)
         except (KeyError, TypeError, ValueError):
@@ -117,11 +117,11 @@ class StatePlan:
 
     @property
     def standing(self) -> Mapping[str, TorchSource]:
-        """Those of the tensors that are the same objects, where they were, as long as the plan holds."""
+        """The tensors that stay the same objects at the same addresses as long as the plan holds."""
         return self._standing
 
     def copies(self, memory: Bytes) -> tuple[BatchedCopies, list[tuple[TorchSource, Bytes]]]:
-        """The copies of what stands: those of whole tensors, and of strided ones, to be read one by one."""
+        """The copies of these tensors: all contiguous ones at once, and strided ones to read one by one."""
         base = memory.__array_interface__["data"][0]
         whole: list[tuple[int, int, int]] = []
         strided: list[tuple[TorchSource, Bytes]] = []
@@ -138,9 +138,9 @@ class StateCopy:
     """Memory for one copy of a plan's state.
 
     Attributes:
-        tensors: its tensors.
-        memory: all of it.
-        plan: whose.
+        tensors: the tensors in it.
+        memory: all of the memory.
+        plan: its plan.
     """
 
     def __init__(self, plan: StatePlan, memory: Bytes) -> None:
@@ -154,7 +154,7 @@ class StateCopy:
         self._gathering, self._strided = plan.copies(memory)
 
     def filled(self, light: FlatState, pool: Any) -> PlannedState:
-        """Copy the state here."""
+        """Copy the state into this memory."""
         self._gathering.run(pool)
         for source, room in self._strided:
             TorchSource(source.tensor).read(0, room)
@@ -173,7 +173,7 @@ def _described(flat: FlatState) -> list[tuple[Any, ...]]:
 
 
 def _merged(moving: Any, whole: Mapping[str, Any]) -> dict[str, Any]:
-    """`whole` without what `moving` leaves out."""
+    """`whole` without the parts that `moving` leaves out."""
     found = {**whole, "model": moving["model"]}
     if "optimizer" in moving:
         found["optimizer"] = moving["optimizer"]

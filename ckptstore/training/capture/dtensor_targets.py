@@ -1,7 +1,7 @@
-"""DTensors of a training script (FSDP2, tensor parallelism): how they are cut, and where a checkpoint's tensors go.
+"""DTensors of a training script (FSDP2, tensor parallelism): their sharding, and the targets of a restore.
 
-A rank has its shards and nothing else. So a checkpoint is read into them: into the parameters themselves, and into
-shards like them for what an optimizer keeps and has not made yet. Nobody has a whole tensor in memory.
+A rank holds only its shards, so a checkpoint is read into them: into the parameters themselves, and into similar shards
+for optimizer slots that do not exist yet. No rank holds a whole tensor in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DTensorTargets", "sharding"]
 
 
 def sharding(tensors: Iterable[torch.Tensor]) -> str:
-    """How the DTensors among them are cut, for people: ``S(0) of (4,)``. Empty: there is none."""
+    """How the DTensors among them are sharded, for messages: ``S(0) of (4,)``. Empty: there are none."""
     found = {
         f"{' '.join(map(str, one.placements))} of {tuple(one.device_mesh.shape)}"  # type: ignore[attr-defined]
         for one in tensors
@@ -28,7 +28,7 @@ def sharding(tensors: Iterable[torch.Tensor]) -> str:
 
 
 class DTensorTargets:
-    """DTensors that a checkpoint's tensors are read into, by the names that it has for them.
+    """DTensors that a checkpoint's tensors are read into, by their names in the checkpoint.
 
     Attributes:
         found: name -> DTensor of the checkpoint's dtype and shape. No two share memory.
@@ -39,11 +39,11 @@ class DTensorTargets:
         self._taken: set[int] = set()
 
     def of(self, outline: Any, live: Any) -> None:
-        """Find DTensors in a state that the script has now.
+        """Find the DTensors of the script's current state.
 
         Args:
             outline: a part of the checkpoint's state, with a `TensorEntry` for each tensor.
-            live: the same part of the script's; where it has no DTensor of that shape, there is no room.
+            live: the same part of the script's state. A tensor without a DTensor of its shape there gets no target.
         """
         if isinstance(outline, TensorEntry):
             self._take(outline, live)
@@ -57,11 +57,13 @@ class DTensorTargets:
     def of_optimizer(
         self, outline: Any, optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Any, torch.Tensor]]
     ) -> None:
-        """What it keeps for DTensors, in their shape: if that is not made yet, it gets DTensors that are cut alike.
+        """Find or create DTensors for an optimizer's slots that have their parameter's shape.
+
+        Slots that do not exist yet get DTensors with the parameter's sharding.
 
         Args:
-            outline: its state in the checkpoint.
-            pairs: numbers of parameters there, each with the script's parameter.
+            outline: the optimizer's state in the checkpoint.
+            pairs: (number in the checkpoint, the script's parameter).
         """
         if not isinstance(outline, Mapping) or not isinstance(outline.get("state"), Mapping):
             return
@@ -72,7 +74,7 @@ class DTensorTargets:
                     self._take(entry, optimizer.state.get(parameter, {}).get(key, parameter), parameter)
 
     def _take(self, entry: TensorEntry, live: Any, beside: torch.Tensor | None = None) -> None:
-        """Take `live` for a tensor if it fits; one like it where it is of another dtype, is `beside`, or is taken."""
+        """Find a tensor's target: `live`, or a new one if `live` has another dtype, is `beside` or was taken."""
         if entry.name in self.found or not _is_distributed(live) or tuple(live.shape) != tuple(entry.shape):
             return
         dtype, address = torch_dtype(entry.dtype), live.detach().to_local().data_ptr()
@@ -84,5 +86,5 @@ class DTensorTargets:
 
 
 def _is_distributed(tensor: object) -> bool:
-    """Whether it is a DTensor; asked without importing what not every torch has."""
+    """Whether it is a DTensor, without an import that not every torch has."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements")

@@ -1,19 +1,18 @@
-"""Whether a script's modules and optimizers are as they were, so that what was learnt of their state holds.
+"""Checks whether a script's modules and optimizers are unchanged, so that the plan of their state still holds.
 
-This is answered without their ``state_dict``, which for thousands of parameters takes longer than the copy of the
-state. Every tensor is looked at, every time: the same object under the same name, at the same address, of the same
-type, shape and strides. `is_plain_module` and `is_plain_optimizer` refuse everything else: modules and optimizers that
-make their state in a way of their own, with hooks or with ``get_extra_state``, and optimizers that keep more than
-tensors.
+It does not call ``state_dict``, which for thousands of parameters takes longer than to copy the state. It checks every
+tensor every time: the same object under the same name, at the same address, with the same type, shape and strides.
+`is_plain_module` and `is_plain_optimizer` refuse everything else: modules and optimizers with their own code for
+states, with hooks or ``get_extra_state``, and optimizers that keep more than tensors.
 
-What is used of torch:
+It uses these parts of torch:
 
-- Of tensors only documented methods and attributes. Each tensor is asked for its address in every step, before bytes
-  are copied from there; no memory is read to find out whether something changed.
+- Of tensors only documented methods and attributes. It reads each tensor's address in every step, before bytes are
+  copied from there. It reads no memory to find changes.
 - Of modules and optimizers the dicts in which torch keeps members and hooks (`_MEMBERS`, `_HOOKS`, `_OMITTED`,
   `_OPTIMIZER_HOOKS`). Their names are private, and torch may change them. So an object that lacks one of them, or has
-  something else there, is not plain, and its ``state_dict`` is called in every step. A plan is made only where
-  ``state_dict`` gave exactly the tensors that these dicts hold (`capture_plan`).
+  something else there, is not plain, and its ``state_dict`` is called in every step. A plan is made only if
+  ``state_dict`` returned exactly the tensors that these dicts hold (`capture_plan`).
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _OMITTED: Final = "_non_persistent_buffers_set"
 _METHODS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _OPTIMIZER_HOOKS: Final = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
 _BLOCK: Final = 256
-"""Tensors that answer all questions before the next ones do: they stay in the processor's caches meanwhile, and few
-enough answers exist at a time that Python's garbage collector does not run. Twice as fast with 12,000 tensors."""
+"""Tensors whose checks all run before the next ones: they stay in the processor's caches, and so few results exist at a
+time that Python's garbage collector does not run. This is twice as fast with 12,000 tensors."""
 
 
 def is_plain_module(module: torch.nn.Module) -> bool:
-    """Whether its state is its parameters and buffers, and those of the modules in it, and nothing else."""
+    """Whether its state consists of its parameters and buffers, and those of the modules in it, and nothing else."""
     return all(
         all(getattr(type(one), name) is getattr(torch.nn.Module, name) for name in _METHODS)
         and not any(name in vars(one) for name in _METHODS)
-        # Prevents: hooks that go unseen because this torch has another name for them. TorchScript has no dicts there.
+        # Prevents: unnoticed hooks, if this torch has another name for them. TorchScript has no dicts there.
         and all(isinstance(vars(one).get(name), dict) for name in (*_MEMBERS, *_HOOKS))
         and isinstance(vars(one).get(_OMITTED), set)
         and not any(vars(one)[name] for name in _HOOKS)
@@ -70,7 +69,7 @@ def _makes_state_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Members:
-    """What stands in dicts, by name. The dicts are asked; nothing is built for each of them."""
+    """The members of dicts, by name. It compares the dicts themselves and builds nothing for each of them."""
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
         self.dicts = list(dicts)
@@ -80,7 +79,7 @@ class _Members:
         self.values = list(chain.from_iterable(self._views))
 
     def unchanged(self) -> bool:
-        """Whether the same objects, by identity, have the same names in the same dicts."""
+        """Whether the same dicts hold the same objects, by identity, under the same names."""
         return (
             list(map(len, self.dicts)) == self._lengths
             and list(chain.from_iterable(self.dicts)) == self._names
@@ -109,7 +108,7 @@ class WatchedModule:
         self._trained = list(map(_trained, self.tensors))
 
     def unchanged(self) -> bool:
-        """Whether the same tensors, by identity, stand in its state under the same names, and the same are frozen."""
+        """Whether its state holds the same tensors, by identity, under the same names, and the same ones are frozen."""
         return (
             all(map(is_, map(vars, self._modules), self._attributes))
             and self._methods_now() == self._methods
@@ -119,7 +118,7 @@ class WatchedModule:
             and not any(self._hooks)
             and list(map(itemgetter(_OMITTED), self._attributes)) == self._left_out
             and self._members.unchanged()
-            # Prevents: checkpoints that say what was frozen when the plan was made.
+            # Prevents: checkpoints that record what was frozen when the plan was made.
             and list(map(_trained, self.tensors)) == self._trained
         )
 
@@ -138,7 +137,7 @@ class WatchedOptimizer:
     """A plain optimizer as it is now; its groups' numbers may change, not their parameters.
 
     Attributes:
-        tensors: all that it keeps for parameters.
+        tensors: all its slots.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -172,14 +171,14 @@ class WatchedOptimizer:
 
 
 def _same(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """The same objects: tensors must not be asked whether they are equal."""
+    """Whether these are the same objects. Tensors must not be compared with ==."""
     return len(now) == len(before) and all(map(is_, now, before))
 
 
 class WatchedTensors:
-    """Tensors in host memory as they are now: where they lie, and of which type, shape and strides they are.
+    """Tensors in host memory as they are now: their addresses, types, shapes and strides.
 
-    Each tensor is asked in every step, by what torch documents of tensors: about 1 ms of processor a thousand tensors.
+    Each tensor is checked in every step, with documented methods only: about 1 ms of processor for 1,000 tensors.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -204,14 +203,14 @@ def _storage_sizes(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
 
 
-# Tensors of another layout have no address and no storage to ask for: that is asked first.
+# Tensors of another layout have no address and no storage, so the layout is checked first.
 _ASKED: Final = (
     _each(type),
     _each(attrgetter("layout")),
     _each(attrgetter("is_cpu")),
     _each(attrgetter("dtype")),
     _each(torch.Tensor.data_ptr),
-    # Prevents: a copy of memory that is somebody else's, after a storage was made smaller and came to lie where it was.
+    # Prevents: a copy of foreign memory, after a storage was made smaller and kept its address.
     _storage_sizes,
     _each(attrgetter("shape")),
     _each(torch.Tensor.stride),

@@ -39,37 +39,37 @@ __all__ = ["PlannedSaves", "SaveLabels", "plannable"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _IN_VAIN: Final = 3
-"""Plans in a row of which none held for a step."""
+"""Consecutive plans that did not hold for a single step, before a pause."""
 _PAUSE: Final = 200
-"""Saves until it is tried again."""
+"""Saves until the next plan is tried."""
 _MANY: Final = 128
-"""Tensors for whose copies it pays to load a compiled loop, which takes half a second."""
+"""From this number of tensors on, a compiled copy loop pays, which takes half a second to load."""
 
 
 def plannable(writer: Writer) -> TypeGuard[LocalWriter | AgentWriter]:
-    """Whether a writer takes states that somebody else copies: to memory of his own, or to the agent's."""
+    """Whether a writer accepts states that the caller has copied, to its own memory or to the agent's."""
     return writer.takes_copies
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLabels:
-    """What is said of a checkpoint."""
+    """Metadata and tags of a checkpoint."""
 
     metadata: Mapping[str, Any] | None
     tags: str | Sequence[str]
 
 
 class PlannedSaves:
-    """Takes a script's state by plan, and has a writer make it durable."""
+    """Copies a script's state by plan, and passes the copy to a writer."""
 
     def __init__(
         self, captured: ScriptState, writer: LocalWriter | AgentWriter, limit: int, *, predict: bool, kept: int
     ) -> None:
         """
         Args:
-            limit: saves that may be on their way.
+            limit: how many saves may be in flight.
             predict: steps are stored as step diffs.
-            kept: how many states the writer keeps beside those on their way.
+            kept: how many states the writer keeps beside those in flight.
         """
         self._captured = captured
         self._writer = writer
@@ -87,11 +87,11 @@ class PlannedSaves:
         self._lock = threading.Lock()
         self._in_vain = 0
         self._pause = 0
-        self._looked = False  # ahead
+        self._looked = False  # `foresee` has run
         self._touching: dict[int, Prefault] = {}
 
     def save(self, step: int, ranks: int, collected: CollectedSteps, labels: SaveLabels) -> PendingSave | None:
-        """Copy the state of `step`, and hand it over -> None: it cannot be planned, and nothing is done.
+        """Copy the state of `step`, and pass it to the writer -> its save; None: there is no plan, nothing was done.
 
         Raises:
             as `Writer.save_async`.
@@ -105,9 +105,9 @@ class PlannedSaves:
         return self._filled(self._writer, (plan, light), step, collected, labels, began)
 
     def foresee(self, step: int, ranks: int) -> None:
-        """Of a step that is not saved: have memory for the next that is touched in the background. Once, if at all.
+        """Prepare memory in the background while a step is not saved. It happens at most once.
 
-        Raises nothing: what cannot be saved the first save says.
+        It raises nothing: the first save raises what is wrong.
         """
         if self._looked or self._plan is not None:
             return
@@ -120,7 +120,7 @@ class PlannedSaves:
                 self._pool.submit(self._make_ready, plan)
             else:
                 self._writer.prepare(PlannedState(light.tree, plan.tensors, (), plan.nbytes))
-        except Exception as error:  # noqa: BLE001  # it concerns no step that is to be saved
+        except Exception as error:  # noqa: BLE001  # no step is to be saved now
             _LOG.info("nothing is made ready for the first save: %s", error)
 
     def _adopted(
@@ -132,7 +132,7 @@ class PlannedSaves:
         labels: SaveLabels,
         began: float,
     ) -> PendingSave:
-        """By a writer of this process."""
+        """Save with a writer of this process."""
         plan, light = planned
         self._slots.acquire()
         waited = time.monotonic() - began
@@ -167,7 +167,7 @@ class PlannedSaves:
         labels: SaveLabels,
         began: float,
     ) -> PendingSave:
-        """By one that lends its memory."""
+        """Save with an agent, which lends its memory."""
         plan, light = planned
 
         def fill(memory: Bytes, offsets: Sequence[int]) -> Sequence[Update]:
@@ -233,14 +233,14 @@ class PlannedSaves:
         return place
 
     def _lent(self, plan: StatePlan, memory: Bytes, offsets: Sequence[int]) -> StateCopy:
-        """The place that memory is which is lent again and again."""
+        """The `StateCopy` of lent memory, which is lent again and again."""
         if offsets is not self._offsets:
             if list(offsets) != [plan.offsets[name] for name in plan.tensors]:
                 raise AgentError(
                     "the agent lays tensors out in another order than this process: they are of two releases"
                 )
             self._offsets = offsets
-            self._free.clear()  # of another plan, or of another agent: nobody's memory any more
+            self._free.clear()  # of another plan or agent: that memory is not lent any more
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._pool.submit(self._make_ready, plan, memory=False)
         for place in self._free:
@@ -250,7 +250,7 @@ class PlannedSaves:
         return self._free[-1]
 
     def _make_ready(self, plan: StatePlan, *, memory: bool = True) -> None:
-        """Make what the next saves will need, while others work: the first write to memory costs more than the copy."""
+        """Allocate and touch memory for the next saves in the background: the first touch costs more than the copy."""
         if len(plan.tensors) >= _MANY:
             uncached_copy.prepare()
         while memory:
@@ -261,12 +261,12 @@ class PlannedSaves:
             try:
                 room = aligned(plan.size)
             except MemoryError:
-                return  # who needs it will say so
+                return  # a save that needs it raises this
             touching, place = Prefault(room), StateCopy(plan, room)
             with self._lock:
                 if plan is not self._plan:
                     return
-                # There already for who comes earlier: a place more than are needed would take longer. Behind others.
+                # It is available before it is touched: one more allocation would take longer. It comes last.
                 self._free.insert(0, place)
                 self._touching[id(place)] = touching
             touching.run()
@@ -287,7 +287,7 @@ class PlannedSaves:
             self._made = 0
 
     def close(self) -> None:
-        """Let go of memory and threads. Call it when the writer is closed."""
+        """Release memory and threads. Call it when the writer is closed."""
         self._pool.shutdown(cancel_futures=True)
         self._forget()
         self._former = None

@@ -88,7 +88,7 @@ def _place_of(count: Any, names: dict[Any, str], plan: StatePlan) -> int | None:
 
 
 class _Late(Sequence[Update]):
-    """A list that is made when somebody looks at it."""
+    """A list that is made at its first use."""
 
     def __init__(self, make: Callable[[], Iterator[Update]]) -> None:
         self._make = make

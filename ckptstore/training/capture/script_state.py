@@ -1,4 +1,4 @@
-"""What a checkpoint of a training script holds: gathered from its objects, and given back to them.
+"""The state of a training script: gathers from its objects what a checkpoint holds.
 
 ::
 
@@ -6,11 +6,11 @@
      "extra": {...}, "random": {...}, "script": {"model": ..., "optimizer": ..., "scheduler": ...},
      "environment": {...}}
 
-Of several models, optimizers or schedulers there is a list (or a dict, as they were given). Names of parameters are
-those of the model itself: without what `torch.compile` and DistributedDataParallel put into them.
+Several models, optimizers or schedulers are a list or dict, as the script passed them. Parameters have the names of the
+model itself, without what `torch.compile` and DistributedDataParallel add to them.
 
-``script`` says what a state does not: the class of each optimizer and schedule, the names of an optimizer's parameters
-by number, the functions of a schedule. A resumed script is compared with it (`resume_checks`).
+``script`` records what the states do not: the class of each optimizer and schedule, the names of an optimizer's
+parameters by number, the functions of a schedule. A resumed script is compared with it (`resume_checks`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class ScriptState:
     """The objects of a training script, as one state.
 
     Attributes:
-        models: bare, in the order given.
-        optimizers: torch's own, of wrappers what they wrap.
-        loader: what the script is to iterate over; see `CountedBatches`.
-        sharding: how parameters are cut that are DTensors (FSDP2): each rank has its shards of them. Empty: none is.
+        models: the modules without wrappers, in the order in which they were passed.
+        optimizers: torch's own, without wrappers.
+        loader: what the script has to iterate over; see `CountedBatches`.
+        sharding: how DTensor parameters are sharded (FSDP2): each rank has its shards. Empty: there are none.
         random: the global generators in the last `state`; None: there was none.
     """
 
@@ -67,20 +67,20 @@ class ScriptState:
         extra: Mapping[str, Any] | None = None,
         compressor: Any = None,
     ) -> None:
-        """Look at what was given.
+        """Check the objects.
 
         Args:
-            model: a module, or a list, tuple or dict of them.
-            optimizer: likewise of optimizers; what wraps one in ``.optimizer`` is taken for it.
-            scheduler: likewise of whatever has ``state_dict`` and ``load_state_dict``.
-            loader: what gives the batches; one without ``state_dict`` is counted.
+            model: a module, or a list, tuple or dict of modules.
+            optimizer: an optimizer, or several. A wrapper with an ``.optimizer`` stands for that.
+            scheduler: an object with ``state_dict`` and ``load_state_dict``, or several.
+            loader: a data loader. If it has no ``state_dict``, its batches are counted.
             scaler: a ``GradScaler``.
-            extra: anything else by name: with ``state_dict`` and ``load_state_dict``, or a generator of torch, numpy
-                or python.
-            compressor: a `TopKHook`, which is told what the parameters are called.
+            extra: other objects by name: with ``state_dict`` and ``load_state_dict``, or generators of torch, numpy or
+                Python.
+            compressor: a `TopKHook`. It gets the names of the parameters.
 
         Raises:
-            UsageError: one of them is something else.
+            UsageError: an object of the wrong kind.
         """
         self.given = given = ScriptObjects(model, optimizer, scheduler, loader, scaler, extra, compressor)
         self.loader = given.loader
@@ -104,14 +104,14 @@ class ScriptState:
 
     @property
     def scaled(self) -> bool:
-        """Whether a scaler changes gradients after backward, in a way that their version does not tell."""
+        """Whether a scaler changes gradients after backward; torch does not count these changes."""
         return self._scaler is not None
 
     @property
     def per_rank(self) -> tuple[str, ...]:
-        """Names of tensors of which ranks may have their own: generators, positions, and modules' buffers.
+        """Names of tensors that may differ between ranks: generators, positions, modules' buffers.
 
-        DDP gives all ranks the first one's buffers when forward begins; BatchNorm then changes them on each.
+        DDP broadcasts the first rank's buffers when forward begins. Then BatchNorm changes them on each rank.
         """
         modules = self.given.modules()
         names = [f"{prefix}.{bare(name)}" for prefix, module in modules for name, _ in module.named_buffers()]
@@ -119,7 +119,7 @@ class ScriptState:
         return ("random", "loader", "compressor", *(glob.escape(name) for name in names))
 
     def state(self, step: int, ranks: int = 1, *, standing: bool = False) -> dict[str, Any]:
-        """Everything that the next step depends on. Tensors are the script's own, not copies.
+        """Everything that the next step depends on, with the script's own tensors, not copies.
 
         Args:
             standing: leave out what `with_standing` puts in.
@@ -146,7 +146,7 @@ class ScriptState:
         return found
 
     def _script(self, *, standing: bool) -> dict[str, Any]:
-        """What a resumed script is compared with."""
+        """The record that a resumed script is compared with."""
         found: dict[str, Any] = {"model": None if standing else states(self._model, module_fit.described)}
         if self._optimizer is not None:
             paths = {} if standing else self.given.paths()
@@ -167,28 +167,28 @@ class ScriptState:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the tensors of ``extra``, as far as they can be asked for now."""
+        """Bytes of the tensors in ``extra``, as far as their states can be read now."""
         found = 0
         for get, _ in self._extra.values():
-            with contextlib.suppress(Exception):  # what it raises is for the save that needs it
+            with contextlib.suppress(Exception):  # the save will raise it again
                 found += _tensor_bytes(get())
         return found
 
     @property
     def may_have_schedule(self) -> bool:
-        """Whether something that was given may be the optimizers' schedule."""
+        """Whether one of the script's objects may be the optimizers' schedule."""
         others = [one for one in self._given.values() if is_stateful(one) and not isinstance(one, torch.nn.Module)]
         return self._scheduler is not None or bool(others)
 
     def environment(self, ranks: int) -> dict[str, str]:
-        """What of the script decides its bits, on so many ranks."""
+        """What in the script decides its bits, on this number of ranks."""
         given = self._optimizer
-        # Prevents: a run that is called another one, because the script lists its optimizers in another order.
+        # Prevents: a warning because the script only lists its optimizers in another order.
         optimizers = [given[key] for key in sorted(given)] if isinstance(given, dict) else self.optimizers
         return described(optimizers, ranks, self.sharding)
 
     def watched(self) -> tuple[list[WatchedModule], list[WatchedOptimizer]] | None:
-        """What `with_standing` puts into a state, watched; None: something of it cannot be."""
+        """The objects that `with_standing` puts into a state, watched; None: one of them cannot be watched."""
         self._standing_extra = [
             name for name, one in self._given.items() if isinstance(one, torch.nn.Module) and is_plain_module(one)
         ]
@@ -198,9 +198,9 @@ class ScriptState:
         return list(map(WatchedModule, modules)), list(map(WatchedOptimizer, self.optimizers))
 
     def with_standing(self, tree: Any, whole: Any) -> None:
-        """Complete the tree of a state that was taken with ``standing`` from that of a whole one.
+        """Complete the tree of a state that was taken with ``standing``, from a whole one.
 
-        That is modules, and all of an optimizer but the numbers of its groups.
+        That adds the modules, and everything in an optimizer but the numbers of its groups.
         """
         tree["model"] = whole["model"]
         tree["script"]["model"] = whole["script"]["model"]
@@ -217,10 +217,10 @@ class ScriptState:
                 group["params"] = complete["params"]
 
     def rooms(self, comparison: Comparison) -> dict[str, torch.Tensor]:
-        """DTensors that a checkpoint's tensors are to be read into, by their names in it; see `Rooms`.
+        """DTensors that a checkpoint's tensors are read into, by their names in it; see `Rooms`.
 
         Args:
-            comparison: of its state with the script's, with a `TensorEntry` in place of each tensor.
+            comparison: of the checkpoint with the script, with a `TensorEntry` for each tensor.
         """
         rooms = DTensorTargets()
         for fit in comparison.fits:
@@ -256,13 +256,13 @@ def _state_of_optimizer(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state without what it keeps for parameters, and without their numbers."""
+    """An optimizer's state without its slots and its parameters' numbers."""
     groups = [{name: one for name, one in group.items() if name != "params"} for group in optimizer.param_groups]
     return {"state": None, "param_groups": [{**group, "params": None} for group in groups]}
 
 
 def _each_tree(tree: Any, given: Any) -> list[Any]:
-    """The trees of what was given."""
+    """The trees of the single objects."""
     if isinstance(given, dict):
         return [tree[key] for key in given]
     return list(tree) if isinstance(given, list) else [tree]

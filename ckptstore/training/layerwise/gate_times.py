@@ -1,4 +1,4 @@
-"""What layer-wise snapshots cost: how long each gate was waited for, and how much copying nobody waited for."""
+"""What layer-wise snapshots cost: how long training waited at each gate, and how much copying it did not wait for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Gate", "GateLog", "LayerwiseReport"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What the updates of one layer waited for its copies.
+    """How long the updates of one layer waited for its copies.
 
     Attributes:
         layer: its name.
         nbytes: of its tensors in a checkpoint.
-        passed: how often it was passed while a snapshot was to be kept whole.
-        waited: in how many of these training had to wait.
-        seconds: waited, in all.
+        passed: how often an optimizer passed the gate while a snapshot needed the layer.
+        waited: how often training had to wait there.
+        seconds: total seconds of waiting.
         longest: seconds of the longest wait.
     """
 
@@ -34,21 +34,21 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseReport:
-    """What layer-wise snapshots have cost training so far. Seconds are of the host's clock.
+    """What layer-wise snapshots have cost training so far, in seconds of the host's clock.
 
     In `device` mode on a GPU the gate is a wait of the device's stream, which the host does not see.
 
     Attributes:
         mode: where layers are copied to first.
         gates: one for each layer, in the order of the model.
-        saves: that `save` handed on.
-        call_seconds: spent in `begin` and `save`, where they wait for a free snapshot, too.
-        immediate_bytes: copied by `save` itself in all, because no optimizer owns them.
-        copying_seconds: for each save from the first layer's beginning to the last one's end, in all.
-        copied_again: layers that were copied twice for one save: they were updated again, or are others than expected.
-        restarts: saves whose early copies were given up, and were made in `save`.
-        restarted: why the last of them was.
-        refused: copies on the device for which it had no memory; they went to the host at once.
+        saves: how many saves `save` passed to the writer.
+        call_seconds: spent in `begin` and `save`, including the wait for a free snapshot.
+        immediate_bytes: total bytes that `save` itself copied, because no optimizer owns them.
+        copying_seconds: sum over all saves of the time from the first layer's start to the last layer's end.
+        copied_again: layers copied twice for one save, because they were updated again or are not the expected ones.
+        restarts: saves whose early copies were discarded and made again in `save`.
+        restarted: the reason of the last restart.
+        refused: copies on the device for which it had no memory; they were made directly to the host.
     """
 
     mode: str
@@ -64,17 +64,17 @@ class LayerwiseReport:
 
     @property
     def waited_seconds(self) -> float:
-        """At all gates together."""
+        """Seconds of waiting at all gates."""
         return sum(gate.seconds for gate in self.gates)
 
     @property
     def overlapped_seconds(self) -> float:
-        """Of copying for which nobody waited at a gate."""
+        """Seconds of copying during which training did not wait at a gate."""
         return max(0.0, self.copying_seconds - self.waited_seconds)
 
 
 class GateLog:
-    """Counts what a `LayerwiseReport` says, for any thread.
+    """Counts the numbers of a `LayerwiseReport`; any thread may call it.
 
     Attributes:
         saves, call_seconds, immediate_bytes, copied_again, restarts, restarted, refused: as there.

@@ -1,4 +1,4 @@
-"""How a state is divided into layers, and a save whose layers are being copied."""
+"""The division of a state into layers, and a save whose layers are being copied."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["LayerDivision", "StartedSave"]
 
 @dataclass(slots=True)
 class LayerDivision:
-    """How a state is divided: what is known of the next one before it is there.
+    """How a state is divided into layers, known before the next state exists.
 
     Attributes:
-        flat: its tensors; those in no layer without their memory.
+        flat: its tensors; those in no layer are placeholders without memory.
         members: the tensors of each layer, by name.
     """
 
@@ -27,7 +27,7 @@ class LayerDivision:
 
     @classmethod
     def of(cls, flat: FlatState, members: dict[str, dict[str, TorchSource]]) -> LayerDivision:
-        """The form of a state of which the members of each layer are known."""
+        """The division of a state, from the tensors of each layer."""
         layered = {name for tensors in members.values() for name in tensors}
         tensors: dict[str, TensorSource] = {
             name: one if name in layered else Awaited(one) for name, one in flat.tensors.items()
@@ -39,7 +39,7 @@ class LayerDivision:
         return {layer: tuple(tensors) for layer, tensors in self.members.items() if tensors}
 
     def same(self, flat: FlatState, members: Mapping[str, Mapping[str, TorchSource]]) -> bool:
-        """Whether a state has the same tensors, of the same forms, in the same layers."""
+        """Whether a state has the same tensors, with equal dtypes and shapes, in the same layers."""
         return [(name, one.dtype, tuple(one.shape)) for name, one in self.flat.tensors.items()] == [
             (name, one.dtype, tuple(one.shape)) for name, one in flat.tensors.items()
         ] and all(list(self.members[layer]) == list(tensors) for layer, tensors in members.items())
@@ -50,9 +50,9 @@ class StartedSave:
     """A save whose layers are copied.
 
     Attributes:
-        save: the engine's.
-        missing: which optimizers have not stepped yet, for each layer that waits for them.
-        staged: of each layer whose copy was begun, where it comes from, and what to wait for before the layer changes.
+        save: the engine's save.
+        missing: for each layer that waits for optimizers, which have not stepped yet.
+        staged: for each layer whose copy has started, its source, which has the gate.
         stale: layers may have changed since.
     """
 

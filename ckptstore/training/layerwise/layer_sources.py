@@ -1,8 +1,7 @@
-"""Where a layer's copy comes from: the layer itself, or a copy of it on its device.
+"""The source of a layer's copy to the host: the layer itself, or a copy of it on its device.
 
-CUDA: copies are queued on a stream of their own for each device, behind what the current stream was given before, so
-that they begin when the update is done and hold up nothing after it. On the CPU the same operations run without
-streams.
+CUDA: each device has a separate stream for copies. They wait for what the current stream has queued so far, so they
+start when the update is done, and delay nothing after it. On the CPU the same operations run without streams.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ __all__ = ["LayerSource", "marks_of", "staged"]
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """One layer at the instant when its copy was asked for.
+    """One layer at the moment when its copy was requested.
 
     Attributes:
-        sources: its tensors, by name, to be read by any thread.
-        private: they are nobody else's: the layer may change once `gate` was called.
-        refused: how many copies on the device were wanted for which it had no memory.
-        marks: which memory it was, and how often torch had seen it change; see `marks_of`.
+        sources: its tensors, by name; any thread may read them.
+        private: the tensors are copies: the layer may change once `gate` was called.
+        refused: how many copies on the device failed because it had no memory.
+        marks: its memory, and how many changes torch had counted; see `marks_of`.
     """
 
     sources: dict[str, TorchSource]
@@ -39,12 +38,12 @@ class LayerSource:
     _events: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
 
     def gate(self) -> None:
-        """What is queued on the current stream from now on waits for the copy on the device. The host does not."""
+        """Make the current stream wait for the copy on the device. The host does not wait."""
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 
     def watch(self, layer: str) -> Callable[[], None] | None:
-        """To be called when it is copied: raises `StorageError` if torch counts a change since it was staged."""
+        """A check to call when it is copied: raises `StorageError` if torch has counted a change since."""
         if self.private:
             return None
 
@@ -62,12 +61,12 @@ class LayerSource:
 
 
 def staged(members: Mapping[str, TorchSource], mode: str) -> LayerSource:
-    """A layer as it is now, in the order of the current streams.
+    """The source of a layer as it is now, in the order of the current streams.
 
     Args:
         members: its tensors.
-        mode: ``device`` copies them there; where the device has no memory for that, and in any other mode, they are
-            read where they are.
+        mode: ``device`` copies them on the device. In other modes, or if the device has no memory for that, they are
+            read from the layer itself.
     """
     refused = 0
     if mode == "device":
@@ -85,7 +84,7 @@ def staged(members: Mapping[str, TorchSource], mode: str) -> LayerSource:
 
 
 def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
-    """Copies on the device each tensor is on. Raises `torch.OutOfMemoryError`."""
+    """Copy each tensor on its device. Raises `torch.OutOfMemoryError`."""
     sources: dict[str, TorchSource] = {}
     streams = _behind(members)
     with torch.no_grad():
@@ -94,14 +93,14 @@ def _on_device(members: Mapping[str, TorchSource]) -> LayerSource:
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 data = source.resolved
                 if stream is not None:
-                    data.record_stream(stream)  # Prevents: memory that is used anew while the copy is only queued.
+                    data.record_stream(stream)  # Prevents: memory that is reused while the copy is only queued.
                 sources[name] = TorchSource(data.clone(memory_format=torch.contiguous_format))
     events = tuple((device, stream.record_event()) for device, stream in streams.items())
     return LayerSource(sources, True, 0, marks_of(members), events)
 
 
 def _behind(members: Mapping[str, TorchSource]) -> dict[torch.device, torch.cuda.Stream]:
-    """The copying stream of each CUDA device, behind what the current one was given."""
+    """The copy stream of each CUDA device; it waits for what the current stream has queued."""
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for source in members.values():
         device = source.tensor.device
@@ -117,5 +116,5 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def marks_of(members: Mapping[str, TorchSource]) -> tuple[Hashable, ...]:
-    """For each tensor something that differs once it is other memory, or torch has counted a change (see there)."""
+    """A mark of each tensor, which changes if its memory changes or torch counts a change (`counted_changes`)."""
     return tuple((place(source.tensor), counted_changes(source.tensor)) for source in members.values())

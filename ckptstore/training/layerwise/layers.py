@@ -1,7 +1,7 @@
-"""Which tensors change together: the layers of a model, as its optimizers update them.
+"""The layers of a model: tensors that its optimizers update together.
 
-A layer is what one module owns; small neighbours are packed together, so that a model of a thousand small modules does
-not have a thousand gates. It has the parameters, and what their optimizers keep for them.
+A layer is what one module owns: the parameters, and the optimizers' slots for them. Small neighbors are packed
+together, so that a model of a thousand small modules does not have a thousand gates.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ckptstore.frameworks.torch_tensors import TorchSource
 __all__ = ["PACKED", "ModelLayer", "layers_of", "local", "members_of", "place"]
 
 PACKED: Final = 1 << 20
-"""Bytes of parameters up to which neighbouring layers are packed into one: below it a gate costs more than the copy."""
+"""Neighboring layers are packed up to this many bytes of parameters: for less, a gate costs more than the copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayer:
-    """Parameters that are copied, and waited for, together.
+    """Parameters that are copied together and have one gate.
 
     Attributes:
-        name: the path of the module that owns them; of packed ones, of the first and the last.
+        name: the path of the module that owns them; of packed ones, the paths of the first and the last.
         parameters: in the order of the model.
         optimizers: which optimizers update them, by number.
     """
@@ -38,7 +38,7 @@ class ModelLayer:
 
     @property
     def nbytes(self) -> int:
-        """Of the parameters."""
+        """Bytes of the parameters."""
         return sum(_nbytes(parameter) for parameter in self.parameters)
 
 
@@ -47,10 +47,10 @@ def layers_of(
     optimizers: Sequence[torch.optim.Optimizer],
     packed: int = PACKED,
 ) -> list[ModelLayer]:
-    """The layers of what the optimizers update, in the order of the model.
+    """The layers that the optimizers update, in the order of the model.
 
-    Parameters that no optimizer has are in none (frozen ones): nobody says when they change. So are those that share
-    memory with another layer's, which two gates would not keep from changing.
+    Parameters without an optimizer (frozen ones) are in no layer: no hook tells when they change. Neither are
+    parameters that share memory with another layer, because two gates would not protect them.
 
     Args:
         model: modules whose parameters give layers their names.
@@ -93,7 +93,7 @@ def _of_one_module(path: str, parameters: Sequence[torch.Tensor], users: Mapping
 
 
 def _unshared(layers: Sequence[ModelLayer]) -> list[ModelLayer]:
-    """Without the parameters whose memory overlaps that of another layer's."""
+    """The layers without parameters whose memory overlaps that of another layer."""
     spans: list[tuple[str, int, int, int, int]] = []  # device, begin, end, layer, parameter
     for number, layer in enumerate(layers):
         for parameter in layer.parameters:
@@ -123,7 +123,7 @@ def _end(span: tuple[str, int, int, int, int]) -> int:
 
 
 def _packed(layers: Sequence[ModelLayer], most: int) -> list[ModelLayer]:
-    """Small neighbours in one, where that makes nobody wait for another optimizer's step."""
+    """Pack small neighbors, if that makes no layer wait for another optimizer's step."""
     counts: dict[int, int] = {}
     for layer in layers:
         for number in layer.optimizers:
@@ -139,7 +139,7 @@ def _packed(layers: Sequence[ModelLayer], most: int) -> list[ModelLayer]:
     named: dict[str, ModelLayer] = {}
     for group in groups:
         name = group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
-        while name in named:  # a path that stands in two models, say
+        while name in named:  # such as a path that is in two models
             name += "'"
         parameters = tuple(parameter for layer in group for parameter in layer.parameters)
         named[name] = ModelLayer(name, parameters, frozenset().union(*(layer.optimizers for layer in group)))
@@ -147,7 +147,7 @@ def _packed(layers: Sequence[ModelLayer], most: int) -> list[ModelLayer]:
 
 
 def _together(one: ModelLayer, other: ModelLayer, counts: Mapping[int, int]) -> bool:
-    """Whether they have the same optimizers, or each one of its own, as with the optimizer in backward."""
+    """Whether they have the same optimizers, or one separate optimizer each, as with the optimizer in backward."""
     if one.optimizers == other.optimizers:
         return True
     return all(counts[number] == 1 for number in one.optimizers | other.optimizers)

@@ -1,4 +1,4 @@
-"""Snapshots layer by layer while training goes on, for torch's optimizers (LightCheck, section III-B).
+"""Snapshots layer by layer while training continues, for torch's optimizers (LightCheck, section III-B).
 
 ::
 
@@ -7,31 +7,31 @@
             for step in range(1, steps + 1):
                 snapshots.begin(step)          # optional: layers are copied as soon as they are updated
                 loss(model, batch).backward()
-                optimizer.step()               # waits, layer by layer, for the copies of the step before
+                optimizer.step()               # waits, layer by layer, for the copies of the last step
                 optimizer.zero_grad()
                 scheduler.step()
-                snapshots.save(step)           # what no optimizer owns is copied here, at once
+                snapshots.save(step)           # copies what no optimizer owns here, at once
 
-A checkpoint is, bit for bit, what ``writer.save(state(), step)`` would have stored in place of
-`LayerwiseSnapshots.save`.
+A checkpoint is bit for bit what ``writer.save(state(), step)`` would have stored instead of `LayerwiseSnapshots.save`.
 
-**What overlaps what** follows from the optimizers, whose step hooks are all that is used:
+**What overlaps** depends on the optimizers, because only their step hooks are used:
 
 - One optimizer for all (fused, foreach or not): all layers change in one call. Copies overlap the next forward and
   backward, and the gate of every layer stands before the next ``optimizer.step()``.
-- Several optimizers, one for each layer or parameter: a layer's gate stands before the step of its own optimizers, and
-  with `begin` its copy starts after that, while the other layers are still being updated.
+- Several optimizers, one for each layer or parameter: a layer's gate stands before the step of its own optimizers.
+  After `begin` its copy starts right after that step, while the other layers are still being updated.
 - The optimizer in backward (an optimizer for each parameter, whose ``step`` is called by
-  ``register_post_accumulate_grad_hook``) is the same: updates, and so copies and gates, lie within backward.
+  ``register_post_accumulate_grad_hook``) works the same: updates, copies and gates happen within backward.
 
-`LayerwiseSnapshots.case` says which it is.
+`LayerwiseSnapshots.case` says which case applies.
 
-**No checkpoint mixes steps.** A layer is what an optimizer given here owns: its parameters and what it keeps for them.
+**No checkpoint mixes steps.** A layer is what one of these optimizers owns: its parameters and its slots for them.
 Everything else (buffers such as BatchNorm's, which change in the next forward, RNG states, the scheduler, frozen
 parameters, averaged weights, copies) is copied while `save` runs. Between a layer's copy and its gate only its
-optimizers may change it; whoever changes weights in another way (a clamp, a load) calls `LayerwiseSnapshots.wait`
-before, and after `begin` does so before the optimizer's step or not at all. In-place changes that torch counts are
-noticed, and fail that save; it counts neither ``.data`` nor what fused optimizers do.
+optimizers may change it. A script that changes weights in another way (a clamp, a load) has to call
+`LayerwiseSnapshots.wait` first; after `begin` it has to do so before the optimizer's step or not at all. In-place
+changes that torch counts are noticed and fail that save. Torch counts neither changes of ``.data`` nor those of fused
+optimizers.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _MODES: Final = ("host", "device", "direct")
 
 
 class LayerwiseSnapshots:
-    """Saves whose snapshots are taken layer by layer, by hooks of the optimizers; leaving a ``with`` removes them.
+    """Saves whose snapshots optimizer hooks take layer by layer. Leaving the ``with`` removes the hooks.
 
     Attributes:
-        mode: where layers are copied to first.
-        layers: in the order of the model.
+        mode: where layers are copied first.
+        layers: the layers, in the order of the model.
     """
 
     def __init__(
@@ -87,21 +87,20 @@ class LayerwiseSnapshots:
         """Put hooks on the optimizers.
 
         Args:
-            writer: its `max_in_flight` bounds how many snapshots are in host memory: with 1, each save waits until the
-                one before is durable.
+            writer: its `max_in_flight` limits the snapshots in host memory. With 1, each save waits until the last one
+                is durable.
             model: names the layers.
-            optimizers: all that update what is to be copied layer by layer.
-            state: the whole state, as it would be given to `Writer.save`; its tensors are the model's and the
-                optimizers' own, not copies. None: ``{"model": ..., "optimizer": ...}``, their ``state_dict()``, with a
-                list of them where there are several.
+            optimizers: all optimizers whose parameters should be copied layer by layer.
+            state: returns the whole state, as `Writer.save` takes it, with the model's and the optimizers' own tensors,
+                not copies. None: ``{"model": ..., "optimizer": ...}`` with their ``state_dict()``, or lists of them.
             mode: ``host`` copies a layer to host memory. ``device`` copies it on its device first, in the stream that
                 updated it, and from there to the host: the gate costs next to nothing, and the device's memory holds a
-                copy of the layers that have not crossed yet. On the CPU that copy is made in training's own thread.
+                copy of the layers that are not on the host yet. On the CPU training's own thread makes that copy.
                 ``direct`` copies it straight into the mapped segments of a store on persistent memory (``pmem://``).
-            packed: bytes of parameters up to which neighbouring layers are taken together.
+            packed: neighboring layers are packed into one up to this many bytes of parameters.
 
         Raises:
-            UsageError: no optimizers of torch; optimizers without parameters; no such mode.
+            UsageError: no torch optimizers; optimizers without parameters; an unknown mode.
         """
         if mode not in _MODES:
             raise UsageError(f"mode: {mode!r}; it may be {', '.join(map(repr, _MODES))}")
@@ -137,7 +136,7 @@ class LayerwiseSnapshots:
 
     @property
     def case(self) -> str:
-        """What of training the copies overlap, as a sentence."""
+        """Which part of training the copies overlap, as a sentence."""
         if len(self._optimizers) == 1:
             how = next((name for name in ("fused", "foreach") if self._optimizers[0].defaults.get(name)), "")
             name = f"{how} {type(self._optimizers[0]).__name__}".strip()
@@ -154,13 +153,13 @@ class LayerwiseSnapshots:
         )
 
     def begin(self, step: int) -> None:
-        """Declare, before the step is taken, that `save` will follow: each layer is copied once it is updated.
+        """Announce a `save` before its step is taken: each layer is copied as soon as it is updated.
 
-        Without it `save` begins with all layers. It pays where layers have optimizers of their own (see `case`). The
-        first time optimizers have no state yet, and `save` begins anew.
+        Without it `save` starts the copies of all layers. It helps if layers have their own optimizers (see `case`).
+        The first time optimizers have no state yet, and `save` starts all copies again.
 
         Raises:
-            UsageError: another one is begun; this was closed; `state` holds none of the optimizers' tensors.
+            UsageError: another step is begun already; this was closed; `state` holds none of the optimizers' tensors.
             as `Writer.save_async`.
         """
         with self._timed():
@@ -180,15 +179,15 @@ class LayerwiseSnapshots:
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
     ) -> PendingSave:
-        """Save the state as it is now, in the background; the optimizers' next steps wait for what is not copied yet.
+        """Save the current state in the background. The optimizers' next steps wait for layers that are not copied yet.
 
         Args:
-            step: optimizer steps done; after `begin` the same.
+            step: the number of optimizer steps done; after `begin` the same number as there.
             metadata, tags, updates: as for `Writer.save_async`.
 
         Raises:
             UsageError: another step was begun; this was closed; `state` holds none of the optimizers' tensors.
-            as `Writer.save_async`. What stops a copy comes from `PendingSave.result`.
+            as `Writer.save_async`. `PendingSave.result` raises the errors of copies.
         """
         with self._timed():
             self._check()
@@ -229,9 +228,9 @@ class LayerwiseSnapshots:
         return pending
 
     def wait(self) -> None:
-        """Return when every layer is copied, so that weights may be changed by other means than the optimizers.
+        """Wait until every layer is copied. After that the script may change weights without the optimizers.
 
-        What is copied early, after `begin`, is copied again by `save`.
+        `save` copies again what was copied early, after `begin`.
         """
         with self._lock:
             for begun in self._in_flight():
@@ -244,20 +243,20 @@ class LayerwiseSnapshots:
             self._tidy()
 
     def abandon(self) -> None:
-        """What was begun will not be saved. Does nothing without a `begin`."""
+        """Discard what was begun. Does nothing without a `begin`."""
         with self._lock:
             early, self._early = self._early, None
             if early is not None:
                 early.save.abandon()
 
     def report(self) -> LayerwiseReport:
-        """What it has cost so far."""
+        """What the snapshots have cost so far."""
         with self._lock:
             self._tidy()
             return self._log.report(self.mode)
 
     def close(self) -> None:
-        """Remove the hooks, and wait for the copies; saves that were handed on go on. A second time does nothing."""
+        """Remove the hooks, and wait for the copies. Saves in flight continue. A second call does nothing."""
         with self._lock:
             hooks, self._hooks = self._hooks, None
             for hook in hooks or ():
@@ -293,7 +292,7 @@ class LayerwiseSnapshots:
             self._tidy()
 
     def _after(self, number: int) -> None:
-        """An optimizer has changed its layers. Nothing that goes wrong with a copy may stop training."""
+        """An optimizer has changed its layers. An error in a copy must not stop training."""
         with self._lock:
             early = self._early
             if early is None:
@@ -304,7 +303,7 @@ class LayerwiseSnapshots:
                     early.missing.get(layer.name, set()).discard(number)
                     if members and not early.missing.get(layer.name):
                         self._start(early, layer.name, members)
-            except Exception as error:  # noqa: BLE001  # save() begins anew, and raises what persists
+            except Exception as error:  # noqa: BLE001  # save() starts again, and raises what persists
                 self._early = None
                 self._restart(early, f"{type(error).__name__}: {error}")
 
@@ -320,7 +319,7 @@ class LayerwiseSnapshots:
         self._log.refused += found.refused
         begun.staged.pop(layer, None)
         begun.save.ready(layer, found.sources, found.watch(layer))
-        begun.staged[layer] = found  # last: after a Ctrl-C before, save() copies it again
+        begun.staged[layer] = found  # last: after an earlier Ctrl-C, save() copies it again
 
     def _in_flight(self) -> list[StartedSave]:
         return [*self._under_way, *([] if self._early is None else [self._early])]
@@ -354,7 +353,7 @@ class LayerwiseSnapshots:
         return flat, LayerDivision.of(flat, members)
 
     def _check_members(self, members: Mapping[str, Mapping[str, TorchSource]]) -> None:
-        """Prevents: a state of copies, all of which `save` would copy again while training waits, without a word."""
+        """Prevents: a state of copies, which `save` would silently copy again while training waits."""
         missing = [layer for layer, tensors in members.items() if not tensors]
         if not missing or self._warned:
             return
@@ -383,7 +382,7 @@ class LayerwiseSnapshots:
 
 
 def _unfit(early: StartedSave, flat: FlatState, form: LayerDivision) -> str:
-    """Why early copies are of no use; empty: they are."""
+    """Why early copies cannot be used; empty: they can."""
     if not early.save.is_open:
         return "the writer was closed"
     same = early.form.same(flat, form.members)

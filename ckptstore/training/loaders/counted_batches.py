@@ -1,9 +1,9 @@
-"""Where a data loader is: asked of loaders that know it, counted for all, and kept with the generators of the epoch.
+"""Tracks a data loader's position: by its own state or by counting, with the generators of the epoch.
 
-A loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is sent to its place. For any other the epoch is begun
-again, and as many batches as had been given out are loaded and thrown away. Both make an iterator in the middle of an
-epoch, and that draws random numbers, which the run that was never stopped drew when the epoch began. So the generators
-are set to what they were at that time before the iterator is made, and to what training had when it is there.
+A loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) restores its own position. With any other the epoch
+starts again, and the batches that were used before are loaded and discarded. Both make an iterator in the middle of an
+epoch, and that draws random numbers, which an uninterrupted run drew when the epoch began. So the generators are set to
+the state of that time before the iterator is made, and to the state of training after that.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _OWN: Final = frozenset({"loader", "epoch", "given"})
 
 
 class CountedBatches:
-    """Gives out a loader's batches, epoch by epoch, and counts them. Iterate over this, not over the loader.
+    """Yields a loader's batches, epoch by epoch, and counts them. Iterate over this, not over the loader.
 
-    All other attributes are the loader's. One iteration at a time: a second one begins the next epoch. What shuffles
-    has to draw when the epoch begins, as torch's samplers do, from the global generators or from one that the loader,
-    its sampler or its dataset has as an attribute.
+    All other attributes are the loader's. Only one iteration at a time: a second one begins the next epoch. A shuffling
+    sampler has to draw when the epoch begins, as torch's samplers do, from the global generators or from a generator
+    that is an attribute of the loader, its sampler or its dataset.
 
     Attributes:
-        loader: what gives the batches.
-        epoch: epochs that were begun before the present one (the loader's own attribute, if it has one of this name).
-        given: batches of it that were given out (likewise).
+        loader: the wrapped loader.
+        epoch: how many epochs began before the current one (the loader's own attribute, if it has this name).
+        given: how many batches of the current epoch were yielded (likewise).
     """
 
     def __init__(self, loader: Any) -> None:
@@ -53,8 +53,8 @@ class CountedBatches:
         self._begun: dict[str, Any] | None = None
         self._facts: dict[str, Any] | None = None  # of the epoch
         self._made = False  # whether this process has made an iterator
-        self._asked = False  # whether `state_dict` has made the one of the epoch
-        self._raises = False  # whether the loader's state_dict is of no use
+        self._asked = False  # whether `state_dict` has made the iterator of the epoch
+        self._raises = False  # whether the loader's state_dict raises
         self._sent: Mapping[str, Any] | None = None  # the state to continue from
         self._plan = LoaderPlan("next")
         self._was_sent = False
@@ -90,7 +90,7 @@ class CountedBatches:
     def __iter__(self) -> Iterator[Any]:
         turn = self._turn = object()
         self._stale = False
-        self.saved(None)  # what is drawn between epochs, a resumed run may draw as well
+        self.saved(None)  # draws between epochs are allowed: a resumed run repeats them
         batches = self._new_epoch() if self._sent is None else self._continued(self._sent)
         while True:
             if self._turn is turn:
@@ -109,10 +109,10 @@ class CountedBatches:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has iterated over this, since it was made or sent to a place, and somebody should have.
+        """Whether the script should have iterated over this, but has not since it was made or restored.
 
-        A loader that cannot be iterated over gives its batches in a way of its own. One with ``state_dict`` that is not
-        torch's may draw nothing while it makes an iterator: it is asked about only in a run that was resumed.
+        A loader that is not iterable yields its batches in another way. A loader with ``state_dict`` outside torch may
+        draw nothing while it makes an iterator: this matters only in a resumed run.
         """
         if not self._is_iterable():
             return False
@@ -122,12 +122,11 @@ class CountedBatches:
     # -- its state
 
     def state_dict(self) -> Any:
-        """Where it is, and what decides which samples come next.
+        """The position, and what decides which samples come next.
 
         ``epoch``, ``given`` (batches), ``start`` (samples before the first of these batches), ``finished`` (the epoch),
-        ``begun`` (the generators as the epoch found them), ``own`` (the loader's generators now), ``inner`` (the
-        loader's own state, if it has one), ``facts`` (see `loader_facts`). A loader that nobody can iterate over has
-        its own state alone.
+        ``begun`` (the generators when the epoch began), ``own`` (the loader's generators now), ``inner`` (the loader's
+        own state, if it has one), ``facts`` (see `loader_facts`). A loader that is not iterable has only its own state.
         """
         if not self._is_iterable():
             return self.loader.state_dict()
@@ -142,23 +141,23 @@ class CountedBatches:
             "begun": self._begun,
             "own": {name: rng.state_of(one) for name, one in own.items()},
             "inner": inner,
-            "facts": self._facts or self._facts_now(contents=False),  # of no epoch yet
+            "facts": self._facts or self._facts_now(contents=False),  # no epoch has begun
         }
 
     def compare(self, state: Any) -> list[Difference]:
-        """What has changed in the loader since a state was saved, and what follows from it. Changes nothing.
+        """What has changed in the loader since a state was saved, with the consequences. It changes nothing.
 
         Raises:
-            FormatError: it is no state that this loader can continue from.
+            FormatError: this loader cannot continue from that state.
         """
         return list(planned(self.loader, read(state), self._made_with).differences)
 
     def load_state_dict(self, state: Any) -> None:
-        """Go there: the next iteration gives the rest of the epoch.
+        """Continue from there: the next iteration yields the rest of the epoch.
 
         Raises:
-            FormatError: it is no state that this loader can continue from.
-            and what the loader's own ``load_state_dict`` raises.
+            FormatError: this loader cannot continue from that state.
+            what the loader's own ``load_state_dict`` raises.
         """
         saved = read(state)
         plan = planned(self.loader, saved, self._made_with)
@@ -168,7 +167,7 @@ class CountedBatches:
             self._made = False  # it forgets its iterator
             if not plan.asks:
                 forget: Any = self.loader
-                with contextlib.suppress(Exception):  # a place that it was sent to before, and has not gone to
+                with contextlib.suppress(Exception):  # a restored position that it has not used yet
                     forget.load_state_dict({})
         if plan.asks:
             plan, leave = self._ask(saved, plan)
@@ -181,7 +180,7 @@ class CountedBatches:
         self._remarks = self._said(saved, plan)
 
     def remark(self) -> None:
-        """Say (`DeterminismWarning`, once) why the run that was resumed cannot be the one that was saved."""
+        """Warn (`DeterminismWarning`, once) why the resumed run cannot equal the one that was saved."""
         remarks, self._remarks = self._remarks, []
         if remarks:
             warn("; ".join(remarks), DeterminismWarning)
@@ -193,7 +192,7 @@ class CountedBatches:
     # -- an epoch
 
     def _new_epoch(self) -> Iterator[Any]:
-        """An epoch from its beginning."""
+        """Iterate over an epoch from its beginning."""
         self._leave_rest()
         if self._asked:
             self._asked = False
@@ -211,7 +210,7 @@ class CountedBatches:
         return batches
 
     def _continued(self, saved: Mapping[str, Any]) -> Iterator[Any]:
-        """What a run that was resumed begins with."""
+        """Iterate over the rest of the epoch in a resumed run."""
         self._sent = None
         plan, now = self._plan, self._generators()
         if plan.way == "next" and self._begun is not None:
@@ -250,7 +249,7 @@ class CountedBatches:
         return self._first_watched(batches) if lazy and not isinstance(self.loader, DataLoader) else batches
 
     def _at_its_beginning(self, begun: Mapping[str, Any], plan: LoaderPlan) -> None:
-        """Set everything to what it was when the epoch began."""
+        """Restore everything to the beginning of the epoch."""
         sampler = loader_facts.sampler_of(self.loader)
         epoch = begun.get("sampler_epoch")
         if epoch is not None and callable(getattr(sampler, "set_epoch", None)) and sampler.epoch != epoch:
@@ -273,16 +272,16 @@ class CountedBatches:
             self._set(begun)
 
     def _is_stream(self) -> bool:
-        """Whether the order of its samples is the dataset's, which no sampler draws."""
+        """Whether the dataset itself, not a sampler, decides the order of samples."""
         return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
 
     def _make(self) -> None:
-        """Have the loader make an iterator, for what that draws and begins."""
+        """Make and discard an iterator of the loader, for the numbers that it draws and the workers that it starts."""
         iter(self.loader)
         self._made = True
 
     def _batches(self) -> Iterator[Any]:
-        """An iterator over the epoch, without its first samples if they are to be left out."""
+        """An iterator over the epoch, without its first samples if they are skipped."""
         batches = loader_facts.batch_sampler(self.loader)
         if self._start and batches is not None:
             self._rest = RestOfEpoch(batches, self._start)
@@ -293,7 +292,7 @@ class CountedBatches:
         return found
 
     def _first_taken(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same, the first batch taken: a loader that wraps torch's makes the iterator only then."""
+        """The same iterator after loading its first batch: only then a wrapper of torch's loader makes its iterator."""
         first = list(itertools.islice(batches, 1))
         drawn = str(loader_facts.order(self.loader)).startswith(("shuffled by torch.", "that of"))
         if drawn and getattr(loader_facts.sampler_of(self.loader), "generator", None) is None:
@@ -310,7 +309,7 @@ class CountedBatches:
         return itertools.chain(first, batches)
 
     def _first_watched(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same; if something is drawn when the first batch is asked for, nobody knows for what: that is told."""
+        """The same iterator; warns if loading the first batch draws random numbers, because their use is unknown."""
         before = rng.gathered()
         first = list(itertools.islice(batches, 1))
         if not rng.equal(before, rng.gathered()):
@@ -329,7 +328,7 @@ class CountedBatches:
             self._rest = None
 
     def _passed_by(self) -> None:
-        """Another iteration, or a place that this was sent to, has come between two batches of one."""
+        """Another iteration or a restore has happened between two batches of this iteration."""
         if self._stale:
             self._stale = False
             warn(
@@ -344,7 +343,7 @@ class CountedBatches:
         if saved is None or self._said_drawn or (name := rng.moved(saved)) is None:
             return
         self._said_drawn = True
-        # Prevents: other losses after a resume, without a word.
+        # Prevents: silently different losses after a resume.
         warn(
             f"random numbers were drawn ({name}'s global generator) between checkpointer.step() and the next batch, "
             "as by a DataLoader for validation: a run resumed from that step does not repeat it, and its losses "
@@ -388,15 +387,15 @@ class CountedBatches:
             if name in states and name not in leave:
                 rng.set_state(one, states[name])
 
-    # -- going on
+    # -- continuing
 
     def _inner(self) -> Any:
-        """The loader's own state; None: it has none, or none that is of use."""
+        """The loader's own state; None: it has none, or an unusable one."""
         if not is_stateful(self.loader) or self._raises or self._start:
             return None  # with a start: what the loader counts does not begin with the epoch's first sample
         sent = self._sent
         if sent is not None and self._plan.way != "inner":
-            return sent["inner"]  # nobody has iterated since
+            return sent["inner"]  # there was no iteration since
         if not isinstance(self.loader, DataLoader) or (sent is None and self._begun is not None):
             return self._asked_for()
         # Prevents: random numbers that a save takes from training, or that a resumed run draws otherwise. torchdata
@@ -418,7 +417,7 @@ class CountedBatches:
     def _asked_for(self) -> Any:
         try:
             return self.loader.state_dict()
-        except Exception as error:  # noqa: BLE001  # whatever it is, counting does without it
+        except Exception as error:  # noqa: BLE001  # whatever it raises, counting works without it
             self._raises = True
             _LOG.warning(
                 "%s.state_dict() raises %s: %s. Its batches are counted: a resumed run loads the epoch's batches again "
@@ -430,7 +429,7 @@ class CountedBatches:
             return None
 
     def _ask(self, saved: Mapping[str, Any], plan: LoaderPlan) -> tuple[LoaderPlan, frozenset[str]]:
-        """Give the loader its own state -> the plan, another if it does not take it; generators that it has set."""
+        """Restore the loader's own state -> the plan, another one if that fails; the generators that it has set."""
         before = {name: rng.state_of(one) for name, one in loader_facts.own_generators(self.loader).items()}
         try:
             self.loader.load_state_dict(saved["inner"])
@@ -449,7 +448,7 @@ class CountedBatches:
         return plan, frozenset(name for name, one in after if not rng.equal(rng.state_of(one), before.get(name)))
 
     def _said(self, saved: Mapping[str, Any], plan: LoaderPlan) -> list[str]:
-        """What is to be told of a plan."""
+        """The warnings on a plan."""
         said = [one.sentence for one in plan.differences]
         created = saved["begun"] is None or saved["begun"].get("created", True)
         fresh = plan.way == "inner" or (plan.way == "counted" and keeps_iterator(self.loader) and not created)
@@ -457,8 +456,8 @@ class CountedBatches:
         if not said and fresh and workers and saved["given"] and not self._said_workers:
             self._said_workers = True
             said.append(
-                f"the random generators of the loader's {workers} worker processes begin anew, because nobody can ask "
-                "these processes for them. The samples and their order are those of the run that was saved; but if "
+                f"the random generators of the loader's {workers} worker processes start again, because they cannot be "
+                "saved. The samples and their order are those of the run that was saved; but if "
                 "loading a sample draws random numbers (augmentation), it draws others. Draw them from the sample's "
                 "index, use num_workers=0, or filter this warning if loading a sample draws nothing"
             )
@@ -466,7 +465,7 @@ class CountedBatches:
 
 
 class _CountedIterator(CountedBatches):
-    """Of a loader that is its own iterator: `next` asks it for the next batch, too."""
+    """For a loader that is its own iterator: `next` yields the next batch, too."""
 
     _running: Iterator[Any] | None = None
 
@@ -477,7 +476,7 @@ class _CountedIterator(CountedBatches):
 
 
 def counted(loader: Any) -> CountedBatches:
-    """What to iterate over in place of a loader."""
+    """What to iterate over instead of a loader."""
     if isinstance(loader, CountedBatches):
         return loader  # of another Checkpointer
     return (_CountedIterator if hasattr(type(loader), "__next__") else CountedBatches)(loader)

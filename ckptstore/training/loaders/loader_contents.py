@@ -1,4 +1,4 @@
-"""What datasets and samplers are made of, in a form that is small and that two runs can compare.
+"""Small records of the contents of datasets and samplers, which two runs can compare.
 
 A dataset of torch's ``Subset`` and ``ConcatDataset``, nested in any way, is a sequence of samples of the datasets
 below them. It is kept as a digest of that sequence, so that another nesting of the same sequence is the same. A sampler
@@ -46,28 +46,28 @@ SEQUENCES: Final = ("indices", "weights")
 
 _INDICES = npt.NDArray[np.int64]
 _BLOCK: Final = 1 << 20
-"""Samples whose digest is made at once."""
+"""Samples in one block of the digest."""
 _LARGE: Final = 1 << 25
-"""Numbers that an attribute may hold; larger ones are data, and are not read."""
+"""Most numbers in an attribute; larger ones are data, and are not read."""
 _LEFT_OUT: Final = frozenset({"epoch", "dataset", "data_source"})
-"""Attributes of samplers: the script sets the epoch, and what is sampled is compared by itself."""
+"""Attributes of samplers to skip: the script sets the epoch, and the dataset is compared separately."""
 _WORDS: Final = 60
-"""Characters of a value that is kept as it is; of longer ones a digest."""
+"""Most characters of a value that is stored as it is; longer ones are stored as a digest."""
 _DEPTH: Final = 8
-"""Datasets or samplers in one another that are looked at."""
+"""Most levels of nested datasets or samplers."""
 
 
 # -- datasets
 
 
 def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int = 0) -> dict[str, Any] | None:
-    """Which samples of which datasets a dataset has, in their order; None: it is not known.
+    """Which samples of which datasets a dataset has, in their order; None: unknown.
 
     ``samples``: how many. ``digest``: of the sequence. ``inside``: likewise, of each dataset that one of
     these has as an attribute (one that transforms the samples of another, say).
 
     Args:
-        like: a composition; only so many samples are looked at as it has.
+        like: a composition; no more samples are read than it has.
     """
     if isinstance(dataset, IterableDataset):
         return None
@@ -77,7 +77,7 @@ def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int 
         samples = len(node) if like is None else min(len(node), like["samples"])
         digest_of_all = _digest_of(node, samples)
     except (TypeError, ValueError, IndexError, OverflowError, RuntimeError, NotImplementedError, AttributeError):
-        return None  # indices that are no numbers, for instance
+        return None  # such as indices that are no numbers
     held = [one for leaf in leaves.values() for one in _held(leaf.dataset)]
     pairs = itertools.zip_longest(held, () if like is None else like["inside"][: len(held)])
     inside = [composition(one, beside, depth + 1) for one, beside in pairs]
@@ -85,7 +85,7 @@ def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int 
 
 
 def same_samples(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
-    """Whether a dataset begins with the samples that it had; True if it is not known of both.
+    """Whether a dataset still begins with its former samples; True if one of them is unknown.
 
     Args:
         before: a composition.
@@ -96,7 +96,7 @@ def same_samples(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
     inside, inside_now = before["inside"], now["inside"]
     if len(inside) != len(inside_now) or not all(map(same_samples, inside, inside_now)):
         return False
-    # Prevents: an epoch that continues in other samples, without a word.
+    # Prevents: an epoch that silently continues with other samples.
     if before["samples"] > now["samples"]:  # it shrank: only what has all samples of one dataset can be compared
         return all(one["digest"] == _digest_of(_Leaf(0, None, one["samples"]), one["samples"]) for one in (before, now))
     return bool(before["digest"] == now["digest"])
@@ -104,7 +104,7 @@ def same_samples(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A dataset that is not made of others; of no object, if only its number of samples matters."""
+    """A dataset that is not made of others; without an object, if only its number of samples matters."""
 
     number: int
     dataset: Any
@@ -114,7 +114,7 @@ class _Leaf:
         return self.samples
 
     def rows(self, start: int, stop: int) -> _INDICES:
-        """A part of the sequence; in rows of number of a dataset, first index, how many follow one another."""
+        """A part of the sequence, as rows of (number of the dataset, first index, number of consecutive indices)."""
         return np.array([[self.number, start, stop - start]], np.int64)
 
     def resolved(self, indices: _INDICES) -> tuple[_INDICES, _INDICES]:
@@ -133,7 +133,7 @@ class _Taken:
         return len(self.indices)
 
     def rows(self, start: int, stop: int) -> _INDICES:
-        """A part of the sequence; in rows of number of a dataset, first index, how many follow one another."""
+        """A part of the sequence, as rows of (number of the dataset, first index, number of consecutive indices)."""
         numbers, at = self.resolved(np.arange(start, stop))
         return np.column_stack([numbers, at, np.ones_like(at)])
 
@@ -157,7 +157,7 @@ class _JoinedData:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def rows(self, start: int, stop: int) -> _INDICES:
-        """A part of the sequence; in rows of number of a dataset, first index, how many follow one another."""
+        """A part of the sequence, as rows of (number of the dataset, first index, number of consecutive indices)."""
         found = []
         for part, end in zip(self.parts, self.ends.tolist(), strict=True):
             first = end - len(part)
@@ -179,7 +179,7 @@ _Node = _Leaf | _Taken | _JoinedData
 
 
 def _node(dataset: Any, leaves: dict[int, _Leaf], depth: int) -> _Node:
-    """What a dataset has; `leaves` gets those that are not made of others, numbered in the order in which they come."""
+    """The parts of a dataset; `leaves` gets those that are not made of others, numbered in order of appearance."""
     if depth > _DEPTH:
         raise ValueError("nested too deep")
     if isinstance(dataset, Subset):
@@ -191,14 +191,14 @@ def _node(dataset: Any, leaves: dict[int, _Leaf], depth: int) -> _Node:
 
 
 def _digest_of(node: _Node, samples: int) -> str:
-    """Of the first samples of a sequence, alike however it is nested. Takes a block at a time: there may be many."""
+    """The digest of a sequence's first samples, independent of its nesting. It reads block by block."""
     parts = (node.rows(at, min(at + _BLOCK, samples)) for at in range(0, samples, _BLOCK))
     digests = [xxh3_128(np.ascontiguousarray(_merged(rows), "<i8").tobytes()) for rows in parts]
     return xxh3_128("".join(digests).encode("ascii"))
 
 
 def _merged(rows: _INDICES) -> _INDICES:
-    """The same sequence in as few rows as can be."""
+    """The same sequence in the fewest rows."""
     numbers, at, lengths = rows.T
     begins = np.flatnonzero((numbers[1:] != numbers[:-1]) | (at[1:] != at[:-1] + lengths[:-1])) + 1
     begins = np.concatenate([[0], begins])
@@ -222,7 +222,7 @@ def _numbers(indices: Any) -> _INDICES:
 
 
 def contents(sampler: Any) -> dict[str, Any] | None:
-    """What a sampler of torch's was made with; None: it is another one, which may change its attributes as it likes."""
+    """The arguments of a torch sampler; None: another sampler, which may change its attributes at any time."""
     if isinstance(sampler, list | tuple | range):
         return {"indices": digest(sampler)}
     if not isinstance(sampler, SubsetRandomSampler | WeightedRandomSampler):
@@ -233,12 +233,12 @@ def contents(sampler: Any) -> dict[str, Any] | None:
 
 
 def made_with(loader: Any) -> dict[str, Any] | None:
-    """Attributes of samplers of the script's own, by where they are; None: there is none.
+    """The attributes of the script's own samplers, by their place; None: there is no such sampler.
 
-    Ask when the loader is new: a sampler may change its attributes as it goes through an epoch.
+    Call it when the loader is new: a sampler may change its attributes during an epoch.
     """
     if not isinstance(loader, DataLoader):
-        return None  # of a stream torch takes no sampler
+        return None  # torch takes no sampler for a stream
     found: dict[str, Any] = {}
     seen = {id(loader.dataset)}
     batches = loader.batch_sampler
@@ -251,9 +251,9 @@ def made_with(loader: Any) -> dict[str, Any] | None:
 
 
 def stream(loader: Any) -> dict[str, Any] | None:
-    """Attributes of an `IterableDataset`, or of those that a `ChainDataset` has, by where they are.
+    """The attributes of an `IterableDataset`, or of the parts of a `ChainDataset`, by their place.
 
-    None: there is none. Ask when the loader is new.
+    None: it is no such dataset. Call it when the loader is new.
     """
     dataset = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not isinstance(dataset, IterableDataset):
@@ -264,7 +264,7 @@ def stream(loader: Any) -> dict[str, Any] | None:
 
 
 def other_attributes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> list[str]:
-    """What differs, each in a sentence; nothing, if it is not known of both.
+    """The differences, each as a sentence; none if one side is unknown.
 
     Args:
         before, now: of `made_with` or `stream`.
@@ -284,7 +284,7 @@ def other_attributes(before: Mapping[str, Any] | None, now: Mapping[str, Any] | 
 
 
 def _look(place: str, value: Any, found: dict[str, Any], seen: set[int], depth: int = 0) -> None:
-    """Enter what `value` is; of samplers and streams, what their public attributes are."""
+    """Record `value`; of samplers and streams their public attributes."""
     if id(value) in seen or depth > _DEPTH:
         return
     if isinstance(value, ChainDataset):
@@ -305,11 +305,11 @@ def _look(place: str, value: Any, found: dict[str, Any], seen: set[int], depth: 
         if value is None or (isinstance(value, bool | int | float | str) and len(str(value)) <= _WORDS):
             found[place] = value
         elif (text := digest(value)) is not None:
-            found[place] = [text]  # in a list: it is no value that anybody reads
+            found[place] = [text]  # in a list, which marks a digest
 
 
 def digest(values: Any) -> str | None:
-    """Of a sequence, alike for a list, an array and a tensor of numbers; None: it is large, or holds other things."""
+    """The digest of a sequence, equal for a list, an array and a tensor of numbers; None: too large, or no numbers."""
     if not isinstance(values, list | tuple | range | dict | set | frozenset | str | np.ndarray | torch.Tensor):
         return None
     return (_of_numbers(values) or _of_anything(values)) if _count(values) <= _LARGE else None
@@ -338,7 +338,7 @@ def _of_numbers(values: Any) -> str | None:
 
 
 def _of_anything(values: Any) -> str | None:
-    """Of texts, and of lists of different lengths."""
+    """The digest of texts, and of lists of different lengths."""
     try:
         text = json.dumps(values, default=_listed)
     except (TypeError, ValueError, RecursionError, RuntimeError):
@@ -357,6 +357,6 @@ def _listed(value: Any) -> Any:
 
 
 def _is_own(sampler: Any) -> bool:
-    """Whether its order is decided by a class of the script's own, and not by torch's."""
+    """Whether a class of the script, not of torch, decides its order."""
     kind = type(sampler)
     return hasattr(sampler, "__dict__") and kind.__module__.partition(".")[0] not in ("torch", "torchdata")

@@ -1,7 +1,7 @@
-"""What of a data loader decides which samples it gives, and in which order; and what follows if that has changed.
+"""Facts that decide which samples a data loader yields and in which order; and how two records of them differ.
 
-A position in an epoch is a number of *samples* of its order, over all ranks that share it. If the order is the same,
-another batch size or another number of ranks continues behind that position, and each sample still comes once.
+A position in an epoch is a number of *samples* in its order, over all ranks that share it. If the order is the same, a
+run with another batch size or another number of ranks continues after that position, and each sample still comes once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _FIRST: Final[weakref.WeakKeyDictionary[DataLoader[Any], dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""What loaders were made with when they were seen first."""
+"""The arguments of loaders when they were first seen."""
 _IN_ORDER: Final = "the dataset's own order"
 
 
@@ -50,8 +50,8 @@ class Difference(NamedTuple):
     """One thing that has changed since a checkpoint was saved.
 
     Attributes:
-        sentence: what it was, and is now, in plain words.
-        prevents: because of it the epoch cannot continue exactly: samples are skipped or come a second time.
+        sentence: the old and the new value, in words.
+        prevents: it prevents an exact continuation: samples are skipped or come a second time.
     """
 
     sentence: str
@@ -59,26 +59,26 @@ class Difference(NamedTuple):
 
 
 def batch_sampler(loader: Any) -> BatchSampler | None:
-    """What puts single indices together in batches, if it is torch's own; None: something else does, or nothing."""
+    """The sampler that groups indices into batches, if it is torch's own; else None."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     found = loader.batch_sampler
     if not isinstance(found, BatchSampler):
         return None
-    # A subclass may choose batches in a way of its own. torchdata's does not.
+    # A subclass may choose batches differently. torchdata's does not.
     own = type(found) is BatchSampler or _is_torchdata(type(found))
     return found if own else None
 
 
 def sampler_of(loader: Any) -> Any:
-    """What chooses single indices: of a loader that was given a batch sampler, that one's; None: nothing known."""
+    """The sampler of single indices, also inside a batch sampler; None: unknown."""
     found = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     found = getattr(loader, "sampler", None) if found is None else found
     return getattr(found, "in_place_of", found)
 
 
 def sharing_sampler(sampler: object) -> DistributedSampler[Any] | None:
-    """A sampler that gives each rank its share of one order, if it is known how it does that."""
+    """The sampler if it divides one order among ranks in a known way; else None."""
     if type(sampler) is DistributedSampler:
         return sampler
     if isinstance(sampler, DistributedSampler) and _is_torchdata(type(sampler)):
@@ -93,7 +93,7 @@ def facts(
     made: Mapping[str, Any] | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is kept of a loader in each checkpoint: numbers, flags and names. None: unknown.
+    """What each checkpoint records of a loader: numbers, flags and names. None: unknown.
 
     ``batch_size``, ``samples`` (the dataset's length), ``epoch_samples`` (of one rank), ``order`` (which order, in
     words), ``drawn_from`` (which generator shuffles it), ``drop_last``, ``ranks`` (that share the samples), ``shared``
@@ -103,9 +103,9 @@ def facts(
     `IterableDataset`); see `loader_contents`.
 
     Args:
-        contents: whether to look at the contents of sampler and dataset. That reads all indices: ask once in an epoch.
-        made: ``made_with`` and ``stream``, as they were when the loader was new.
-        beside: facts that these are compared with: of a dataset that grew, only the samples that it had are looked at.
+        contents: whether to read the contents of sampler and dataset. That reads all indices: do it once in an epoch.
+        made: ``made_with`` and ``stream`` when the loader was new.
+        beside: the facts to compare with. Of a dataset that grew, only its former samples are read.
     """
     dataset = getattr(loader, "dataset", None)
     like = None if beside is None else beside.get("composition")
@@ -113,7 +113,7 @@ def facts(
     sharing = sharing_sampler(sampler_of(loader))
     size = batches.batch_size if batches is not None else getattr(loader, "batch_size", None)
     if batches is None and isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        size = size if isinstance(loader.dataset, IterableDataset) else None  # batches of a sampler's own making
+        size = size if isinstance(loader.dataset, IterableDataset) else None  # a custom sampler makes the batches
     return {
         "kind": _name(type(loader)),
         "batch_size": _number(size),
@@ -134,9 +134,9 @@ def facts(
 
 
 def made(loader: Any) -> dict[str, Any]:
-    """What a loader that is new was made with: ``made_with`` and ``stream`` of `facts`.
+    """The arguments of a new loader: ``made_with`` and ``stream`` of `facts`.
 
-    A sampler may count in its attributes: of a loader that was asked about before, numbers are those of the first time.
+    A sampler may count in its attributes, so for a known loader the numbers are those of the first call.
     """
     now = {"made_with": loader_contents.made_with(loader), "stream": loader_contents.stream(loader)}
     if not isinstance(loader, DataLoader):
@@ -150,7 +150,7 @@ def made(loader: Any) -> dict[str, Any]:
 
 
 def order(loader: Any) -> str | None:
-    """In which order a loader goes through its dataset, in words; None: unknown."""
+    """The order in which a loader reads its dataset, in words; None: unknown."""
     sampler, dataset = sampler_of(loader), getattr(loader, "dataset", None)
     if sampler is None or not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
         return None
@@ -170,7 +170,7 @@ def order(loader: Any) -> str | None:
 
 
 def position(saved: Mapping[str, Any]) -> int | None:
-    """How many samples of the epoch's order had been given out, over all ranks that share it; None: unknown.
+    """How many samples of the epoch's order were yielded, over all ranks that share it; None: unknown.
 
     Args:
         saved: a loader's state; see `CountedBatches.state_dict`.
@@ -187,24 +187,24 @@ def position(saved: Mapping[str, Any]) -> int | None:
 
 
 def same_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the samples up to any position are those that they were."""
+    """Whether the samples up to any position are the same as before."""
     if before["order"] != now["order"] or redrawn(before, now):
         return False
     if _other_contents(before, now) or _other_sampler(before, now) or not _same_samples(before, now):
         return False
     if before["order"] == _IN_ORDER:
-        return True  # of a dataset that grew, too: the new samples come last
+        return True  # also if the dataset grew: new samples come last
     if before["samples"] != now["samples"]:
         return False
     if not before["shared"] and before["epoch_samples"] != now["epoch_samples"]:
         return False
-    # torchdata's shuffling begins twice with worker processes, and draws from its generator both times.
+    # With worker processes torchdata starts shuffling twice, and draws from its generator both times.
     twice = "torchdata." in str(before["order"])
     return not twice or (bool(before["workers"]), before["persistent"]) == (bool(now["workers"]), now["persistent"])
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed that decides samples, each in a sentence."""
+    """The changed facts, each as a sentence."""
     found = []
     if before["batch_size"] != now["batch_size"]:
         found.append(f"a batch had {_said(before['batch_size'])} samples, and has {_said(now['batch_size'])} now")
@@ -234,7 +234,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def redrawn(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """In a sentence, that another generator shuffles the samples; None: the same one, or it is not known."""
+    """A sentence if another generator shuffles the samples; None: the same one, or unknown."""
     was, is_now = before.get("drawn_from"), now["drawn_from"]  # earlier versions did not keep it
     if was is None or is_now is None or was == is_now:
         return None
@@ -242,7 +242,7 @@ def redrawn(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def _other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the sampler's contents differs, each in a sentence; nothing, if it is not known of both."""
+    """The differences in the sampler's contents, each as a sentence; none if one side is unknown."""
     was, is_now = before.get("contents"), now["contents"]  # earlier versions did not keep it
     if was is None or is_now is None:
         return []
@@ -258,14 +258,14 @@ def _other_contents(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def _other_sampler(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the samplers of the script's own differs; they may be made for a rank of so many."""
+    """The differences in the script's own samplers, which may depend on the rank and the number of ranks."""
     if before["ranks"] != now["ranks"]:
         return []
     return loader_contents.other_attributes(before.get("made_with"), now["made_with"])
 
 
 def other_stream(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of an `IterableDataset` differs, each in a sentence; it may be made for a rank of so many."""
+    """The differences in an `IterableDataset`, which may depend on the rank and the number of ranks."""
     if before["ranks"] != now["ranks"]:
         return []
     return loader_contents.other_attributes(before.get("stream"), now["stream"])
@@ -276,7 +276,7 @@ def _same_samples(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In a sentence, that a sampler gives another number of samples of the same dataset."""
+    """A sentence if a sampler yields another number of samples of the same dataset."""
     was, is_now = before["epoch_samples"], now["epoch_samples"]
     if before["shared"] or now["shared"] or was is None or is_now is None or was == is_now:
         return []
@@ -284,7 +284,7 @@ def _other_length(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
-    """The order that ranks share in the sampler's epoch, each sample once: without what makes shares equal."""
+    """The order that ranks share in the sampler's epoch, each sample once, without padding."""
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]  # it has a length, or no order
@@ -292,7 +292,7 @@ def order_of_all_ranks(sampler: DistributedSampler[Any]) -> list[int]:
 
 
 def own_generators(loader: Any) -> dict[str, rng.Generator]:
-    """Generators that a loader, its samplers and its dataset have as attributes: by where they are, each once."""
+    """The generators among the attributes of a loader, its samplers and its dataset, by place, each once."""
     batches = getattr(loader, "batch_sampler", None)
     holders = {
         "": loader,
@@ -312,13 +312,13 @@ def own_generators(loader: Any) -> dict[str, rng.Generator]:
 
 
 def _drawn_from(loader: Any) -> str | None:
-    """Which generator shuffles the samples, as far as attributes tell; None: none does, or nothing is known."""
+    """Which generator shuffles the samples, according to the attributes; None: none does, or unknown."""
     if order(loader) in (None, _IN_ORDER) or sharing_sampler(sampler_of(loader)) is not None:
         return None
     for sampler in (loader.sampler, loader.batch_sampler, sampler_of(loader)):
         if any(isinstance(one, rng.Generator) for one in getattr(sampler, "__dict__", {}).values()):
             return "a generator of the sampler's own"
-    # torch's own sampler takes its seed from the global numbers, after the loader has taken one from its generator.
+    # torch's own sampler draws its seed from the global generator, after the loader has drawn one from its own.
     beside = "" if loader.generator is None else ", beside a generator of the loader's own"
     return f"the global random numbers{beside}"
 

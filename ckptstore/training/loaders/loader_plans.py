@@ -1,4 +1,4 @@
-"""How a data loader continues from a saved state: what it can be asked for, what is counted, what changes have done."""
+"""Plans how a data loader continues from a saved state: by its own state, by counting, or from a sample on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FORMAT: Final = 2
 
 
 def is_stateful(value: object) -> bool:
-    """Whether it says where it is, and can be sent there."""
+    """Whether it has ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Whether it makes an iterator once, with worker processes that outlive an epoch."""
+    """Whether it makes only one iterator, with worker processes that outlive an epoch."""
     return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
 
 
@@ -31,10 +31,10 @@ class LoaderPlan(NamedTuple):
     """How a loader continues.
 
     Attributes:
-        way: ``inner``: where its own state sends it. ``counted``: batches are loaded and thrown away. ``samples``:
-            indices are left out. ``anew``: the epoch begins once more. ``next``: it was over, or had not begun.
-        asks: its own state is given back to it.
-        skipped: batches (``counted``) or samples (``samples``) to leave out.
+        way: ``inner``: as its own state says. ``counted``: batches are loaded and discarded. ``samples``: indices are
+            skipped. ``anew``: the epoch starts again. ``next``: the epoch was over or had not begun.
+        asks: its own state is restored.
+        skipped: batches (``counted``) or samples (``samples``) to skip.
         differences: what has changed in the loader.
     """
 
@@ -83,15 +83,15 @@ def _changed(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
 ) -> LoaderPlan:
-    """How it continues in the middle of an epoch if it is not what it was."""
+    """How it continues in the middle of an epoch if it has changed."""
     position, given = loader_facts.position(saved), saved["given"]
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
         what = (
-            f"the epoch begins anew: the {out} that were given out come a second time if the loader "
+            f"the epoch starts again: the {out} that were given out come a second time if the loader "
             "still has them, and none is left out"
             if given
-            else "the epoch begins anew, and nothing of it had been given out"
+            else "the epoch starts again, and nothing of it had been given out"
         )
         return LoaderPlan("anew", False, 0, _told(changed, what, prevents=True))
     apart = (before["ranks"], before["shared"]) != (now["ranks"], now["shared"])
@@ -100,7 +100,7 @@ def _changed(
         return LoaderPlan("samples", False, position, _told(changed, _exactly(position, now), prevents=False))
     size, new = before["batch_size"], now["batch_size"]
     if asks and size != new and isinstance(loader, DataLoader):
-        asks = _keeps_state(loader)  # torchdata counts batches where nothing else says where it is
+        asks = _keeps_state(loader)  # without its own position torchdata counts batches
     count, again = given, 0
     if asks:
         what = "its own state says where it continues" if size != new else f"the epoch continues after batch {given}"
@@ -131,7 +131,7 @@ def _changed(
 
 
 def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the loader can be sent to the place that its own state names."""
+    """Whether the loader can restore its own saved state."""
     if saved["inner"] is None or not is_stateful(loader):
         return False
     before, begun = saved["facts"], saved["begun"]
@@ -146,7 +146,7 @@ def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bo
 
 
 def read(state: Any) -> Mapping[str, Any]:
-    """A loader's state, of whatever version."""
+    """A loader's state, of any version."""
     if isinstance(state, Mapping) and state.get("format") == FORMAT and "begun" in state:
         return state
     empty: dict[str, Any] = {"epoch": 0, "given": 0, "start": 0, "finished": False, "begun": None, "own": {}}
@@ -157,14 +157,14 @@ def read(state: Any) -> Mapping[str, Any]:
 
 
 def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
-    """What has changed, and what follows from it; nothing, if nothing has."""
+    """The changes, and their consequence; empty if there are none."""
     if not changed:
         return ()
     return (*(Difference(f"loader: {one}", False) for one in changed), Difference(what, prevents))
 
 
 def _exactly(position: int, now: Mapping[str, Any]) -> str:
-    """Says that an epoch continues after a sample of its order."""
+    """The sentence that an epoch continues after a sample of its order."""
     all_samples = now["samples"] if now["shared"] else now["epoch_samples"]
     if all_samples is None:
         return f"the epoch continues after the {position} samples that were given out"
@@ -182,6 +182,6 @@ def _exactly(position: int, now: Mapping[str, Any]) -> str:
 
 
 def _keeps_state(loader: DataLoader[Any]) -> bool:
-    """Whether a part of it may carry something from one epoch to the next."""
+    """Whether a part of it may carry state from one epoch to the next."""
     parts = (loader.dataset, loader.sampler, loader.batch_sampler)
     return any(callable(getattr(one, "load_state_dict", None)) for one in parts)

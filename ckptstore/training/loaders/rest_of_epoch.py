@@ -1,4 +1,4 @@
-"""The rest of an epoch, from a sample of its order on: for a loader whose batch size or number of ranks has changed."""
+"""Continues an epoch from a sample on, for a loader whose batch size or number of ranks has changed."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ __all__ = ["RestOfEpoch", "padding"]
 
 
 def padding(left: int, ranks: int, *, drop_last: bool) -> int:
-    """How many samples are added (or, negative, left out) so that so many ranks get equal shares of those left."""
+    """How many samples are added (negative: dropped) so that all ranks get equal shares of the rest."""
     return -(left % ranks) if drop_last else -left % ranks
 
 
 class RestOfEpoch:
-    """A sampler that leaves out what was given out, in place of a batch sampler's own until `remove`.
+    """Replaces a batch sampler's sampler until `remove`, and skips the samples that were yielded before.
 
     Attributes:
-        in_place_of: that one.
+        in_place_of: the replaced sampler.
     """
 
     def __init__(self, batches: BatchSampler, start: int) -> None:
-        """Put it in place.
+        """Replace the sampler.
 
         Args:
-            batches: what asks it for indices.
-            start: samples of the order, over all ranks that share it, that were given out.
+            batches: the batch sampler.
+            start: samples of the order, over all ranks that share it, that were yielded before.
         """
         self._batches = batches
         self.in_place_of: Any = batches.sampler
@@ -40,11 +40,11 @@ class RestOfEpoch:
         batches.sampler = self
 
     def __len__(self) -> int:
-        return len(self.in_place_of)  # of the epoch: the loader's length does not change in the middle of it
+        return len(self.in_place_of)  # of the whole epoch: the loader's length does not change in the middle
 
     def __getattr__(self, name: str) -> Any:
         if name == "in_place_of":
-            raise AttributeError(name)  # a copy that is being made has none yet
+            raise AttributeError(name)  # a copy under construction has none yet
         return getattr(self.in_place_of, name)
 
     def __iter__(self) -> Iterator[int]:
@@ -53,7 +53,7 @@ class RestOfEpoch:
         return self._rest() if ready is None else ready
 
     def draw(self) -> None:
-        """Draw now what the order needs, if nothing has asked for the first index yet."""
+        """Draw the random numbers for the order now, if no index has been requested yet."""
         if not self._asked:
             self._ready = self._rest()
 

@@ -10,21 +10,21 @@
     writer.save_async(state(), step, updates=updates)
     optimizer.zero_grad()
 
-Nothing that stands in an `OptimizerStep` is believed: the writer compares what the step predicts with the state that it
-stores, bit by bit. So a learning rate read too late, a step in between that was not saved, or another optimizer's
-arithmetic cost bytes, and never a bit. For the same reason whatever cannot be matched is left out, and is stored as any
-other tensor is; the writer says so once, with the reason (`UnexplainedStepWarning`):
+The writer does not trust an `OptimizerStep`: it compares the prediction with the state that it stores, bit by bit. So a
+learning rate that was read too late, an unsaved step in between or another optimizer's arithmetic costs bytes, and
+never a bit. Parameters that cannot be matched are left out and stored like any other tensor. The writer says so once,
+with the reason (`UnexplainedStepWarning`):
 
 - tensors that the state does not hold in their own memory (clones, ``.cpu()`` copies, numpy views of them);
 - slots that are not all fp32 and of one shape (bf16 or fp8 moments, complex and empty parameters);
-- optimizers other than `torch.optim.SGD`, `Adam` and `AdamW` (and what derives from them), such as one that wraps them;
-- two parameters of the optimizers that share memory, since both moved it;
-- without a word: slots not made yet, before a parameter's first step; parameters that had no gradient and so were not
-  moved.
+- optimizers other than `torch.optim.SGD`, `Adam` and `AdamW` (and their subclasses), such as a wrapper of them;
+- two parameters of the optimizers that share memory, because both moved it;
+- without a warning: slots that do not exist before a parameter's first step; parameters without a gradient, which were
+  not moved.
 
-Of a `DTensor` its local part is meant (``to_local()``), which is what a rank saves.
+A `DTensor` stands for its local part (``to_local()``), which is what a rank saves.
 
-Of a gradient, only a dense one in fp32, bf16 or fp16 is stored (``torch.sparse`` ones are not): without it the step is
+Only dense gradients in fp32, bf16 or fp16 are stored, no ``torch.sparse`` ones. Without a gradient the step is
 predicted from the states alone.
 """
 
@@ -52,20 +52,19 @@ from ckptstore.write.steps.updates import Found, Update
 __all__ = ["LATER", "Gradients", "NotedStep", "OptimizerStep", "ParameterRow", "StepExplainer", "clip_factor"]
 
 Gradients: TypeAlias = Literal["none", "grad"] | Mapping[torch.Tensor, torch.Tensor | SparseGradient]
-"""Where an `OptimizerStep` finds gradients: nowhere, in ``parameter.grad``, or here by parameter."""
+"""Where an `OptimizerStep` takes gradients from: nowhere, ``parameter.grad``, or this mapping by parameter."""
 
 _GRADIENTS: Final = ("F32", "BF16", "F16")
 LATER: Final = 2
-"""Any count but 1: SGD's buffer existed before, or there is no base for it to be a step from."""
+"""Any count but 1: SGD's buffer existed before, or there is no base from which the step could start."""
 
 
 class OptimizerStep:
     """The step that one or several optimizers have just taken: a callable for ``updates=``.
 
-    Numbers (learning rates, step counts, settings) are read when it is made, so make it right after
-    ``optimizer.step()``. Tensors are only referred to: the state must not change before the save takes it, and
-    gradients not before the save has returned (``zero_grad()`` frees them, which is fine, unless it is told to
-    ``set_to_none=False``).
+    It reads numbers (learning rates, step counts, settings) when it is made, so make it right after
+    ``optimizer.step()``. It only refers to tensors: the state must not change before the save copies it, and gradients
+    must not change before the save has returned. ``zero_grad()`` may free them, but not with ``set_to_none=False``.
     """
 
     __slots__ = ("_counts", "_left_out", "_notes", "_rows")
@@ -82,22 +81,21 @@ class OptimizerStep:
         """Read the numbers of the step.
 
         Args:
-            optimizer: what moved the parameters.
-            gradients: ``"grad"`` stores what ``parameter.grad`` holds, which is what the optimizer consumed. ``"none"``
-                stores none: the step is predicted from the states, which costs about the same in fp32. A mapping has
-                gradients by the optimizer's parameter: of the shape of the parameter in fp32, bf16 or fp16, or its
-                largest entries; a parameter that is not in it is predicted. With bf16 weights and an fp32 master in
-                the optimizer, give the bf16 gradient here and what it was multiplied by as ``clip``: a ninth of the
-                state instead of a third.
-            clip: the factor by which training multiplied the gradients given here before the optimizer consumed
-                them. 1 where they are clipped already, as ``parameter.grad`` is after ``clip_grad_norm_``;
-                `clip_factor` makes it of the norm.
-            loss_scale: what the gradients given here were divided by before that: 1 once ``GradScaler.unscale_``, or
-                ``GradScaler.step``, has done so in place.
-            skipped: no step was taken, because the ``GradScaler`` found an infinity: nothing has changed.
+            optimizer: the optimizer that moved the parameters, or several.
+            gradients: ``"grad"`` stores ``parameter.grad``, which the optimizer consumed. ``"none"`` stores none: the
+                step is predicted from the states, which costs about the same in fp32. A mapping holds gradients by
+                parameter, each with the parameter's shape in fp32, bf16 or fp16, or its largest entries; a parameter
+                without an entry is predicted. With bf16 weights and an fp32 master in the optimizer, pass the bf16
+                gradient here and its factor as ``clip``: that takes a ninth of the state instead of a third.
+            clip: the factor by which training multiplied these gradients before the optimizer consumed them. 1 if they
+                are clipped already, as ``parameter.grad`` is after ``clip_grad_norm_``. `clip_factor` computes it from
+                the norm.
+            loss_scale: by what these gradients were divided before that: 1 if ``GradScaler.unscale_`` or
+                ``GradScaler.step`` has done so in place.
+            skipped: the ``GradScaler`` found an infinity and skipped the step: nothing has changed.
 
         Raises:
-            UsageError: no optimizer; a gradient of another size than its parameter; a loss scale that is 0 or not
+            UsageError: no optimizer; a gradient whose size differs from its parameter's; a loss scale that is 0 or not
                 finite.
         """
         if not math.isfinite(loss_scale) or loss_scale == 0:
@@ -115,7 +113,7 @@ class OptimizerStep:
         moved = [_have_gradients(one) if kind_of(one) is not None else [] for one in optimizers]
         any_moved = any(map(any, moved))
         if gradients == "grad" and not any_moved:
-            gradients = "none"  # they were freed before: predicting needs none
+            gradients = "none"  # they were freed already; a prediction needs none
         only_moved = isinstance(gradients, str) and not skipped and any_moved
         factors = (float(clip), loss_scale)
         notes = [
@@ -337,7 +335,7 @@ _SHARED: Final = "two parameters of the optimizers share memory"
 
 
 def _remark(matched: int, left_out: Counter[str]) -> str | None:
-    """What people are told of the parameters that are left out."""
+    """The message on the parameters that are left out."""
     if not left_out:
         return None
     reasons = "; ".join(f"{reason} [{count}]" for reason, count in left_out.most_common())
@@ -348,9 +346,9 @@ def _remark(matched: int, left_out: Counter[str]) -> str | None:
 
 
 def clip_factor(norm: float | torch.Tensor, max_norm: float) -> float:
-    """By what ``clip_grad_norm_(parameters, max_norm)`` multiplied the gradients, from the norm that it returned.
+    """The factor by which ``clip_grad_norm_(parameters, max_norm)`` multiplied the gradients, from its result.
 
-    In the arithmetic that torch uses: fp32 for fp32 gradients, the factor never above 1.
+    It uses torch's arithmetic: fp32 for fp32 gradients, and a factor of at most 1.
     """
     total = torch.as_tensor(norm)
     return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
@@ -366,7 +364,7 @@ def _group_numbers(optimizer: torch.optim.Optimizer) -> tuple[tuple[optim.Optimi
 
 
 def _numbers(kind: str, group: Mapping[str, Any]) -> tuple[optim.Optimizer, float] | str:
-    """Settings and learning rate of a group, or why they cannot be had."""
+    """Settings and learning rate of a group, or why there are none."""
     try:
         settings, lr = optim.from_group(kind, group), float(group["lr"])
     except (UnsupportedStateError, TypeError, ValueError) as error:
@@ -433,7 +431,7 @@ def _gradient(
 def _dense(parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor) -> TorchSource | None:
     placements = getattr(gradient, "placements", None)
     if placements is not None and placements != getattr(parameter, "placements", None):
-        return None  # a partial sum, say: not what this rank's optimizer consumed
+        return None  # such as a partial sum: not what this rank's optimizer consumed
     shape = tuple(_local(gradient).shape)
     if shape != weight.shape:
         raise UsageError(f"a gradient of shape {shape} for a parameter of {weight.shape}")
@@ -442,10 +440,10 @@ def _dense(parameter: torch.Tensor, weight: TorchSource, gradient: torch.Tensor)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor what this rank has of it, in its own memory; any other tensor is that itself."""
+    """The local part of a DTensor, in its own memory; any other tensor itself."""
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return tensor
-    to_local = getattr(tensor, "to_local", None)  # torch.distributed need not be there to be asked
+    to_local = getattr(tensor, "to_local", None)  # works without torch.distributed
     if to_local is None:
         return tensor
     with torch.no_grad():
@@ -454,7 +452,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _source(tensor: object) -> TorchSource | None:
-    """The tensor's bytes, if it has plain ones: not of another subclass than DTensor, sparse, freed or on meta."""
+    """The tensor's bytes if they are plain; None: a subclass other than DTensor, a sparse, freed or meta tensor."""
     if not isinstance(tensor, torch.Tensor):
         return None
     local = _local(tensor)

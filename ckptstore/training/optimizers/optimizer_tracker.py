@@ -1,7 +1,7 @@
-"""What the optimizers did between two checkpoints, noted by hooks of their steps.
+"""Tracks what the optimizers did between two checkpoints, with hooks of their steps.
 
-A hook notes numbers, and refers to tensors; it copies nothing but the entries of gradients that were compressed, and
-raises nothing into training. What goes wrong in it costs bytes: that step is stored as a difference.
+A hook notes numbers and refers to tensors. It copies only the entries of compressed gradients, and raises nothing into
+training. An error in it costs bytes: that step is stored as a difference.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LOG: Final = logging.getLogger("ckptstore.training")
 
 
 class Compressor(Protocol):
-    """What made gradients sparse before the optimizer consumed them: `TopKHook`."""
+    """Makes gradients sparse before the optimizer consumes them: `TopKHook`."""
 
     def named(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """What the parameters are called in its state."""
+        """Set the names of the parameters in its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it keeps from step to step."""
+        """The state that it keeps from step to step."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with that."""
+        """Continue from that state."""
 
     def consumed(self, parameters: Sequence[torch.Tensor]) -> Mapping[torch.Tensor, SparseGradient]:
-        """The entries that are left of the gradients, as they are now, of those parameters that have such."""
+        """The remaining entries of the current gradients, by parameter; only of parameters that have some."""
 
 
 class OptimizerTracker:
@@ -66,10 +66,10 @@ class OptimizerTracker:
         self._hooks: list[Any] = []
 
     def install(self, predict: bool) -> None:
-        """Put the hooks on, once.
+        """Register the hooks, once.
 
         Args:
-            predict: note what step diffs need, not only whether steps were taken.
+            predict: also note what step diffs need.
         """
         self._predict = predict
         if self._hooks:
@@ -81,7 +81,7 @@ class OptimizerTracker:
                 self._hooks.append(optimizer.register_step_pre_hook(self._calling(self._before, number)))
 
     def remove(self) -> None:
-        """Take them off; nothing of this stays in the optimizers."""
+        """Remove the hooks from the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -107,19 +107,21 @@ class OptimizerTracker:
         return None if self._scaler is None else float(self._scaler.get_scale())
 
     def collected(self) -> CollectedSteps:
-        """What happened since the last time."""
+        """Return what the optimizers did since the last call, and start again."""
         counts, steps, trouble = self._counts, self._steps, self._trouble
         self._counts, self._steps, self._trouble = [0] * len(counts), [None] * len(counts), ""
         why = None
-        if self._predict and max(counts, default=0) > 1:  # two steps are no step
+        if self._predict and max(counts, default=0) > 1:  # two steps cannot be explained as one
             why = f"{max(counts)} optimizer steps lie between it and the checkpoint before, and one can be explained"
         elif self._predict and trouble:
             why = f"the optimizer's step could not be noted ({trouble})"
         return CollectedSteps(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)
 
     def put_back(self, collected: CollectedSteps) -> None:
-        """What was `collected` was not saved: the next checkpoint is further from the one before by as much."""
-        # Prevents: a step that is explained by itself alone, from a checkpoint that lies further back.
+        """Add the `collected` steps again, because they were not saved.
+
+        Prevents: one step that is taken for the whole change since a checkpoint that is several steps older.
+        """
         self._counts = [now + before for now, before in zip(self._counts, collected.counts, strict=True)]
         self._steps = [
             now if now is not None else before for now, before in zip(self._steps, collected.steps, strict=True)
@@ -129,7 +131,7 @@ class OptimizerTracker:
         def hook(*_: Any) -> None:
             try:
                 call(number)
-            except Exception as error:  # noqa: BLE001  # training's step is worth more than a smaller checkpoint
+            except Exception as error:  # noqa: BLE001  # a training step matters more than a smaller checkpoint
                 self._trouble = f"{type(error).__name__}: {error}"
                 _LOG.warning("a step could not be noted, and is stored as a difference", exc_info=True)
 
@@ -147,7 +149,7 @@ class OptimizerTracker:
             self._steps[number] = None
             return
         optimizer = self._optimizers[number]
-        found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, while a fused kernel looks at it itself
+        found_inf = getattr(optimizer, "found_inf", None)  # set by a GradScaler if a fused kernel checks it itself
         skipped = found_inf is not None and bool(torch.as_tensor(found_inf).item())
         self._steps[number] = NotedStep.of(optimizer, skipped=skipped, sparse=sparse)
 
@@ -160,8 +162,8 @@ class CollectedSteps:
 
     Attributes:
         counts: how often each of them stepped.
-        steps: what was noted of that.
-        why: why that cannot explain a step diff; None: it can, or none is made.
+        steps: the numbers of the steps.
+        why: why they cannot explain a step diff; None: they can, or none is made.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class CollectedSteps:
 
 
 def _unexplained(why: str) -> Callable[[FlatState], Found]:
-    """No updates, and why, as ``updates=`` takes it."""
+    """No updates, with the reason, as ``updates=`` takes it."""
     text = f"a step diff is stored as a difference, which takes more bytes: {why}"
     # The number of steps differs from time to time, the reason does not.
     return lambda _: Found((), text, (why.lstrip("0123456789"),))

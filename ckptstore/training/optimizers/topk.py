@@ -6,19 +6,19 @@
     hook.register(ddp)                    # or, in one process, hook.compress(model.parameters()) after backward
     Checkpointer(..., compressor=hook, strategy="gradient")
 
-Of what a rank has not sent yet (its *residual*, to which each gradient is added) the entries of largest magnitude are
-sent and the rest is kept: Stich et al., "Sparsified SGD with Memory", 2018, algorithm 1. With `momentum` it is the
-velocity that is added, and what was sent is taken out of both: Lin et al., "Deep Gradient Compression", 2018, equations
-4 and 7 ("momentum correction"; give the optimizer no momentum of its own then).
+Each rank adds every gradient to its *residual*, which holds what it has not sent yet. It sends the entries of largest
+magnitude and keeps the rest: Stich et al., "Sparsified SGD with Memory", 2018, algorithm 1. With `momentum` it adds the
+velocity instead, and removes what was sent from both: Lin et al., "Deep Gradient Compression", 2018, equations 4 and 7
+("momentum correction"; the optimizer must then have no momentum).
 
-The ranks gather one another's entries (indices and values, of the same number on each) and add them up in the order of
-the ranks, so all have the same bits. What the optimizer consumes is that, clipped perhaps; where it may differ from
-zero is known, so a step diff stores those entries alone (`consumed`).
+The ranks gather one another's entries (indices and values, the same number on each) and add them in the order of the
+ranks, so all get the same bits. The optimizer consumes that sum, possibly clipped. Only the gathered entries can differ
+from zero, so a step diff stores only these (`consumed`).
 
-Residuals are part of a run's state, of which each rank has its own: the Checkpointer saves them. They change by the
-dense gradient in each step, so no prediction makes them small, and they take most of a checkpoint's bytes. With
-``exact=False`` they are not saved: a checkpoint is as small as what was sent, and a run that is resumed goes on without
-what had not been sent by then (LowDiff does so), which is not bit-identical, and is warned of.
+Residuals are part of a run's state, and each rank has its own: the Checkpointer saves them. They change by the dense
+gradient in each step, so prediction cannot make them small, and they take most of a checkpoint's bytes. With
+``exact=False`` they are not saved. Then a checkpoint is as small as what was sent, and a resumed run continues without
+what was not sent yet (as LowDiff does). That is not bit-identical, and a warning says so.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from ckptstore.host.caller_warnings import DeterminismWarning, warn
 __all__ = ["TopKHook"]
 
 _MOST: Final = 2**31
-"""Numbers of a bucket: indices are sent as int32."""
+"""Most numbers of a bucket, because indices are sent as int32."""
 _SAMPLE: Final = 1 << 14
-"""Numbers from which it is guessed above which magnitude the largest lie."""
+"""Numbers in the sample that estimates the magnitude of the largest entries."""
 
 
 class TopKHook:
-    """Sends the largest entries of gradients; keeps what it did not send.
+    """Sends the largest entries of gradients, and keeps the rest for later.
 
     Attributes:
         density: the share of the entries that each rank sends, at least one of each tensor (or bucket).
-        scope: ``tensor``: of each parameter by itself. ``bucket``: the largest of all parameters that DDP reduces
-            together, so that layers of small gradients may wait; with ``bucket_cap_mb`` above the model's size that is
-            the whole model, and so it is for `compress`.
-        momentum: of the momentum correction; 0: none.
-        exact: residuals are saved.
+        scope: ``tensor``: the largest entries of each parameter. ``bucket``: the largest of all parameters that DDP
+            reduces together, so layers of small gradients may have to wait. With ``bucket_cap_mb`` above the model's
+            size, and for `compress`, that is the whole model.
+        momentum: the factor of the momentum correction; 0: none.
+        exact: whether residuals are saved.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class TopKHook:
         momentum: float = 0.0,
         exact: bool = True,
     ) -> None:
-        """Know nothing of a model yet.
+        """Set the options.
 
         Raises:
-            UsageError: a share that is not above 0 and at most 1, no such scope, or a momentum not within 0 and 1.
+            UsageError: a density outside 0 < density <= 1, an unknown scope, or a momentum outside 0 <= momentum < 1.
         """
         if not 0.0 < density <= 1.0:
             raise UsageError(f"density: {density!r}; a share above 0 and at most 1 is needed")
@@ -88,12 +88,12 @@ class TopKHook:
         self._group: Any = None
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Have a model's gradients compressed, from its first backward on; once, before that."""
+        """Compress a model's gradients. Call it once, before the first backward."""
         self._group = model.process_group
         model.register_comm_hook(self, _communicate)
 
     def communicate(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """The average of what all ranks send of a bucket of DDP's (a ``GradBucket``)."""
+        """The average of what all ranks send of one of DDP's buckets (a ``GradBucket``)."""
         parameters, gradients = bucket.parameters(), bucket.gradients()
         if not all(one.is_contiguous() for one in gradients):
             raise UsageError("gradients that are not contiguous (channels_last) cannot be compressed")
@@ -121,7 +121,7 @@ class TopKHook:
         return done
 
     def compress(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Without DDP: leave of each ``.grad`` the largest entries, in place. Call it after ``backward()``."""
+        """Without DDP: keep only the largest entries of each ``.grad``, in place. Call it after ``backward()``."""
         with torch.no_grad():
             found = [one for one in parameters if one.grad is not None]
             if not found:

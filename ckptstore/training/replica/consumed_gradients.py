@@ -1,9 +1,9 @@
-"""What the optimizers of a step consumed, on its way to the agent: gradients as they become final, and numbers.
+"""Copies the gradients and numbers that the optimizers consume in a step to the agent.
 
-A gradient is copied during backward, when it was accumulated. What counts is what the optimizer consumes: before its
-step each gradient is looked at, and copied (again) if it is another one than was copied, or has been changed since by
-another micro-batch, or by clipping. Where that is so in step after step, nothing is copied before any more; nor where a
-``GradScaler`` unscales gradients, which torch does not count as a change.
+A gradient is copied during backward, when it was accumulated. What counts is what the optimizer consumes. So before its
+step each gradient is checked, and copied (again) if it is another tensor, or if another micro-batch or clipping has
+changed it. If that happens in several steps, gradients are not copied during backward any more; nor are they with a
+``GradScaler``, because torch does not count unscaling as a change.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["ConsumedGradients", "ConsumedStep"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _WORTH: Final = 64 << 10
-"""Bytes of a gradient that is copied by itself; smaller ones go together, before the optimizer's step."""
+"""Gradients of at least this many bytes are copied alone; smaller ones together, before the optimizer's step."""
 _IN_VAIN: Final = 3
-"""Steps in a row whose gradients were copied during backward for nothing."""
+"""Consecutive steps whose gradients were copied during backward for nothing, before that stops."""
 
 
 @dataclass(slots=True)
 class ConsumedStep:
-    """A step that is being taken.
+    """The step that training takes now.
 
     Attributes:
-        area: where its gradients are; None: nowhere yet.
-        calls: of the optimizers' steps, as `agent.client.replica_client.ReplicaStep` has them.
-        why: why the agent cannot take it again; None: it can.
-        early: of each row whose gradient was copied during backward, where that was, and in which version.
+        area: the memory of its gradients; None: none yet.
+        calls: the optimizers' steps, as in `agent.client.replica_client.ReplicaStep`.
+        why: why the agent cannot repeat the step; None: it can.
+        early: for each row whose gradient was copied during backward, its address and version.
     """
 
     area: BorrowedBuffer | None = None
@@ -58,7 +58,7 @@ class ConsumedGradients:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], pool: ThreadPoolExecutor, *, early: bool) -> None:
         """
         Args:
-            pool: threads that copy.
+            pool: the threads that copy.
             early: copy gradients during backward.
         """
         self._optimizers = list(optimizers)
@@ -74,7 +74,7 @@ class ConsumedGradients:
         self._in_vain = 0 if early else _IN_VAIN
 
     def attach(self, replicated: ReplicaClient, form: Replicable) -> None:
-        """Bring what is consumed from now on there."""
+        """Copy what is consumed from now on to this replica."""
         self.detach()
         self._replicated = replicated
         self._rows = [[] for _ in self._optimizers]
@@ -93,7 +93,7 @@ class ConsumedGradients:
                     self._early_hooks.append(register(hook))
 
     def detach(self) -> None:
-        """Take the hooks off; nothing of this stays in parameters and optimizers."""
+        """Remove the hooks from parameters and optimizers."""
         for hook in (*self._hooks, *self._early_hooks):
             hook.remove()
         self._hooks.clear()
@@ -103,13 +103,13 @@ class ConsumedGradients:
         self._rooms.clear()
 
     def taken(self) -> ConsumedStep:
-        """What was consumed since the last time; its area is the caller's."""
+        """Return what was consumed since the last call. The caller owns its area."""
         step, self._step = self._step, ConsumedStep()
         self._stashed.clear()
         return step
 
     def dropped(self) -> None:
-        """A whole state is handed over in place of what was consumed."""
+        """A whole state is sent instead: release what was consumed."""
         area = self.taken().area
         if area is not None and self._replicated is not None:
             self._replicated.leave(area)
@@ -117,10 +117,10 @@ class ConsumedGradients:
     def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
         def hook(*arguments: Any) -> None:
             if os.getpid() != self._process:
-                return  # a fork that trains: the memory is the agent's and the parent's
+                return  # a fork that trains: the memory belongs to the agent and the parent
             try:
                 call(*arguments)
-            except Exception as error:  # noqa: BLE001  # training's step is worth more than a replica
+            except Exception as error:  # noqa: BLE001  # a training step matters more than a replica
                 self._step.why = self._step.why or f"{type(error).__name__}: {error}"
                 _LOG.debug("a step's gradients could not be taken", exc_info=True)
 
@@ -136,7 +136,7 @@ class ConsumedGradients:
             self._step.area = replicated.area(wait=False)
         area = self._step.area
         if area is None:
-            return  # the agent is behind: training waits for it before the optimizer's step, if at all
+            return  # the agent is behind: if training waits for it, then before the optimizer's step
         target = self._room(area)[row]
         _check_form(gradient, target)
         with torch.no_grad():
@@ -144,10 +144,10 @@ class ConsumedGradients:
         self._step.early[row] = (gradient.data_ptr(), counted_changes(gradient))
 
     def _room(self, area: BorrowedBuffer) -> dict[int, torch.Tensor]:
-        """Where each gradient goes."""
+        """The target tensor of each gradient."""
         room = self._rooms.get(area.number)
         if room is None:
-            assert self._replicated is not None  # whose area it is
+            assert self._replicated is not None  # it owns the area
             recipe = self._replicated.recipe
             room = self._rooms[area.number] = {}
             for row, start in recipe.gradients.items():
@@ -184,7 +184,7 @@ class ConsumedGradients:
         self._stashed[place] = [place, settings, moved, scaling]
 
     def _copied(self, rows: Sequence[tuple[int, torch.Tensor, bool]], room: Mapping[int, torch.Tensor]) -> Any:
-        """Copy what was not copied during backward -> the rows that have a gradient; None: all."""
+        """Copy what was not copied during backward -> the rows that have a gradient; None: all have one."""
         early = self._step.early
         copies: list[tuple[int, int, int]] = []
         moved: list[int] = []
@@ -213,14 +213,14 @@ class ConsumedGradients:
         return None if len(moved) == len(rows) else moved
 
     def _judge(self, kept: int, stale: int) -> None:
-        """Whether it pays to copy during backward."""
+        """Stop copying during backward if it does not pay."""
         if kept or stale:
             self._in_vain = self._in_vain + 1 if stale > kept else 0
         if self._in_vain >= _IN_VAIN:
             self.late()
 
     def late(self) -> None:
-        """Copy nothing during backward any more."""
+        """Stop copying during backward."""
         self._in_vain = _IN_VAIN
         if self._early_hooks:
             _LOG.debug("gradients are changed after backward (clipped, accumulated): they are copied before the step")
@@ -238,8 +238,8 @@ class ConsumedGradients:
 
 
 def _check_form(gradient: torch.Tensor, target: torch.Tensor) -> None:
-    """Raises `UnsupportedStateError` if the room that was made for a parameter's gradient is not for this one."""
-    # Prevents: bytes written beyond the room after a parameter got more elements, or read from a device's address.
+    """Raise `UnsupportedStateError` if a gradient does not fit its target."""
+    # Prevents: bytes written beyond the target after a parameter got more elements, or read from a device's address.
     if (gradient.dtype, gradient.shape) != (target.dtype, target.shape) or not on_host(gradient):
         raise UnsupportedStateError(
             f"a gradient is {gradient.dtype} {tuple(gradient.shape)} on {gradient.device}, and its parameter was "

@@ -1,9 +1,9 @@
-"""Saves by a replica: a step leaves the trainer as its gradients, and the agent takes the optimizers' steps again.
+"""Saves of strategy ``replica``: the trainer sends its gradients, and the agent repeats the optimizers' steps.
 
-The first state of a form is handed over whole. After that a step costs a copy of the gradients, of what no optimizer
-moves (buffers, generators, averages), and a digest of what the agent makes. The digest is taken in every step: only a
-state that is proven may be written, or handed to a successor, and the next is made of it. Whatever goes wrong, the next
-state is handed over whole.
+The first state of a form is sent whole. After that a step costs a copy of the gradients, a copy of what no optimizer
+moves (buffers, generators, averages), and a digest of what the agent computes. The digest is taken in every step: only
+a proven state may be written or passed to a successor, and the next state is computed from it. After any error the next
+state is sent whole.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = ["ReplicaSaves"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _OFTEN: Final = 2
-"""Steps after which a tensor that the agent makes wrongly is sent."""
+"""Wrong results after which the agent does not compute a tensor any more: it is sent."""
 _PLANS: Final = 4
-"""Plans in a row that did not hold for a step: the state is taken apart in every step from then on."""
+"""Consecutive plans that did not hold for a step. After that the state is flattened in every step."""
 
 
 class ReplicaSaves(StateSaves):
-    """As `StateSaves`, of states that an agent makes.
+    """As `StateSaves`, for states that an agent computes.
 
-    Ranks that save together have an agent each, which makes all of the state: their optimizers consume the same
-    gradients. They know nothing of one another, so what is written may depend only on what all of them are told alike:
-    every step that is due, whatever the medium's pace, and no other.
+    Ranks that save together have an agent each, which computes the whole state, because their optimizers consume the
+    same gradients. The agents do not know one another, so what is written may depend only on what all of them receive:
+    every step that is due is written, whatever the medium's pace, and no other.
     """
 
     follows = True
@@ -76,24 +76,24 @@ class ReplicaSaves(StateSaves):
         self._form: _Form | None = None
         self._plan: StatePlan | None = None
         self._plans_left = _PLANS
-        self._at: int | None = None  # the newest step that the agent has, or will have
-        self._held: FlatState | None = None  # that, as it was taken apart, while it is in memory alone
-        self._given_save: PendingSave | None = None  # the newest step's save, once it is given to the medium
-        self._owed = False  # it is in memory alone
+        self._at: int | None = None  # the newest step that the agent has or will have
+        self._held: FlatState | None = None  # that step, flattened, while it is only in memory
+        self._given_save: PendingSave | None = None  # the newest step's save, once it has begun
+        self._owed = False  # it is only in memory
         self._wrong: Counter[str] = Counter()
         self._remarked = False
 
     def offer(
         self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str], *, due: bool, forced: bool
     ) -> PendingSave | None:
-        """See `StateSaves.offer`. None also if the medium is too slow for a step: the agent has it in memory alone."""
+        """See `StateSaves.offer`. None also if the medium is too slow for a step: only the agent's memory has it."""
         self._check_process()
         began = time.monotonic()
         persist = forced or (due and self._has_place())
         try:
             said = _BothLabels.of(metrics, tags)
             self._last = (step, metrics, tags)
-            self._owed = True  # until it is given to the medium
+            self._owed = True  # until its save has begun
             try:
                 pending = self._offered(step, said, began, persist=persist, forced=forced)
             except self._forgiven as error:  # with an earlier save
@@ -115,12 +115,12 @@ class ReplicaSaves(StateSaves):
         return pending
 
     def _has_place(self) -> bool:
-        """Whether a step that is due is written now. Ranks wait until it can be."""
+        """Whether a due step is written now. Ranks wait until it can be."""
         under_way = [one for one in self._under_way if not one.done()]
         if not self._ranked:
             return len(under_way) < self._limit
         for one in under_way[: max(0, len(under_way) - self._limit + 1)]:
-            one.exception()  # which `settle` hears of
+            one.exception()  # `settle` reports it
         return True
 
     def save(self, step: int, metrics: Mapping[str, Any] | None, tags: str | Sequence[str]) -> PendingSave:
@@ -130,7 +130,7 @@ class ReplicaSaves(StateSaves):
         return pending
 
     def settle(self, again: int | None = None) -> list[tuple[int, BaseException]]:
-        """See `StateSaves.settle`. If a save failed, the next step goes whole."""
+        """See `StateSaves.settle`. After a failed save the next step is sent whole."""
         try:
             lost = super().settle(again)
         except BaseException:  # a warning that is an error
@@ -141,7 +141,7 @@ class ReplicaSaves(StateSaves):
         return lost
 
     def _missed(self) -> None:
-        """A step has not reached the agent, and what it consumed is no part of the next: that goes whole."""
+        """A step has not reached the agent, and its gradients are lost: the next step is sent whole."""
         self._at = self._held = None
         self._consumed.dropped()
 
@@ -151,7 +151,7 @@ class ReplicaSaves(StateSaves):
         self._owed = False
 
     def wait(self) -> None:
-        """See `StateSaves.wait`: the newest step is written now, if it is in memory alone."""
+        """See `StateSaves.wait`. If the newest step is only in memory, it is written now."""
         if self._owed and self._last is not None and not self._tracker.any and not self._ended_with(self._last[0]):
             self.save(*self._last)
         super().wait()
@@ -159,8 +159,8 @@ class ReplicaSaves(StateSaves):
     def ended(self) -> None:
         """See `StateSaves.ended`.
 
-        Ranks may end after different steps, as where one of them failed. What is in memory alone their agents write:
-        the newest step that all have (`agent.server.snapshot_keeper`).
+        Ranks may end after different steps, for example if one of them failed. Their agents write the newest step that
+        all of them have in memory (`agent.server.snapshot_keeper`).
         """
         if self._ranked:
             super().wait()
@@ -168,7 +168,7 @@ class ReplicaSaves(StateSaves):
             self.wait()
 
     def _ended_with(self, step: int) -> bool:
-        """Whether the agent was told to end, and has written the step then: nobody may save it once more."""
+        """Whether the agent has ended and written the step: it must not be saved once more."""
         if self._replicated is None or self._replicated.alive:
             return False
         newest = self._store.latest_step()
@@ -183,7 +183,7 @@ class ReplicaSaves(StateSaves):
             return self._under_way[-1] if self._under_way else pending
 
     def _again(self) -> None:
-        """See `StateSaves._again`. All ranks hand it over whole, also those whose agents had made it."""
+        """See `StateSaves._again`. All ranks send it whole, also those whose agents had computed it."""
         self._missed()
         super()._again()
 
@@ -207,8 +207,8 @@ class ReplicaSaves(StateSaves):
             return self._persisted(replicated, step, said.labels, began) if persist else None
         flat = self._flat(step)
         consumed = self._consumed.taken()
-        # What has to be written is handed over whole: should the agent make another state of it, that would be
-        # known when training has gone on, and the step be lost.
+        # A step that has to be written is sent whole: if the agent computed it wrongly, that would be known only after
+        # the next step, and the step would be lost.
         if (
             not forced
             and follows
@@ -230,7 +230,7 @@ class ReplicaSaves(StateSaves):
     def _persisted(self, replicated: ReplicaClient, step: int, labels: Labels, began: float) -> PendingSave | None:
         held, self._held = self._held, None
         if held is None:
-            # Prevents: a run that ends with an error, because its last step was given to the medium before it was due.
+            # Prevents: an error at the end of a run, because its last step is being written already.
             return self._given_save
         return replicated.persist(held, step, labels, began)
 
@@ -242,7 +242,7 @@ class ReplicaSaves(StateSaves):
         flat: FlatState,
         what: tuple[ConsumedStep, Labels, bool, float],
     ) -> PendingSave | None:
-        """Send what the agent cannot make, and what proves that it makes the rest right."""
+        """Send what the agent cannot compute, and the digests that prove the rest."""
         consumed, labels, persist, began = what
         assert self._form is not None
         assert self._at is not None
@@ -259,7 +259,7 @@ class ReplicaSaves(StateSaves):
         return pending
 
     def _whole(self, step: int, flat: FlatState, said: _BothLabels, *, persist: bool) -> PendingSave | None:
-        """Hand a whole state over, of which the agent makes the next ones."""
+        """Send a whole state, from which the agent computes the next ones."""
         self._at = self._held = None
         pending: PendingSave | None = None
         if persist:
@@ -278,7 +278,7 @@ class ReplicaSaves(StateSaves):
         return pending
 
     def _begun(self, flat: FlatState, refused: set[str]) -> ReplicaClient | None:
-        """Tell the agent how the next states are made. None: it cannot; they are handed over whole."""
+        """Tell the agent how to compute the next states. None: it cannot; they are sent whole."""
         self._consumed.detach()
         before, self._replicated, self._form = self._replicated, None, None
         if before is not None:
@@ -295,7 +295,7 @@ class ReplicaSaves(StateSaves):
         return self._replicated
 
     def _flat(self, step: int) -> FlatState:
-        """The state, taken apart: by plan where one holds."""
+        """The flattened state, by plan if one holds."""
         if self._plan is not None:
             light = self._plan.taken(step, self._ranks)
             if light is not None:
@@ -328,11 +328,11 @@ class ReplicaSaves(StateSaves):
 
 
 class _Form:
-    """A form of the state: what is sent of it, and what is proven.
+    """A form of the state: which tensors are sent, and which are proven.
 
     Attributes:
-        replicable: what the agent knows of it.
-        refused: names of tensors that it is not trusted with.
+        replicable: what the agent computes of it.
+        refused: names of tensors that the agent does not compute any more.
     """
 
     def __init__(self, replicable: Replicable, refused: set[str]) -> None:
@@ -351,7 +351,7 @@ class _Form:
         return f"{len(made)} of {len(forms)} tensors are made by the agent, {size(nbytes)}"
 
     def fits(self, flat: FlatState, plan: StatePlan | None) -> bool:
-        """Whether a state has this form. Of one that was taken by the plan of the last time that is known."""
+        """Whether a state has this form. A state of the same plan as the last one has."""
         if plan is not None and plan is self._plan:
             return True
         if not self.replicable.fits(flat):
@@ -361,7 +361,7 @@ class _Form:
         return True
 
     def fill(self, area: BorrowedBuffer, flat: FlatState, pool: Any) -> None:
-        """Copy what is sent to an area, and the digests of what is not."""
+        """Copy to an area what is sent, and the digests of what is not."""
         copies, others = self._standing(area)
         copies.run(pool)
         for number in others:
@@ -370,7 +370,7 @@ class _Form:
         self._proof.into(self._recipe.digests_in(area.memory), pool)
 
     def _standing(self, area: BorrowedBuffer) -> tuple[BatchedCopies, list[int]]:
-        """The copies of tensors that are the same in every step, and the positions of all others that are sent."""
+        """The copies of tensors that stay the same objects, and the positions of all others that are sent."""
         found = self._copies.get(area.number)
         if found is not None:
             return found
@@ -389,14 +389,14 @@ class _Form:
 
 
 def _lies_there(source: TorchSource) -> bool:
-    """Whether a tensor's memory has its image; not so a strided one, or one that is conjugated or negated lazily."""
+    """Whether a tensor's memory holds its bytes in order: not if it is strided, or lazily conjugated or negated."""
     view = source.view()
     return view is not None and bool(view.__array_interface__["data"][0] == source.tensor.data_ptr())
 
 
 @dataclass(frozen=True, slots=True)
 class _BothLabels:
-    """What is said of a checkpoint, as it is given and as it is written."""
+    """Metadata and tags of a checkpoint, as passed and as written."""
 
     metadata: Mapping[str, Any] | None
     tags: str | Sequence[str]

@@ -1,4 +1,4 @@
-"""What an agent can make of a script's state by itself (`agent.protocol.replica_recipe`), or why it cannot."""
+"""Which tensors of a script's state an agent can compute (`agent.protocol.replica_recipe`), or why an optimizer prevents it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ckptstore.training.capture.script_state import ScriptState
 __all__ = ["Replicable", "check_replicable"]
 
 _SMALL: Final = 16 << 10
-"""Bytes of a parameter below which it is sent, with all that the optimizer keeps for it: that costs no more than to
-look at its gradient, and at what the step made of it."""
+"""A parameter of fewer bytes is sent with its slots: that costs no more than to copy its gradient and to digest the
+result."""
 
 
 def check_replicable(captured: ScriptState) -> None:
-    """Refuse what no replica can be kept of.
+    """Refuse a script that an agent cannot replicate.
 
     Raises:
-        UsageError: with the reason, and what to do.
+        UsageError: with the reason and the remedy.
     """
     other = "take strategy='gradient' or 'delta', which are as exact"
     if not captured.optimizers:
@@ -61,12 +61,12 @@ def check_replicable(captured: ScriptState) -> None:
 
 @dataclass(frozen=True)
 class Replicable:
-    """What is replicated of a state of one form.
+    """What an agent computes of a state of one form.
 
     Attributes:
-        recipe: what the agent is told.
-        parameters: those of the recipe's rows, in their order.
-        sources: the state's tensors by their positions: those that the agent makes are the same objects in every step.
+        recipe: the instructions for the agent.
+        parameters: the parameters of the recipe's rows, in their order.
+        sources: the state's tensors by position. Those that the agent computes are the same objects in every step.
     """
 
     recipe: Recipe
@@ -75,10 +75,10 @@ class Replicable:
 
     @classmethod
     def of(cls, flat: FlatState, captured: ScriptState, refused: Collection[str]) -> Replicable:
-        """Of a state.
+        """The replicable part of a state.
 
         Args:
-            refused: names of tensors that the agent has made wrongly before: they are sent.
+            refused: names of tensors that the agent has computed wrongly before: they are sent.
         """
         layout = StateLayout.of(flat.tensors)
         sources = tuple(flat.tensors.values())
@@ -100,7 +100,7 @@ class Replicable:
         return cls(recipe, tuple(parameter for _, _, parameter in found), sources)
 
     def fits(self, flat: FlatState) -> bool:
-        """Whether another state has this form, and what the agent makes is where it was."""
+        """Whether another state has this form, and the tensors that the agent computes are at the same addresses."""
         now = list(flat.tensors.values())
         return StateLayout.of(flat.tensors) == self.recipe.layout and all(
             now[number].identity == self.sources[number].identity for number in self._watched
@@ -115,7 +115,7 @@ class Replicable:
 def _rows(
     optimizers: Sequence[torch.optim.Optimizer], numbers: Mapping[Any, int], sources: Sequence[Any]
 ) -> Iterator[tuple[Row, set[int], torch.Tensor]]:
-    """The parameters that are in the state, and for each the tensors of its size, and itself."""
+    """The parameters in the state -> row, positions of the tensors of its shape, parameter."""
     for place, optimizer in enumerate(optimizers):
         for group, settings in enumerate(optimizer.param_groups):
             for parameter in settings["params"]:
@@ -141,7 +141,7 @@ def _rows(
 def _still(
     models: Sequence[torch.nn.Module], numbers: Mapping[Any, int], sources: Sequence[Any], moved: Mapping[int, int]
 ) -> Iterator[int]:
-    """Parameters that no optimizer moves: frozen ones, most likely."""
+    """Parameters that no optimizer moves, such as frozen ones."""
     for model in models:
         for parameter in model.parameters():
             number = numbers.get(_identity(parameter))
@@ -150,7 +150,7 @@ def _still(
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether the agent's copy of it is the same to a kernel: of torch's own type, in one piece, of real numbers."""
+    """Whether kernels treat the agent's copy the same: a plain torch tensor, contiguous, of real numbers."""
     kind = type(tensor)
     return (
         (kind is torch.Tensor or kind is torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""A module beside its state in a checkpoint. See `part_fit`."""
+"""Compares a module with its state in a checkpoint, and restores it. See `part_fit`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ _HOOKS: Final = "_load_state_dict_pre_hooks"
 
 
 def described(module: torch.nn.Module) -> dict[str, Any]:
-    """What a checkpoint says of a module beside its state: which parameters are frozen, or which are not (the shorter
-    list)."""
+    """What a checkpoint records of a module beside its state: the frozen or the trained parameters, whichever list is
+    shorter."""
     kinds = _trained(module)
     frozen, trained = ([name for name, one in kinds.items() if one is wanted] for wanted in (False, True))
     return {"frozen": frozen} if len(frozen) <= len(trained) else {"trained": trained}
 
 
 def otherwise_trained(path: str, module: torch.nn.Module, about: Any, saved: Any) -> list[str]:
-    """What is frozen, or trained, and was not when the checkpoint was saved. The script's choice stays.
+    """Parameters that are frozen now and were trained when the checkpoint was saved, or the reverse.
+
+    The script's choice stays.
 
     Args:
-        about: what `described` said of it; anything else: an old checkpoint, of which nobody knows.
-        saved: the checkpoint's state of it: other parameters are told of elsewhere.
+        about: the result of `described`; anything else: an old checkpoint without this record.
+        saved: the module's state in the checkpoint. Parameters that only one side has are reported elsewhere.
     """
     if not isinstance(about, Mapping) or not isinstance(saved, Mapping):
         return []
@@ -66,7 +68,7 @@ class ModuleFit:
     """See `Fit`.
 
     Attributes:
-        fitting: what is restored of the checkpoint's state, by the names that the module has for it.
+        fitting: the part of the checkpoint's state that is restored, by the module's names.
     """
 
     def __init__(self, path: str, module: torch.nn.Module, state: Any) -> None:
@@ -80,7 +82,7 @@ class ModuleFit:
         self._own = list(_own_ways(module))
         self.foreign = bool(self._own)
         self.fitting: dict[str, Any] = {}
-        self._repeated: dict[str, torch.Tensor] = {}  # of which several elements are one in memory
+        self._repeated: dict[str, torch.Tensor] = {}  # several elements share memory
         self._whole = "" in self._own
         if not self._whole:
             self._compare()
@@ -89,12 +91,12 @@ class ModuleFit:
 
     @property
     def live(self) -> dict[str, Any]:
-        """The module's own tensors, by the names that it has for them."""
+        """The module's own tensors, by its names."""
         state = self._module.state_dict() if self._whole else _flat_state(self._module)
         return {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in state.items()}
 
     def remember(self) -> Undo:
-        """See `Fit`. It takes a copy of the module's tensors."""
+        """See `Fit`. It copies the module's tensors."""
         tensors = [one for one in (*self._module.parameters(), *self._module.buffers()) if form_of(one) is not None]
         found = [(one, one.data, one.detach().clone()) for one in tensors if not _repeats(one)]
         views = [(one, one.data) for one in tensors if _repeats(one)]
@@ -121,11 +123,11 @@ class ModuleFit:
         partial = bool(self.differences)
         fitting = {name: one for name, one in self.fitting.items() if name not in self._repeated}
         answer = self._module.load_state_dict(fitting, strict=not partial and not self._repeated)
-        # Prevents: a tensor that the module's own way of loading left alone, without a word.
+        # Prevents: a tensor that the module's own loading code silently did not restore.
         missing = [name for name in answer.missing_keys if name not in self._repeated]
         if not partial and (missing or answer.unexpected_keys):
             raise RuntimeError(f"{self.path}: not restored: {', '.join([*missing, *answer.unexpected_keys][:8])}")
-        for name, tensor in self._repeated.items():  # what they are views of may have been restored by now
+        for name, tensor in self._repeated.items():  # their base may have been restored above
             saved = self.fitting[name]
             if not torch.equal(tensor.detach(), saved.to(tensor.device, tensor.dtype)):
                 tensor.data = saved.to(tensor.device, tensor.dtype, copy=True)
@@ -145,7 +147,7 @@ class ModuleFit:
             if name in known:
                 continue
             if self._is_own(name):
-                self.fitting[name] = value  # its module's own way of loading knows what to do with it
+                self.fitting[name] = value  # the module's own loading code understands it
             else:
                 self.differences.append(f"{self.path}.{name}: the script's has none (checkpoint: {_form(value)})")
 
@@ -187,7 +189,7 @@ def _flat_state(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def _own_ways(module: torch.nn.Module) -> Iterator[str]:
-    """Prefixes of the names that modules make, or load, in a way of their own: what fits there only they know."""
+    """Prefixes of names that modules save or load by their own code: only they know what fits there."""
     for name, one in module.named_modules(remove_duplicate=False):
         kinds = type(one)
         own = any(
@@ -200,21 +202,21 @@ def _own_ways(module: torch.nn.Module) -> Iterator[str]:
 
 
 def _repeats(tensor: Any) -> bool:
-    """Whether several of its elements are one in memory, so that nothing can be copied into it."""
+    """Whether several of its elements share memory, so that nothing can be copied into it."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or hasattr(tensor, "placements"):
         return False
     return not distinct_elements(tensor.stride(), tensor.shape)
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """What two names of one tensor have in common."""
+    """A key that is equal for two names of one tensor."""
     if not tensor.numel() or tensor.layout != torch.strided or hasattr(tensor, "placements"):
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two tensors of a checkpoint are the same; of entries, whether they say so."""
+    """Whether two tensors of a checkpoint are equal; of entries, whether their digests or names are."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

@@ -1,4 +1,4 @@
-"""An optimizer beside its state in a checkpoint. See `part_fit`; which parameter is which says `parameter_match`."""
+"""Compares an optimizer with its state in a checkpoint, and restores it. See `part_fit`, `parameter_match`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ALIKE: Final = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum"}
     | {"exp_inf", "ax", "mu_product", "prev", "step_size"}
 )
-"""What torch's optimizers keep in the shape of the parameter; others may keep rows and columns."""
+"""Slots that torch's optimizers keep in the parameter's shape; other optimizers may keep rows and columns."""
 
 
 def names_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]]) -> list[list[str]]:
-    """For each group, the name of each parameter: its first path in a model, else the one that the optimizer was given
-    for it, else empty.
+    """For each group, the name of each parameter: its first path in a model, else its name in ``param_names``, else
+    empty.
 
     Args:
         paths: by the identity of the parameter.
@@ -37,7 +37,7 @@ def names_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]
 
 
 def described(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]]) -> dict[str, Any]:
-    """What a checkpoint says of an optimizer beside its state: its class, and the names of its parameters by number."""
+    """What a checkpoint records of an optimizer beside its state: its class, its parameters' names by number."""
     names = [name or None for group in names_of(optimizer, paths) for name in group]
     return {"class": type(optimizer).__qualname__, "parameters": names}
 
@@ -47,8 +47,8 @@ class OptimizerFit:
 
     Attributes:
         optimizer, state: what is compared.
-        match: which of its parameters is which; None: its state is of a form of its own.
-        pairs: (number in the checkpoint, parameter), of those that have the same name.
+        match: the matched parameters; None: its state has a custom form.
+        pairs: (number in the checkpoint, parameter) of the matched parameters.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class OptimizerFit:
         """Compare. Nothing is changed.
 
         Args:
-            about: what `described` said of it; None: it is an old checkpoint.
-            paths: of the script's parameters, by identity.
+            about: the result of `described`; None: an old checkpoint.
+            paths: the paths of the script's parameters, by `id`.
             weights: the checkpoint's parameters by path.
-            part: of the state.
+            part: the part of the state.
         """
         self.part = part
         self.path = path
@@ -84,7 +84,7 @@ class OptimizerFit:
         self._paths = paths
         self._weights = weights
         self._unfit: set[int] = set()  # positions whose state does not fit
-        self._cast: set[int] = set()  # positions whose dtype is another one
+        self._cast: set[int] = set()  # positions whose dtype changes
         self._other_class = False
         self._compare()
 
@@ -96,7 +96,7 @@ class OptimizerFit:
         return self.match.groups
 
     def remember(self) -> Undo:
-        """See `Fit`. Loading gives an optimizer new tensors: those that it has now are kept, not copied."""
+        """See `Fit`. Loading replaces an optimizer's tensors, so its current ones are kept, not copied."""
         optimizer = self.optimizer
         if self.foreign:
             before = _copied(optimizer.state_dict())
@@ -113,8 +113,11 @@ class OptimizerFit:
         return undo
 
     def put(self) -> None:
-        """See `Fit`. Dtypes are those that were saved: torch makes a bf16 parameter's fp32 moments bf16. Where the
-        parameter's own dtype is another one by now, moments get the parameter's, as torch does."""
+        """See `Fit`.
+
+        Slots keep their saved dtype: torch would cast the fp32 moments of a bf16 parameter to bf16. If the parameter's
+        own dtype has changed, its moments are cast to that, as torch does.
+        """
         if self._other_class:
             return
         if self.match is None:
@@ -167,7 +170,7 @@ class OptimizerFit:
                 self._compare_slots(position, names[position] or f"parameter {position}", slots)
 
     def _reordered(self) -> bool:
-        """Whether the models' parameters that both have come in another order."""
+        """Whether the parameters that both sides have come in a different order."""
         mine = [name for names in self._paths.values() for name in names if name in self._weights]
         return mine != [name for name in self._weights if name in set(mine)]
 
@@ -189,7 +192,7 @@ class OptimizerFit:
         return matched(saved, self._names, known)
 
     def _given(self, position: int) -> str | None:
-        """The name that the optimizer itself was given."""
+        """The parameter's name in the optimizer's ``param_names``."""
         for group in self.optimizer.param_groups:
             if position < len(group["params"]):
                 names = group.get("param_names")
@@ -208,7 +211,7 @@ class OptimizerFit:
             if its is None or key == "step" or torch.nn.parameter.is_lazy(parameter):
                 continue
             shape = tuple(parameter.shape)
-            # Prevents: moments of another layer, where scripts are told apart by shapes alone.
+            # Prevents: moments of another layer, if only shapes tell two scripts apart.
             if (key in _ALIKE and its[1] not in ((), shape)) or (was is not None and was[1] == its[1] != shape):
                 self._unfit.add(position)
                 self.differences.append(
@@ -222,7 +225,7 @@ class OptimizerFit:
                 self.casts.append((f"{self.path}: {key} of {name}", its[0], parameter.dtype))
 
     def _arranged(self, match: ParameterMatch) -> dict[str, Any]:
-        """The checkpoint's state, with the script's numbers."""
+        """The checkpoint's state, renumbered as the script numbers its parameters."""
         saved = self.state["param_groups"]
         numbers = [number for group in saved for number in group["params"]]
         groups: list[dict[str, Any]] = []
@@ -243,12 +246,12 @@ class OptimizerFit:
 
 
 def _is_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether loading is torch's own."""
+    """Whether torch's own code loads its state."""
     return type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
 
 
 def _is_kind(optimizer: torch.optim.Optimizer, name: str) -> bool:
-    """Whether a class of that name keeps what this one keeps: Adam and AdamW."""
+    """Whether a class of that name keeps the same slots, as Adam and AdamW do."""
     other = getattr(torch.optim, name, None)
     if not isinstance(other, type) or other is _BASE:
         return False

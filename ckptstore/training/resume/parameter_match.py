@@ -1,7 +1,7 @@
-"""Which of an optimizer's parameters in a checkpoint is which of the script's: by name, or else by number.
+"""Matches an optimizer's parameters in a checkpoint with those of the script: by name, or else by number.
 
-An optimizer's state counts its parameters. Two scripts that make the same modules in another order count them in
-another order, and what was kept for one layer would go to another. Nothing here touches a tensor.
+An optimizer's state numbers its parameters. Two scripts that create the same modules in a different order number them
+differently, and one layer would get the moments of another. Nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["ParameterMatch", "matched"]
 
 @dataclass(frozen=True, slots=True)
 class ParameterMatch:
-    """Parameters and groups of a script's optimizer, and what they are in a checkpoint.
+    """The parameters and groups of a script's optimizer, and their counterparts in a checkpoint.
 
     Attributes:
         parameters: position among all of the script's -> position among all of the checkpoint's.
-        groups: for each group of the script, the number of the one in the checkpoint that has the same parameters;
-            None: no single one has.
-        differences: what does not match, for people.
+        groups: for each group of the script, the number of the checkpoint's group with the same parameters; None: no
+            single group has them.
+        differences: what does not match, for messages.
     """
 
     parameters: dict[int, int]
@@ -29,7 +29,7 @@ class ParameterMatch:
 
     @property
     def in_place(self) -> bool:
-        """Whether everything is where it was."""
+        """Whether all parameters and groups have their old places."""
         same = all(mine == its for mine, its in self.parameters.items())
         return same and not self.differences and self.groups == list(range(len(self.groups)))
 
@@ -37,12 +37,12 @@ class ParameterMatch:
 def matched(
     saved: Sequence[Sequence[str | None]], mine: Sequence[Sequence[str]], known: Mapping[str, int]
 ) -> ParameterMatch:
-    """Match them.
+    """Match the parameters.
 
     Args:
-        saved: for each group in the checkpoint, its parameters' names; None: that one has none.
-        mine: likewise of the script, as people shall read them; empty: it has none.
-        known: every name that a parameter of the script has -> its position among all of them.
+        saved: for each group in the checkpoint, its parameters' names; None: a parameter without a name.
+        mine: for each group of the script, its parameters' names for messages; empty: a parameter without a name.
+        known: every name of a parameter of the script -> its position among all of them.
     """
     theirs = [name for group in saved for name in group]
     ours = [name for group in mine for name in group]
@@ -50,7 +50,7 @@ def matched(
         return _by_number(saved, mine)
     differences: list[str] = []
     parameters: dict[int, int] = {}
-    left: list[int] = []  # those of the checkpoint that have no name
+    left: list[int] = []  # the checkpoint's parameters without a name
     for number, name in enumerate(theirs):
         if name is None:
             left.append(number)
@@ -79,7 +79,7 @@ def matched(
 def _groups(
     saved: Sequence[Sequence[str | None]], mine: Sequence[Sequence[str]], parameters: Mapping[int, int]
 ) -> tuple[list[int | None], list[str]]:
-    """For each group of the script that of the checkpoint; and where they are divided otherwise."""
+    """For each group of the script the checkpoint's group; and a difference if the groups are divided differently."""
     there = _group_of(saved)
     sources: list[set[int]] = []
     position = 0
@@ -89,7 +89,7 @@ def _groups(
         position += len(group)
     uses = [sum(number in source for source in sources) for number in range(len(saved))]
     found: list[int | None] = []
-    # Prevents: the weight decay of one group for parameters that the script has put into another one.
+    # Prevents: the weight decay of one group for parameters that the script has put into another group.
     for source in sources:
         only = next(iter(source)) if len(source) == 1 else None
         found.append(only if only is not None and uses[only] == 1 else None)

@@ -1,7 +1,7 @@
-"""One object of a script beside its part of a checkpoint: what differs, what fits, how it is given back.
+"""Compares one object of a script with its part of a checkpoint, and restores it.
 
-Everything is compared before anything is restored (`resuming`). Tensors of a checkpoint may be described only, by a
-`TensorEntry`: what is compared is of what dtype and shape they are.
+Everything is compared before anything is restored (`resume_checks`). A `TensorEntry` may stand for a tensor of the
+checkpoint: then only dtypes and shapes are compared.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ckptstore.frameworks.torch_tensors import torch_dtype
 __all__ = ["Fit", "PartFit", "Undo", "described_form", "form_of", "some", "uncastable"]
 
 Undo = Callable[[], None]
-"""Puts an object back as it was."""
+"""Restores the state that an object had before."""
 
 
 class Fit(Protocol):
     """An object and its part of a checkpoint, compared.
 
     Attributes:
-        part: of which part of the state it is: ``model``, ``optimizer``, ...
-        path: the place of it in the state, for people.
+        part: the part of the state that it belongs to: ``model``, ``optimizer``, ...
+        path: its path in the state, for messages.
         differences: why the whole of it cannot be restored; each names a path.
         casts: tensors whose dtype changes, as (path, before, after).
         foreign: restoring it calls code that may raise.
@@ -40,18 +40,18 @@ class Fit(Protocol):
     foreign: bool
 
     def remember(self) -> Undo | None:
-        """What puts the object back as it is now; None: nothing can."""
+        """A function that undoes `put`; None: it cannot be undone."""
 
     def put(self) -> None:
         """Restore what fits."""
 
 
 class PartFit:
-    """Any other object with a state: a scaler, a loader, a generator, whatever is in ``extra``.
+    """Any other object with a state: a scaler, a loader, a generator, an object in ``extra``.
 
     Attributes:
         state: the checkpoint's.
-        get: what reads the object's now, without changing anything; None: nothing does.
+        get: reads the object's current state without changing it; None: nothing can.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PartFit:
         """
         Args:
             state, get: see `PartFit`.
-            differences: with any, it is left alone.
+            differences: if there are any, the object is not restored.
         """
         self.part = path.partition("[")[0].partition(".")[0]
         self.path = path
@@ -84,7 +84,7 @@ class PartFit:
             return None
         try:
             before, put = copy.deepcopy(self.get()), self._put
-        except Exception:  # noqa: BLE001  # of an object of the script's own; it is restored all the same
+        except Exception:  # noqa: BLE001  # raised by the script's own class; it is restored all the same
             return None
         return lambda: put(before)
 
@@ -95,7 +95,7 @@ class PartFit:
 
 
 def form_of(value: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
-    """Dtype and shape of a tensor, or of the entry that describes one; None: it is neither, or has no shape yet."""
+    """Dtype and shape of a tensor or of an entry that describes one; None: it is neither, or has no shape yet."""
     if isinstance(value, TensorEntry):
         return torch_dtype(value.dtype), tuple(value.shape)
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
@@ -109,10 +109,10 @@ def described_form(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
 
 
 def uncastable(value: Any, after: torch.dtype) -> str:
-    """Why a checkpoint's tensor cannot be cast to a dtype, for people; empty: it loses nothing but precision.
+    """Why a checkpoint's tensor cannot be cast to a dtype, for messages; empty: it loses only precision.
 
     Args:
-        value: a tensor of any shape, or the entry that describes one: of an entry only the dtypes are compared.
+        value: a tensor of any shape, or an entry that describes one. Of an entry only the dtypes are compared.
     """
     form = form_of(value)
     if form is None or form[0] == after:
@@ -130,7 +130,7 @@ def uncastable(value: Any, after: torch.dtype) -> str:
 
 
 def _castable(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether numbers of one dtype are about the same in the other: no fraction and no imaginary part is cut off."""
+    """Whether a cast keeps numbers approximately: it cuts off no fraction and no imaginary part."""
     if before.is_complex:
         return after.is_complex
     if before.is_floating_point:
@@ -139,16 +139,16 @@ def _castable(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def _beyond(value: torch.Tensor, after: torch.dtype) -> int:
-    """How many values lie outside a dtype's range: integers that would wrap, finite numbers that would be none.
+    """How many values are outside a dtype's range: integers that would wrap, finite numbers that would be infinite.
 
-    The smallest and the largest finite number of a float dtype do not count: in masks they stand for the infinities,
-    and become what `torch.Tensor.to` makes of them.
+    The smallest and the largest finite number of a float dtype do not count: masks use them for the infinities. They
+    become what `torch.Tensor.to` makes of them.
     """
     value = value.detach()
     value = value if value.layout == torch.strided else value.to_dense()
     if after.is_floating_point or after.is_complex:
         lost = _is_finite(value) != _is_finite(value.to(after))
-        if after.itemsize == 1:  # of 8 bits, which torch fills with the largest number instead
+        if after.itemsize == 1:  # for 8 bits torch saturates at the largest number instead
             lost |= _is_finite(value) & (value.float().abs() > torch.finfo(after).max)
         return int((lost & ~_is_mask(value, after)).sum())
     if value.dtype == torch.bool:
@@ -159,7 +159,7 @@ def _beyond(value: torch.Tensor, after: torch.dtype) -> int:
 
 
 def _is_mask(value: torch.Tensor, after: torch.dtype) -> torch.Tensor:
-    """Where the smallest or the largest number stands, and the other dtype has something like it."""
+    """Where the value is the smallest or the largest number, and the other dtype can represent a similar one."""
     if not value.is_floating_point():
         return torch.zeros(value.shape, dtype=torch.bool, device=value.device)
     limits = torch.finfo(value.dtype)
@@ -180,6 +180,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def some(said: Sequence[str], most: int = 8) -> str:
-    """The first of them, and how many more there are."""
+    """The first `most` of them, and how many more there are."""
     more = f" and {len(said) - most} more" if len(said) > most else ""
     return ", ".join(itertools.islice(said, most)) + more

@@ -1,7 +1,7 @@
-"""A checkpoint's state beside the objects of a script: everything compared, then everything restored, or nothing.
+"""Compares a checkpoint's state with the objects of a script, then restores all of it or nothing.
 
-`Comparison` compares and changes nothing. `Comparison.restore` gives every object its part; if one of them raises,
-those before it are put back.
+`Comparison` compares and changes nothing. `Comparison.restore` restores every object. If one of them raises, the
+objects before it get their old state back.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["FORMAT", "PARTS", "Comparison", "check_format", "check_parts"]
 
 FORMAT: Final = 1
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "compressor", "extra", "loader", "random")
-"""Parts of a state, in the order in which they are restored."""
+"""The parts of a state, in the order of their restoration."""
 _LISTED: Final = 20
-"""Differences that a message lists; the error has them all."""
+"""How many differences a message lists; the error has all of them."""
 
 
 def check_format(state: Any) -> None:
@@ -41,10 +41,10 @@ def check_format(state: Any) -> None:
 
 
 def check_parts(parts: str | Sequence[str] | None, given: ScriptObjects) -> frozenset[str]:
-    """The parts that are to be restored.
+    """The parts to restore.
 
     Raises:
-        UsageError: there is no such part, or the Checkpointer was not given it.
+        UsageError: an unknown part, or one that was not passed to the Checkpointer.
     """
     if parts is None:
         return frozenset(PARTS)
@@ -60,26 +60,26 @@ def check_parts(parts: str | Sequence[str] | None, given: ScriptObjects) -> froz
 
 
 class Comparison:
-    """What of a checkpoint fits a script's objects, and what does not. Nothing was changed yet.
+    """Which parts of a checkpoint fit a script's objects, and which do not. Comparing changes nothing.
 
     Attributes:
-        fits: each object with its part of the state, in the order in which they are restored.
+        fits: each object with its part of the state, in the order of their restoration.
         differences: what does not fit; each names a path.
-        notes: what is restored otherwise than the script asked for, for the log.
-        left: what was left out on request, likewise; empty: nothing.
-        warnings: why the run will not be the one that was saved.
+        notes: settings that the checkpoint overrides, for the log.
+        left: the parts that were left out on request, for the log; empty: none.
+        warnings: why the run will differ from the one that was saved.
     """
 
     def __init__(self, given: ScriptObjects, state: Any, wanted: Collection[str], *, whole: bool = True) -> None:
         """Compare.
 
         Args:
-            state: the checkpoint's; tensors may be described by `TensorEntry` each.
-            wanted: the parts that are to be restored.
-            whole: nothing was left out on request: say what the checkpoint has besides.
+            state: the checkpoint's. A `TensorEntry` may stand for a tensor.
+            wanted: the parts to restore.
+            whole: all parts were requested: also say what else the checkpoint holds.
 
         Raises:
-            FormatError: it is no state of a `Checkpointer`.
+            FormatError: no `Checkpointer` made the state.
         """
         check_format(state)
         self.fits: list[Fit] = []
@@ -119,12 +119,12 @@ class Comparison:
 
     @property
     def step(self) -> int:
-        """The step that the state is of."""
+        """The step of the state."""
         step: int = self._state["step"]
         return step
 
     def check(self, ref: str) -> None:
-        """Refuse a state of which a part does not fit.
+        """Refuse a state if a part of it does not fit.
 
         Raises:
             StateMismatchError: with every difference.
@@ -133,14 +133,15 @@ class Comparison:
             raise StateMismatchError(_refused(self.differences, ref), self.differences)
 
     def restore(self, *, read_in_place: bool = False) -> None:
-        """Give every object what fits of its part. Generators come last: what the others draw while they load does
-        not count.
+        """Restore what fits of every object.
+
+        Generators come last, so that numbers which other objects draw while they load do not count.
 
         Args:
-            read_in_place: the models have their tensors by now: these cannot be put back.
+            read_in_place: the models' tensors have been read already and cannot be undone.
 
         Raises:
-            what an object's own ``load_state_dict`` raises, with a note that says what was put back.
+            what an object's own ``load_state_dict`` raises, with a note that says what was undone.
         """
         undos: list[tuple[str, Undo | None]] = []
         generators = rng.gathered()
@@ -148,7 +149,7 @@ class Comparison:
         try:
             for number, fit in enumerate(self.fits):
                 at = fit.path
-                # Prevents: a copy of every model, where nothing that could raise comes any more.
+                # Prevents: a copy of every model, even if no later object can raise.
                 risky = any(one.foreign for one in self.fits[number:])
                 kept = risky and not (read_in_place and isinstance(fit, ModuleFit))
                 undos.append((fit.path, fit.remember() if kept else None))
@@ -170,7 +171,7 @@ class Comparison:
     # -- the parts
 
     def _each(self, part: str, state: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-        """Objects of a part -> place, object, its state, what is said of it."""
+        """The objects of a part -> path, object, its state, its description."""
         mine, about = self._given.of(part), self._about.get(part)
         if isinstance(mine, dict):
             there = set(state) if isinstance(state, dict) else set()
@@ -194,7 +195,7 @@ class Comparison:
 
     def _module(self, path: str, module: torch.nn.Module, state: Any, about: Any) -> None:
         self.fits.append(ModuleFit(path, module, state))
-        if self._whole:  # who asks for parts begins another run with them
+        if self._whole:  # with parts= the run is another one anyway
             self.warnings += otherwise_trained(path, module, about, state)
 
     def _optimizers(self, state: Any) -> None:
@@ -215,7 +216,7 @@ class Comparison:
         self._member(path, state, scheduler, refused)
 
     def _by_group(self, scheduler: Any, state: Any, about: Any) -> tuple[Any, Any]:
-        """A schedule's state, in the order of the groups of the script's optimizer."""
+        """A schedule's state, in the order of the parameter groups of the script's optimizer."""
         optimizer = schedules.optimizer_of(scheduler)
         for fit in self.fits:
             if isinstance(fit, OptimizerFit) and optimizer in (
@@ -243,10 +244,10 @@ class Comparison:
         loader: Any = self._given.loader
         differences: list[str] = []
         try:
-            loader.compare(state)  # what follows from a change the loader says itself, when it has gone there
+            loader.compare(state)  # the loader itself reports changes when it continues
         except FormatError as error:
             differences.append(f"loader: {error}")
-        # It comes last and is not asked for its state before: that may start its workers.
+        # It comes last. Its state is not read before, because that may start its workers.
         foreign = is_stateful(loader.loader)
         self.fits.append(
             PartFit("loader", state, None, loader.load_state_dict, differences=differences, foreign=foreign)
@@ -254,7 +255,7 @@ class Comparison:
 
     def _extras(self, state: Any) -> None:
         objects = self._given.extra_objects
-        # Optimizers first: schedules are in the order of their groups.
+        # Optimizers first: schedules follow the order of their groups.
         for name in sorted(self._given.extra, key=lambda name: not isinstance(objects[name], torch.optim.Optimizer)):
             get, put = self._given.extra[name]
             path, value = f"extra[{name!r}]", objects[name]
@@ -296,7 +297,7 @@ class Comparison:
                 found |= {f"{place}.{name}": one for name, one in bare_state(state).items()}
         return found
 
-    # -- what is said
+    # -- notes and warnings
 
     def _remark_rest(self, wanted: Collection[str], whole: bool) -> None:
         state, given = self._state, self._given
@@ -331,7 +332,7 @@ class Comparison:
 
 
 def _refused(differences: Sequence[str], ref: str) -> str:
-    """Why a checkpoint is not restored, and how to restore a part of it."""
+    """The message: why a checkpoint is not restored, and how to restore a part of it."""
     listed = "".join(f"\n  {one}" for one in differences[:_LISTED])
     more = len(differences) - _LISTED
     rest = f"\n  and {more} more, in the error's .differences" if more > 0 else ""
@@ -344,7 +345,7 @@ def _refused(differences: Sequence[str], ref: str) -> str:
 
 
 def _put_back(undos: Sequence[tuple[str, Undo | None]]) -> list[str]:
-    """Undo the last one first -> what could not be put back."""
+    """Undo, the last one first -> the paths that could not be undone."""
     left = []
     for path, undo in reversed(undos):
         if undo is None:
@@ -352,7 +353,7 @@ def _put_back(undos: Sequence[tuple[str, Undo | None]]) -> list[str]:
             continue
         try:
             undo()
-        except Exception:  # noqa: BLE001  # the others are to be put back all the same
+        except Exception:  # noqa: BLE001  # the others are undone all the same
             left.append(path)
     return left[::-1]
 
@@ -364,7 +365,7 @@ def _member(about: Any, key: Any) -> Any:
 
 
 def _said(state: Any) -> str:
-    """What a checkpoint has where several were looked for."""
+    """What a checkpoint has instead of the expected list or dict."""
     if isinstance(state, dict):
         return str(sorted(state))
     return f"{len(state)} of them, by number" if isinstance(state, Sequence) else type(state).__name__

@@ -1,7 +1,7 @@
-"""Schedules of a script, and of a checkpoint: of which class they are, what they were told, where the two differ.
+"""Compares a script's schedule with the one of a checkpoint: its class, its arguments, its functions.
 
-A schedule's ``load_state_dict`` puts the checkpoint's numbers in place of the script's. Functions are not in its state:
-those are the script's.
+A schedule's ``load_state_dict`` replaces the script's numbers with the checkpoint's. Its state has no functions: they
+stay the script's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["arranged", "described", "is_schedule", "optimizer_of", "otherwise", 
 _PROGRESS: Final = frozenset(
     {"last_epoch", "num_bad_epochs", "best", "cooldown_counter", "T_cur", "T_i", "base_lrs", "n_averages", "verbose"}
 )
-"""Members that tell how far a schedule is, and rates that the optimizer's groups tell of."""
+"""Members that hold a schedule's progress, and rates that the optimizer's groups hold, too."""
 _BY_GROUP: Final = (
     "_last_lr",
     "base_lrs",
@@ -33,19 +33,19 @@ _BY_GROUP: Final = (
 )
 """Members with a value for each of the optimizer's groups."""
 _PRIVATE: Final = frozenset({"_milestones", "_anneal_func_type", "_anneal_strategy", "_schedule_phases"})
-"""Private members of torch's schedules in which a script's arguments are kept, and nowhere else."""
+"""Private members of torch's schedules that are the only place of a script's arguments."""
 _PRIVATE_FUNCTION: Final = "_scale_fn_custom"
-"""Where `CyclicLR` has a script's function."""
+"""The member of `CyclicLR` that holds a script's function."""
 _CHOSEN_BY_NAME: Final = "anneal_func"
-"""A function of torch's that follows from `_anneal_strategy`, which is restored."""
+"""A torch function that `_anneal_strategy` determines, which is restored."""
 _MOST: Final = 16
 _LONGEST: Final = 256
 _VERSION: Final = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-"""Constants of a function are compared only between those of one version: what is one is the compiler's choice."""
+"""Constants of functions are compared only within one Python version: the compiler decides what is a constant."""
 
 
 def described(schedule: Any) -> dict[str, Any]:
-    """What a checkpoint says of a schedule beside its state: its class, its functions, and of those in it the same."""
+    """What a checkpoint records of a schedule beside its state: class, functions, and the same of inner schedules."""
     schedule = _inner(schedule)
     found: dict[str, Any] = {"class": type(schedule).__qualname__}
     if functions := [_function(one) for one in _functions(schedule)]:
@@ -56,7 +56,7 @@ def described(schedule: Any) -> dict[str, Any]:
 
 
 def refusal(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
-    """Why a checkpoint's state is none of this schedule; empty: it may be.
+    """Why a checkpoint's state is not one of this schedule; empty: it may be.
 
     Args:
         about: what `described` said of it; None: it is an old checkpoint.
@@ -75,19 +75,19 @@ def refusal(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
             for said in refusal(f"{path}[{number}]", part, None, its)
         ]
     if isinstance(state, Mapping):
-        lacking = sorted(name for name in _told(schedule) if name in _live(schedule) and name not in state)
+        lacking = sorted(name for name in _arguments(schedule) if name in _live(schedule) and name not in state)
         if lacking:
             return [f"{path}: the checkpoint's has no {lacking[0]}: it is of another class than {mine}"]
     return []
 
 
 def arranged(schedule: Any, state: Any, about: Any, groups: Sequence[int | None], there: int) -> tuple[Any, Any]:
-    """A checkpoint's state, and what it says of it, with the values of each group where the script has that group.
+    """A checkpoint's state and record of a schedule, with each group's values at the script's place of that group.
 
     Args:
-        groups: for each of the script's groups its number in the checkpoint; None: no single one is it, and it keeps
-            the script's values.
-        there: groups of the checkpoint.
+        groups: for each of the script's groups its number in the checkpoint; None: it has no single counterpart, and
+            keeps the script's values.
+        there: the number of groups in the checkpoint.
     """
     schedule = _inner(schedule)
     live = _live(schedule)
@@ -96,7 +96,7 @@ def arranged(schedule: Any, state: Any, about: Any, groups: Sequence[int | None]
         for name in _BY_GROUP:
             mine: Any = [None] * len(groups) if name == "lr_lambdas" else live.get(name)
             if name in live and _is_of(state.get(name), there) and _is_of(mine, len(groups)):
-                # Prevents: the rate of one group for another, where the script makes its groups in another order.
+                # Prevents: the rate of one group for another, if the script makes its groups in another order.
                 state[name] = [mine[at] if its is None else state[name][its] for at, its in enumerate(groups)]
     functions: Any = about.get("functions") if isinstance(about, Mapping) else None
     if _is_of(functions, there) and _is_of(live.get("lr_lambdas"), len(groups)):
@@ -118,12 +118,12 @@ def arranged(schedule: Any, state: Any, about: Any, groups: Sequence[int | None]
 
 
 def optimizer_of(schedule: Any) -> Any:
-    """The optimizer whose rates it sets; None: it does not say."""
+    """The optimizer whose rates it sets; None: unknown."""
     return getattr(_inner(schedule), "optimizer", None)
 
 
 def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
-    """What the script told its schedule and the checkpoint has otherwise, for people. Ask before it is loaded."""
+    """Arguments of the script's schedule that the checkpoint's override, as sentences. Call it before loading."""
     schedule = _inner(schedule)
     live = _live(schedule)
     found = [
@@ -147,12 +147,12 @@ def otherwise(path: str, schedule: Any, state: Any, about: Any) -> list[str]:
 
 
 def is_schedule(value: Any) -> bool:
-    """Whether it is one of torch's, or what wraps one."""
+    """Whether it is a torch schedule or a wrapper of one."""
     return isinstance(_inner(value), torch.optim.lr_scheduler.LRScheduler)
 
 
 def _inner(schedule: Any) -> Any:
-    """A schedule, of what wraps it (Accelerate's) and hands its state on."""
+    """The schedule inside a wrapper (Accelerate's) that passes its state on."""
     inner = getattr(schedule, "scheduler", None)
     return inner if isinstance(inner, torch.optim.lr_scheduler.LRScheduler) else schedule
 
@@ -174,8 +174,8 @@ def _parts(schedule: Any) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else []
 
 
-def _told(schedule: Any) -> set[str]:
-    """Names of what its class is made with."""
+def _arguments(schedule: Any) -> set[str]:
+    """The names of its class's arguments."""
     try:
         return set(inspect.signature(type(schedule).__init__).parameters) - _PROGRESS - {"self", "optimizer"}
     except (TypeError, ValueError):
@@ -183,12 +183,12 @@ def _told(schedule: Any) -> set[str]:
 
 
 def _settings(schedule: Any, live: Mapping[str, Any]) -> Iterator[str]:
-    """Names of its members that a script chose. Of classes that are not torch's: what the class is made with."""
+    """The names of members that the script chose; for classes outside torch: the class's arguments."""
     ours = type(schedule).__module__.startswith("torch.")
-    told = _told(schedule)
+    arguments = _arguments(schedule)
     for name, value in live.items():
         public = not name.startswith("_") or name in _PRIVATE
-        if public and name not in _PROGRESS and (ours or name in told) and _is_plain(value):
+        if public and name not in _PROGRESS and (ours or name in arguments) and _is_plain(value):
             yield name
 
 
@@ -217,7 +217,7 @@ def _said(value: Any) -> str:
 
 
 def _functions(schedule: Any) -> list[Any]:
-    """Functions that a script gave it."""
+    """The functions that the script passed to it."""
     found: list[Any] = []
     for name, value in _live(schedule).items():
         public = not name.startswith("_") or name == _PRIVATE_FUNCTION
@@ -231,7 +231,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _function(function: Any) -> dict[str, Any]:
-    """The name of a function, and the numbers in it: arguments that are bound, variables that it uses, constants."""
+    """A function's name and its numbers: bound arguments, variables that it uses, constants."""
     if isinstance(function, functools.partial):
         inner = _function(function.func)
         bound = {**{str(number): one for number, one in enumerate(function.args)}, **function.keywords}
