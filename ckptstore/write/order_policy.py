@@ -105,8 +105,7 @@ class OrderPolicy:
             return
         base = None if order.base is None else self._numbers.get(order.base)
         if order.base is not None and base is None:
-            # Prevents: a delta against a base that was given up while this checkpoint was written.
-            self.forget_bases()
+            # Prevents: a delta against a checkpoint whose own base was given up while it was written.
             return
         forget = tuple(self._numbers[one] for one in order.forget if one in self._numbers)
         number = self._schedule.written(Decision(base, order.gap, order.keep, forget), stored)
