@@ -112,11 +112,11 @@ class BufferClient:
 
     def number_of(self, link: AgentLink, layout: StateLayout) -> int:
         """The agent's number of a layout. Raises as `lend`."""
-        return self._told(link, layout).number
+        return self._layout_at_agent(link, layout).number
 
     def prepare(self, link: AgentLink, layout: StateLayout, count: int) -> None:
         """Ask the agent to allocate and touch `count` buffers. Does not wait for that."""
-        known = self._told(link, layout)
+        known = self._layout_at_agent(link, layout)
         link.ask("prepare", layout=known.number, count=count)
 
     def lend(self, link: AgentLink, layout: StateLayout) -> BorrowedBuffer:
@@ -128,7 +128,7 @@ class BufferClient:
             MemoryError: there is not enough memory.
         """
         began = time.monotonic()
-        known = self._told(link, layout)
+        known = self._layout_at_agent(link, layout)
         lent = self._lent(link, link.ask("buffer", layout=known.number), layout, known)
         if len(lent.memory) < max(
             (start + one.nbytes for start, one in zip(known.offsets, layout.tensors, strict=True)), default=0
@@ -144,7 +144,7 @@ class BufferClient:
             raise AgentError("the agent's buffer is too small")
         return lent
 
-    def _told(self, link: AgentLink, layout: StateLayout) -> _KnownLayout:
+    def _layout_at_agent(self, link: AgentLink, layout: StateLayout) -> _KnownLayout:
         with self._lock:
             if self._known is None or self._layout != layout:
                 answer = link.call("layout", tensors=layout.rows())

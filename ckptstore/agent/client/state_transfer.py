@@ -55,7 +55,7 @@ class StateTransfer:
         self._meter = Meter(options.on_metrics)
         self._begun: Begun | None = None
         self._explaining = Explaining(wanted=options.diffs is not None)
-        self._laid_out: tuple[Mapping[str, TensorSource], StateLayout] = ({}, StateLayout(()))
+        self._planned_layout: tuple[Mapping[str, TensorSource], StateLayout] = ({}, StateLayout(()))
 
     # -- whole states
 
@@ -76,7 +76,7 @@ class StateTransfer:
             as `AgentWriter.save_async`, and what `filling` raises.
         """
         if filling is None:
-            self._laid_out = {}, StateLayout(())  # keeps no tensors of a planned state alive
+            self._planned_layout = {}, StateLayout(())  # keeps no tensors of a planned state alive
         step = step_number(step)
         began = time.monotonic() if filling is None or filling.began is None else filling.began
         agent, save, flat = self._admit(state, step, labels)
@@ -111,10 +111,10 @@ class StateTransfer:
 
     def layout_of(self, flat: FlatState) -> StateLayout:
         """The layout of a state that its owner copies. The same dict of tensors has the same layout."""
-        tensors, layout = self._laid_out
+        tensors, layout = self._planned_layout
         if tensors is not flat.tensors:
             layout = StateLayout.of(flat.tensors)
-            self._laid_out = flat.tensors, layout
+            self._planned_layout = flat.tensors, layout
         return layout
 
     def hold(self, flat: FlatState, step: int, labels: Labels) -> None:

@@ -151,7 +151,7 @@ class RankSaves:
             try:
                 pending = self.writer.take_over(given, step, metadata=metadata, tags=tags, updates=updates)
             except BaseException as error:  # noqa: BLE001  # the result raises it
-                done.set_exception(_told(error))
+                done.set_exception(_translated(error))
                 given.give_back()
                 snapshot.land()
                 return
@@ -164,7 +164,7 @@ class RankSaves:
             if (error := pending.exception()) is None:
                 done.set_result(pending.result())
             else:
-                done.set_exception(_told(error))
+                done.set_exception(_translated(error))
             if late.is_set():
                 snapshot.land()
 
@@ -283,7 +283,7 @@ def _check_trainer(alive: Callable[[], bool]) -> None:
         raise AgentLostError("the trainer ended, or the agent was told to, while the agent was beginning")
 
 
-def _told(error: BaseException) -> BaseException:
+def _translated(error: BaseException) -> BaseException:
     """Translate an error: between agents, a lost mailbox means a lost agent.
 
     A commit that is in doubt for another reason (rank 0's slot was sent and the medium did not answer) stays as it is.
