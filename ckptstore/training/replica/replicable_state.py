@@ -1,4 +1,4 @@
-"""Which tensors of a script's state an agent can compute (`agent.protocol.replica_recipe`), or why an optimizer prevents it."""
+"""Which tensors of a script's state an agent can compute (`agent.protocol.replica_recipe`), or what prevents it."""
 
 from __future__ import annotations
 
