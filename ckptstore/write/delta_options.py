@@ -22,8 +22,9 @@ class DeltaOptions:
         form: ``anchor`` (one state in memory) or ``paper`` (each checkpoint against the one T before; T states).
         bound: what restoring any checkpoint may cost; a text is read as `RestoreBound.parse` does (``3x,30s``).
         policy: which codecs may be chosen, and what for.
-        compress_fulls: code fulls, too. They are smaller, but other tools cannot load them.
-        memory: host bytes for bases; a base that does not fit is read back from the store. None: no limit.
+        compress_fulls: compress fulls, too. They are smaller, but other tools cannot load them.
+        memory: bytes of host memory for bases, on each rank; a base that does not fit is read back from the store.
+            None: no limit.
     """
 
     interval: int | Literal["auto"] = "auto"

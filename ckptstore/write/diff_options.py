@@ -51,7 +51,7 @@ class DiffOptions:
             `PendingSave` is done only when the batch is durable. Asking for its result writes it, as `Writer.save`
             does.
         seconds: the longest that a step waits for its batch; None or infinity: until it is full.
-        batch_bytes: coded bytes that may wait in memory.
+        batch_bytes: compressed bytes that may wait in memory.
         flush_on_sigterm: write what waits when the process is told to end (only for writers that the main thread
             opens).
         policy: which codecs tensors get that no optimizer moves.

@@ -116,7 +116,7 @@ class RestoreBound:
 class DeltaSizes:
     """Expected bytes of a delta by its gap, learned from the deltas written.
 
-    Gaps that were measured are interpolated over log2(gap); beyond them the slope of the last octave goes on.
+    Gaps that were measured are interpolated over log2(gap). Beyond them the slope of the last octave continues.
     """
 
     full: float
@@ -227,7 +227,7 @@ class Schedule:
         interval: T, or ``auto``.
         form: ``anchor`` or ``paper``.
         bound: what restoring may cost.
-        rate: bytes per second that restoring does, for a bound in seconds; measured by whoever writes.
+        rate: bytes per second that restoring does, for a bound in seconds; measured by the writer.
     """
 
     interval: int | Literal["auto"] = "auto"
@@ -273,7 +273,7 @@ class Schedule:
         if depth >= self.bound.depth or cost + expected > limit:
             return full
         if not self.current or expected >= 0.98 * sizes.full:
-            # A trial is no base, and its own base is given up, so that a full follows and the interval is chosen anew.
+            # A trial is no base, and its own base is given up, so that a full follows and the interval is chosen again.
             return Decision(base, gap, False, tuple(self._costs)) if self._trial else full
         if self.form == "anchor":
             keep = since + 1 == self.current  # the last of a cycle is the next one's anchor, and replaces this one
@@ -296,7 +296,7 @@ class Schedule:
         self._number = self._anchor = 0
 
     def _begin_cycle(self, sizes: DeltaSizes, limit: float) -> None:
-        """The last checkpoint of a cycle becomes the anchor of the next, whose length is chosen anew."""
+        """The last checkpoint of a cycle becomes the anchor of the next, whose length is chosen again."""
         self._anchor = self._number
         if self.interval == "auto":
             self.current = best_interval(sizes, limit, self.bound.depth, self.form)

@@ -1,4 +1,4 @@
-"""The thread that waits for what becomes of each step: rank 0 gathers and commits there, the others hear of it."""
+"""The commit thread of a rank: rank 0 gathers the parts of each step and commits them, other ranks wait for that."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ckptstore.write.snapshot import Snapshot
 __all__ = ["CommitCoordinator"]
 
 _FAREWELL = 10.0
-"""Seconds that rank 0, closing, waits for the others to hear of the last steps: it may be the mailbox's host."""
+"""Seconds for which rank 0 waits at its end until the others have read the last results: it may host the store."""
 
 
 class _WaitingError(Exception):
-    """What is coded, or waits for its batch, builds on what a request may give up: that is committed before."""
+    """A step that is compressed, or waits for its batch, builds on what a request may drop: it is committed before."""
 
 
 class CommitCoordinator:
-    """What one thread does, one job after the other."""
+    """The work of the commit thread, one save after the other."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class CommitCoordinator:
         if rank_term.committer is not None:
             rank_term.committer.retainer.bases = policy.bases
         self.busy: Callable[[], bool] = lambda: False
-        """Whether a step is being coded, or waits."""
+        """Whether a step is being compressed, or waits."""
         self.flush_later: Callable[[], object] = lambda: None
         """Has what waits written soon."""
 
     def settle(self, one: RankSave) -> None:
-        """What becomes of a step: rank 0 decides it, the others hear of it."""
+        """Commit a step on rank 0; on another rank wait for the result."""
         self._rank_term.built(one.step)
         one.exchange = one.exchange.using(self._rank_term.commit_box)
         try:
@@ -109,7 +109,7 @@ class CommitCoordinator:
         self._tend()
 
     def _lost(self, begun: tuple[str, ...], error: BaseException) -> None:
-        """What was written is of no use, and nobody builds on it."""
+        """A step was not committed: its segments are dropped later, and nothing builds on it."""
         if isinstance(error, FencedError | CommitUnknownError):
             self._rank_term.stopped = error  # this term drops nothing any more
         else:
@@ -132,7 +132,7 @@ class CommitCoordinator:
             self._diffs.restart()
 
     def _keep(self, one: RankSave, info: CheckpointInfo) -> None:
-        """This rank's share of a checkpoint may be what the next one builds on."""
+        """Keep this rank's share of a committed checkpoint, if the next one may build on it."""
         seconds = time.monotonic() - one.began
         self._policy.took(info.stored, seconds)
         self._policy.committed(one.how, info.id, info.stored, info.nbytes)
@@ -221,7 +221,7 @@ class CommitCoordinator:
             self._rank_term.clear(box)
 
     def give_way(self, error: WriterError) -> None:
-        """Another term takes the place of this one."""
+        """End this term, because another one takes its place."""
         self._rank_term.stopped = error
         self.restart()
         committer = self._rank_term.committer

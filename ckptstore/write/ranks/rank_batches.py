@@ -1,13 +1,14 @@
-"""Step diffs that wait for their batch, and its end: what rank 0 decides and the others hear of, step by step.
+"""The batches of step diffs of ranks: which steps wait, when a batch ends, and how all ranks write it together.
 
-1. Each step is ordered by rank 0 (`rank_orders`), coded by every rank, and waits in its memory.
-2. Rank 0 ends a batch: with the order of its last step, or, between two steps (somebody waits, or time is up), by a
-   letter ``batch`` of its first step. Another rank that is asked for a result asks rank 0 (``hurry``).
-3. Every rank posts what it has coded of all steps (``share``). Rank 0 makes the state of each step of it, and posts
-   their hashes (``states``): only with these a step can name the one that it builds on.
+1. Each step is ordered by rank 0 (`rank_orders`), compressed by every rank, and waits in its memory.
+2. Rank 0 ends a batch: with the order of its last step, or, between two steps (a caller waits, or time is up), by a
+   message ``batch`` of its first step. Another rank whose caller waits asks rank 0 for that (``hurry``).
+3. Every rank posts what it has compressed of all steps (``share``). Rank 0 puts the state of each step together and
+   posts their hashes (``states``): a step needs the hash of the one that it builds on.
 4. Every rank writes its share of all steps in one segment, and hands in its part. Rank 0 writes the trees, and commits.
 
-A rank that could not code a step says so when the batch ends. Then the batch fails on all ranks, and a full follows.
+A rank that could not compress a step says so when the batch ends. Then the batch fails on all ranks, and a full
+follows. Where gradients are summed up, a batch becomes one checkpoint.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
 __all__ = ["LOOK_SECONDS", "RankBatches"]
 
 LOOK_SECONDS: Final = 0.1
-"""How often a rank looks, while steps wait, whether their batch ends."""
+"""Seconds between two looks whether the batch of the waiting steps ends."""
 
 
 class RankBatches:
-    """Coded steps of one rank. The thread that writes calls it, but where it is said.
+    """The waiting steps of one rank. The thread that writes calls it, except where a method says otherwise.
 
     Attributes:
-        coding: rank 0: the step at hand is to become one of them.
+        coding: rank 0: the current step is being compressed and will wait, too.
     """
 
     def __init__(
@@ -63,28 +64,28 @@ class RankBatches:
         self._rank_term = rank_term
         self._diffs = diffs
         self._coordinator = coordinator
-        self._first: Exchange | None = None  # of the first step that waits; others look at it
-        self._due = float("inf")  # when what waits is written, whatever comes
+        self._first: Exchange | None = None  # of the first step that waits; other threads read it
+        self._due = float("inf")  # when what waits is written at the latest
         self._late = float("inf")  # when this rank stops waiting for rank 0
-        self._wanted: set[int] = set()  # steps that somebody here waits for
+        self._wanted: set[int] = set()  # steps whose callers wait on this rank
         self.coding = False
 
     @property
     def busy(self) -> bool:
-        """Whether a step is coded against the last one, or waits. Any thread."""
+        """Whether a step is being compressed against the last one, or waits. Any thread."""
         return self.coding or bool(self._diffs.waiting)
 
     @property
     def waiting(self) -> list[RankSave]:
-        """Steps that wait; other threads may look."""
+        """Steps that wait. Any thread."""
         return list(self._diffs.waiting)
 
     def letter_key(self) -> str | None:
-        """Where rank 0 says that the batch ends; None: nothing waits."""
+        """The key under which rank 0 posts the end of the batch; None: nothing waits."""
         return None if self._first is None else self._first.key("batch")
 
     def add(self, one: RankSave) -> None:
-        """Code a step, and write its batch if it is the last one."""
+        """Compress a step, and write its batch if it is the last one."""
         self._diffs.add(one)
         self.coding = False
         crash_point("ranks.coded")
@@ -98,12 +99,12 @@ class RankBatches:
             self.end_early()
 
     def end_early(self) -> None:
-        """Write what waits: at once on rank 0; the others ask it to."""
+        """Write what waits: at once on rank 0; another rank asks rank 0 for it."""
         if self._rank_term.committer is not None:
             self.flush()
         elif self._first is not None and self._late == float("inf"):
             self._late = time.monotonic() + 2 * self._resources.ranks.timeout
-            with contextlib.suppress(MailboxError):  # whoever looks next finds out, too
+            with contextlib.suppress(MailboxError):  # the next look raises it, too
                 self._first.hurry()
 
     def end_early_for(self, step: int) -> None:
@@ -112,11 +113,11 @@ class RankBatches:
             self.end_early()
 
     def hurry(self, step: int) -> None:
-        """Somebody here waits for a step. Any thread."""
+        """A caller on this rank waits for a step. Any thread."""
         self._wanted.add(step)
 
     def hurried(self) -> bool:
-        """Rank 0: whether somebody waits for a step that waits for its batch, on any rank."""
+        """Rank 0: whether a caller on any rank waits for a step that waits for its batch."""
         return self._first is not None and (self._is_wanted() or self._first.hurried())
 
     def _is_wanted(self) -> bool:
@@ -125,7 +126,7 @@ class RankBatches:
     # -- the thread that looks
 
     def look(self) -> None:
-        """Whether the batch ends: have the thread that writes see to it. Called every `LOOK_SECONDS`."""
+        """If the batch ends, have the thread that writes write it. Called every `LOOK_SECONDS`."""
         first = self._first
         if first is None:
             return
@@ -137,7 +138,7 @@ class RankBatches:
             else:
                 ends = now >= self._late or first.mailbox.has([first.key("batch")])
         except MailboxError:
-            ends = True  # which says so
+            ends = True  # writing it raises that
         if ends:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._resources.write_thread.submit(
@@ -186,7 +187,7 @@ class RankBatches:
         return step, attempt
 
     def flush(self, *, ordered: bool = False) -> None:
-        """Write what waits, together with all other ranks; each of the steps is committed, or has failed.
+        """Write what waits, together with all other ranks. Each of the steps is committed then, or has failed.
 
         Args:
             ordered: all ranks know that this is a batch, and which its last step is.
@@ -231,7 +232,7 @@ class RankBatches:
             raise FailedRankError(f"steps {first.step} to {last.step} were not saved: rank 0 has another batch")
 
     def _fail(self, batch: Sequence[RankSave], begun: Sequence[str], error: BaseException) -> None:
-        """Nothing of a batch was committed, as far as this rank is concerned: tell the others, and whoever waits."""
+        """This rank could not do its part of a batch: tell the other ranks, and fail its steps."""
         if isinstance(error, CommitUnknownError):
             self._rank_term.stopped = error
         else:
@@ -245,7 +246,7 @@ class RankBatches:
             self._rank_term.failed(one, error)
 
     def _leave(self, batch: Sequence[RankSave]) -> None:
-        """Nobody here asks for letters of the steps any more; those of the last are the settling thread's."""
+        """This rank reads no message of these steps any more. Those of the last one belong to the commit thread."""
         for one in batch[:-1]:
             if self._rank_term.committer is not None:
                 self._rank_term.answered.append(one.exchange)
@@ -254,7 +255,7 @@ class RankBatches:
                     one.exchange.see()
 
     def _written(self, batch: Sequence[RankSave], begun: list[str]) -> list[Batched]:
-        """Write this rank's share of a batch and hand it in -> what rank 0 commits."""
+        """Write this rank's share of a batch and hand it in -> what rank 0 commits; empty on other ranks."""
         exchange = batch[-1].exchange
         made = self._diffs.checkpoints(list(batch))
         parts = [self._part(one) for one in made]
@@ -299,7 +300,7 @@ class RankBatches:
         return RankPart(self._resources.group.rank, one.agreement.id, (), entries, one.digests or {}, one.tree)
 
     def _wholes(self, batch: Sequence[RankSave], exchange: Exchange) -> list[Gathered]:
-        """Rank 0: the state of all ranks at each step, of which the others are told if they need it."""
+        """Rank 0: the state of all ranks at each step. Posts their hashes if other ranks need them."""
         committer, agreement = self._rank_term.committer, batch[-1].agreement
         if committer is None:
             return []
@@ -313,7 +314,7 @@ class RankBatches:
         return wholes
 
     def _states(self, batch: Sequence[RankSave], exchange: Exchange) -> list[str]:
-        """What rank 0 has made of the shares of all ranks: a step by itself builds on what is known."""
+        """The hashes of the states that rank 0 has put together; not needed for one step, whose base is known."""
         if len(batch) == 1:
             return []
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
@@ -322,7 +323,7 @@ class RankBatches:
             raise MissingRankError(
                 f"step {exchange.step} was not saved: rank 0 did not say on what within {deadline.seconds:g} s"
             )
-        # Asked for anew: it may have come since `letter` was there.
+        # Fetch it again: it may have come after `letter`.
         if (verdict := fetch(exchange.mailbox, exchange.key("verdict"))) is not None:
             raise CommitVerdict.unpacked(verdict, "verdict").error or MissingRankError(
                 "rank 0 went on without this rank"
@@ -331,7 +332,7 @@ class RankBatches:
 
 
 def _labels(one: RankSave, batch: Sequence[RankSave], made: Sequence[RankSave]) -> Labels:
-    """What a checkpoint of a batch is called: where it stands for all of the steps, by the tags of all."""
+    """The labels of a checkpoint of a batch. One that stands for all of the steps gets the tags of all."""
     if len(made) == len(batch):
         return one.labels
     tags = dict.fromkeys(tag for step in batch for tag in step.labels.tags)
@@ -339,7 +340,7 @@ def _labels(one: RankSave, batch: Sequence[RankSave], made: Sequence[RankSave]) 
 
 
 def _entry(tensor: EncodedTensor) -> TensorEntry:
-    """A coded tensor as it is handed in: with the hashes of what its chunks lead to."""
+    """A compressed tensor as it is handed in: with the hashes of the decoded chunks."""
     spec = tensor.spec
     chunks = tuple(Chunk(0, 0, chunk.logical, "", chunk.decoded_hash) for chunk in tensor.chunks)
     return TensorEntry(spec.name, spec.dtype, spec.shape, chunks, tensor.codec, {}, spec.global_shape, spec.offset)

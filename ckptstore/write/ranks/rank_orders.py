@@ -1,4 +1,4 @@
-"""Where checkpoints build on others: rank 0 decides how each step is stored, and the other ranks wait to hear it."""
+"""The orders of rank 0: where checkpoints build on others, it decides how a step is stored, and sends that to all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["RankOrders"]
 
 
 class _HurryError(Exception):
-    """Somebody waits for a step that waits for its batch."""
+    """A caller waits for a step that waits for its batch."""
 
 
 class RankOrders:
-    """How steps are stored. The thread that writes calls it."""
+    """Gives or receives the order for each step. The thread that writes calls it."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RankOrders:
         self._batches = batches
 
     def order(self, one: RankSave) -> Order:
-        """How a step is stored; what waits for its batch is written before, unless this step joins it.
+        """Return how a step is stored. What waits for its batch is written before, unless this step joins it.
 
         Raises:
             RankError: rank 0 does not store it, or does not say how. Nothing has changed.
@@ -67,7 +67,7 @@ class RankOrders:
         return order
 
     def _forget_bases(self) -> None:
-        """The ranks divide their tensors otherwise from now on: no base has these shares."""
+        """The ranks divide their tensors differently from now on: no base has these shares."""
         self._policy.forget_bases()
         if self._bases is not None:
             self._bases.clear()
@@ -116,8 +116,10 @@ class RankOrders:
         return order
 
     def _wait_for_all(self, one: RankSave) -> None:
-        """Rank 0: wait until every rank has begun the step. One that cannot store it has then said so; the step fails
-        without its batch."""
+        """Rank 0: wait until every rank has begun the step.
+
+        A rank that cannot store it has said so by then, and the step fails without its batch.
+        """
         assert self._batches is not None
         assert one.agreement is not None
         batches = self._batches
@@ -138,7 +140,7 @@ class RankOrders:
             return
 
     def _told(self, one: RankSave) -> Order:
-        """Another rank: what rank 0 has decided. Meanwhile it may end the batch."""
+        """Another rank: wait for the order of rank 0, which may end the batch meanwhile."""
         exchange = one.exchange
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
         while True:
@@ -149,7 +151,7 @@ class RankOrders:
                 raise MissingRankError(
                     f"step {one.step} was not saved: rank 0 did not say how within {deadline.seconds:g} s"
                 )
-            # Asked for anew: another one may have come since `letter` was there.
+            # Fetch it again: another message may have come after `letter`.
             if (order := fetch(exchange.mailbox, keys[0])) is not None:
                 return unpack_order(order, "order")
             if (verdict := fetch(exchange.mailbox, keys[1])) is not None:

@@ -1,4 +1,4 @@
-"""What a rank's writer works with, in whatever term: memory, threads, options."""
+"""The memory, threads and options of a rank's writer, which all of its terms share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step on its way, as one rank sees it."""
+"""One save as one rank sees it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Adopted", "RankSave"]
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A state that somebody else has copied, to memory that is not written to until it is given back.
+    """A state that the caller has copied, to memory that does not change until it is given back.
 
     Attributes:
         snapshot: what owns its memory. `gradients`: what owns that of the gradients; None: there are none.
@@ -118,7 +118,7 @@ class RankSave(Job):
         self.done.add_done_callback(lambda _: self.leave())
 
     def let_go(self) -> None:
-        """Nobody reads it any more: give its memory back, but what stays. May be repeated."""
+        """Give its memory back, except for a snapshot that is retained. May be repeated."""
         if self.feed is not None:
             self.feed.finish()
         if self.gradients is not None:

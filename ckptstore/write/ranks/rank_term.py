@@ -1,4 +1,4 @@
-"""One term as one rank sees it: what the thread of the caller, the one that writes and the one that settles share."""
+"""One term as one rank sees it: the state that the caller's thread, the write thread and the commit thread share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RankTerm:
         saves: its steps, as their savers know them.
         agreed: who writes what, as agreed last; None: it has to be agreed.
         families: tensors that updates have shown to belong together.
-        abandoned: segments that this rank began in vain.
+        abandoned: segments that this rank began and that no commit has.
         answered: of rank 0: steps of which all are told, and perhaps not all have heard.
         stopped: why this rank can save nothing more.
         building: of rank 0: the step, or the last one of a batch, that is made, builds on what the log has, and is not

@@ -1,4 +1,4 @@
-"""One rank's work in one term: its thread that writes and its thread that settles, put together."""
+"""One rank's work in one term: puts the write thread and the commit thread together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thread that writes: each step's share is made durable, and handed in, in the order in which they were given."""
+"""The write thread of a rank: it makes the share of each step durable and hands it in, in the order of the saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["ShareWriter"]
 
 
 class ShareWriter:
-    """What one thread does, one step after the other."""
+    """The work of the write thread, one step after the other."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ShareWriter:
         self._batches = batches
 
     def write(self, one: RankSave) -> None:
-        """Write this rank's share and hand in its part, or code it; then somebody waits for what becomes of it."""
+        """Write this rank's share of a step and hand in its part, or compress it for a batch."""
         one.exchange = one.exchange.using(self._rank_term.write_box)
         begun: list[str] = []
         try:
@@ -74,7 +74,7 @@ class ShareWriter:
         except CommitUnknownError as error:
             self._rank_term.stopped = error
             self._rank_term.tell(one, error)
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
+        except BaseException as error:  # noqa: BLE001  # its caller is told
             self._rank_term.abandon(begun)
             if one.order is not None:
                 self._coordinator.restart()
