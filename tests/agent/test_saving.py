@@ -251,7 +251,7 @@ def test_sigterm_to_the_agent_writes_what_waits(tmp_path: Path) -> None:
     assert [one.result().step for one in pending] == [1, 2, 3, 4, 5]
     same(trainer.state(), ckptstore.open(tmp_path / "store").load())
     trainer.train()
-    with pytest.warns(AgentRestartWarning, match="term 1 is over, and an agent of term 2 goes on"):
+    with pytest.warns(AgentRestartWarning, match="term 1 is over, and an agent continues with term 2"):
         writer.save(trainer.state(), 6)
     writer.close()
 

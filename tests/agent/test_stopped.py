@@ -152,7 +152,7 @@ def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Fre
         assert 1.5 < time.monotonic() - began < 20
         for text in (str(told[0].message), str(raised.value)):
             assert f"process {writer.agent_pid}" in text
-            assert f"its control group /{freezer.group.name} is frozen: thaw that" in text
+            assert f"its control group /{freezer.group.name} is frozen: thaw it" in text
         rescue.cancel()
         freezer.thaw()
         until(lambda: answers(writer))
