@@ -122,13 +122,13 @@ crash: .venv/.ready  ## enumerated power cuts, SIGKILL at every crash point, fau
 KILLS ?= 200
 
 rank-kills: .venv/.ready  ## SIGKILL of ranks that save together: at every crash point, and at random, KILLS times
-	$(BIN)/python -m tools.rank_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tools.kills.rank_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 shim-kills: .venv/.ready  ## SIGKILL of training scripts with a Checkpointer, KILLS times: they end bit-identical
-	$(BIN)/python -m tools.shim_kills --kills $(KILLS)
+	$(BIN)/python -m tools.kills.shim_kills --kills $(KILLS)
 
 agent-kills: .venv/.ready  ## SIGKILL of trainers, agents and both, KILLS times: nothing acknowledged is lost
-	$(BIN)/python -m tools.agent_kills --kills $(KILLS)
+	$(BIN)/python -m tools.kills.agent_kills --kills $(KILLS)
 
 powercut: .venv/.ready  ## N real journal replays on loop devices (needs root)
 	$(BIN)/python -m tools.crash.powercut --cuts $(N)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import ckptstore
-from tools.structure import Function, Tree, main, read_tree
+from tools.structure import Function, Tree, main, modules_page, read_tree
 
 ROOT = Path(__file__).parent.parent
 PARAMETERS, LINES = 8, 60
@@ -80,6 +80,20 @@ def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> N
     assert not found, _listed(found)
     silent = sorted(name for name, lines in said.items() if not re.search(_IMPORTS, " ".join(lines)))
     assert silent == []
+
+
+def test_the_page_of_modules_is_written_anew() -> None:
+    """`python -m tools.structure --modules docs/modules.md` does that."""
+    assert (ROOT / "docs" / "modules.md").read_text(encoding="utf-8") == modules_page(tree())
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """But commands, which are called as they are typed, and packages."""
+    homes: dict[str, list[str]] = {}
+    for name in tree().modules.keys() - {room.name for room in tree().rooms()}:
+        if not name.startswith("ckptstore.cli.commands."):
+            homes.setdefault(name.rpartition(".")[2], []).append(name)
+    assert {name: sorted(found) for name, found in homes.items() if len(found) > 1} == {}
 
 
 _IMPORTS = r"\bImports? .*"
@@ -286,4 +300,4 @@ def test_threads_pools_and_timers_begin_in_one_room() -> None:
     begins = re.compile(r"\b(threading\.(Thread|Timer)|ThreadPoolExecutor|ProcessPoolExecutor|multiprocessing\.\w+)\(")
     sources = [path for room in ("ckptstore", "cli", "formats") for path in (ROOT / room).rglob("*.py")]
     found = {path.relative_to(ROOT).as_posix() for path in sources if begins.search(path.read_text())}
-    assert found == {f"ckptstore/host/{name}.py" for name in ("background", "task_pool", "threads")}
+    assert found == {f"ckptstore/host/{name}.py" for name in ("background_threads", "task_pool", "threads")}

@@ -1,4 +1,4 @@
-"""How the engine is built, in numbers: ``python -m tools.structure [PATH] [--json]``.
+"""How the engine is built, in numbers: ``python -m tools.structure [PATH] [--json]``; its modules: ``--modules``.
 
 For every room (a package of `pyproject.toml`): its modules, lines, statements, classes and protocols, how many imports
 lead into it and out of it, and its longest function, longest list of parameters and largest class. Sources are parsed,
@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-__all__ = ["Function", "Module", "Room", "Tree", "read_tree"]
+__all__ = ["Function", "Module", "Room", "Tree", "modules_page", "read_tree"]
 
 ROOT = "ckptstore"
 
@@ -304,12 +304,42 @@ def _document(tree: Tree) -> dict[str, Any]:
     }
 
 
+def modules_page(tree: Tree) -> str:
+    """The page docs/modules.md: the modules of every room, each with the first line of its docstring."""
+    parts = [_HEAD]
+    for room in tree.rooms():
+        if room.name == ROOT:
+            continue
+        about = tree.modules[room.name].docstring
+        parts.append(f"## {room.name.removeprefix(ROOT + '.')}\n\n{about}\n")
+        modules = [one for one in tree.modules.values() if one.room == room.name and one.name != room.name]
+        rows = [f"| `{one.name.rpartition('.')[2]}` | {_cell(one.docstring)} |" for one in modules]
+        parts.append("\n".join(["| module | what it does |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+_HEAD = """# Modules
+
+What each module does. [Architecture](architecture.md) has the order of the rooms and a tensor's way through them.
+`python -m tools.structure --modules docs/modules.md` writes this page from the first lines of the modules' docstrings.
+"""
+
+
+def _cell(docstring: str) -> str:
+    """The first paragraph of a docstring as a cell of a table."""
+    return " ".join(docstring.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False), default=".")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def main(path: Path, as_json: bool) -> None:
+@click.option("--modules", "page", type=click.Path(path_type=Path), help="Write the page of modules to this file.")
+def main(path: Path, as_json: bool, page: Path | None) -> None:
     """Print how the engine below PATH (a root of the repository) is built."""
     tree = read_tree(path)
+    if page is not None:
+        page.write_text(modules_page(tree), encoding="utf-8")
+        return
     document = _document(tree)
     if as_json:
         click.echo(json.dumps(document, indent=2))

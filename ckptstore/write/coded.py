@@ -1,6 +1,7 @@
-"""Deltas and step diffs of copied states, made durable one after the other, since each is compressed against the last.
+"""Deltas and step diffs, made durable one after the other, since each is compressed against the last.
 
-The committer's thread compresses, writes and commits. Training continues once its state is copied.
+The committer's thread compresses, writes and commits. Without a byte budget the caller copies its whole state first,
+and continues. With one it waits for its turn, and copies unit by unit what is compressed next.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.cancellable_calls import within
 from ckptstore.host.progress import Progress
 from ckptstore.write.committer import Committer
+from ckptstore.write.feeding import Feeding
 from ckptstore.write.job import Job
-from ckptstore.write.path import Copies, SavePath
+from ckptstore.write.path import SavePath
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.updates import Explaining, Update, Updates, dense_gradients, with_copies
+from ckptstore.write.stage import Bounded, Copies, InPlace, Stage
+from ckptstore.write.steps.updates import (
+    Explaining,
+    Update,
+    Updates,
+    dense_gradients,
+    with_copies,
+    with_sparse_copies,
+)
 
 __all__ = ["Coded"]
 
@@ -24,9 +34,11 @@ _T = TypeVar("_T")
 
 
 class Coded(SavePath):
-    """Saves of whole copies."""
+    """Saves that are compressed.
 
-    needs_caller = False  # a save waits for its turn with nothing in hand
+    Attributes:
+        feeding: the memory under a byte budget; None: states are copied as a whole.
+    """
 
     def __init__(
         self,
@@ -36,16 +48,19 @@ class Coded(SavePath):
         *,
         thread: ThreadPoolExecutor,
         tend: Callable[[], object],
+        feeding: Feeding | None = None,
     ) -> None:
         """
         Args:
             explaining: looks up what `updates` say of a state; wants them where steps are stored as step diffs.
-            snapshots: the memory that states are copied to.
-            copiers: the threads that copy.
+            snapshots: the memory that whole states are copied to.
+            copiers: the threads that copy them.
             thread: the committer's.
             tend: upkeep of the log, after it.
         """
         super().__init__()
+        self.feeding = feeding
+        self.needs_caller = feeding is not None  # without, a save waits for its turn with nothing in hand
         self._explaining = explaining
         self._snapshots = snapshots
         self._copiers = copiers
@@ -57,25 +72,19 @@ class Coded(SavePath):
     def save(
         self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
     ) -> None:
-        """See `SavePath.save`."""
+        """See `SavePath.save`. With a byte budget all of the state is copied when this returns."""
         found = self._explaining.found(updates, flat)
         self._first = False
-
-        def store() -> None:
-            if self._with_diffs:
-                committer.diff_now(flat, found, job, progress)
-            else:
-                committer.persist(flat, job, progress=progress)
-
-        def work() -> None:
-            # What waits for its batch is written with it, and was given by others, who are not interrupted.
-            with_scope = store if committer.waiting else within(job.scope, store)
-            self._work(committer, job, with_scope)
-
-        self.submit(work)
+        if self.feeding is not None:
+            self._feed(self.feeding, committer, job, flat, found, progress)
+        else:
+            self._submit(committer, job, InPlace(flat, found), progress)
 
     def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
-        """See `SavePath.begin`."""
+        """See `SavePath.begin`. Raises `UsageError`: the byte budget is too small for a unit."""
+        if self.feeding is not None:
+            self._feed(self.feeding, committer, job, flat, self._explaining.found(updates, flat), None)
+            return
         snapshot = self._snapshots.placed(flat, self._copiers, queued=True)
         try:
             copies = Copies(snapshot, *self.copied_updates(flat, updates))
@@ -83,6 +92,22 @@ class Coded(SavePath):
             snapshot.free()
             raise
         self.adopt(committer, job, copies)
+
+    def _feed(
+        self,
+        feeding: Feeding,
+        committer: Committer,
+        job: Job,
+        flat: FlatState,
+        found: Sequence[Update],
+        progress: Progress | None,
+    ) -> None:
+        feed = feeding.feed(flat)
+        stage = Bounded(feed, with_sparse_copies(found))
+        with stage.given(job):
+            self._submit(committer, job, stage, progress)
+            job.measured.waited += feed.run()
+        feeding.prepare(flat.nbytes)  # for the next one, if this was a full
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
         """What the optimizers did to reach a state, with gradients of its own."""
@@ -99,52 +124,48 @@ class Coded(SavePath):
     def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
         """See `SavePath.adopt`."""
         self._first = False  # also for a state that somebody else has copied
-
-        kept = False
-
-        def store() -> None:
-            nonlocal kept
-            copies.arrive()
-            if self._with_diffs:
-                kept = committer.diff(copies.state, copies.updates, job)
-            else:
-                kept = committer.persist(copies.state.flat, job, snapshot=copies.state)
-            if kept:
-                self._snapshots.kept(copies.state.flat)
-
         with copies.given(job):
-            self.submit(lambda: self._work(committer, job, store, lambda: copies.let_go(kept=kept)))
-            if self._with_diffs:
-                job.take()  # Prevents: a step of a sum, or one that the next is compressed against, that is cancelled.
+            self._submit(committer, job, copies)
 
-    def _work(
-        self,
-        committer: Committer,
-        job: Job,
-        store: Callable[[], object],
-        let_go: Callable[[], None] = lambda: None,
-    ) -> None:
-        """In the committer's thread: read the state of a job and store it, unless it was given up.
+    def _submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
+        """Have the committer's thread store the state, and look after the log then."""
+        with self._lock:
+            self._check_taking()
+            self._thread.submit(self._work, committer, job, stage, progress)
+        self._tend()
+        if self._with_diffs and not isinstance(stage, InPlace):
+            job.take()  # Prevents: a step of a sum, or one that the next is compressed against, that is cancelled.
 
-        Args:
-            let_go: called then, when a failure is known to those who ask for it.
-        """
+    def _work(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None) -> None:
+        """In the committer's thread: read the state of a job and store it, unless it was given up."""
         if not job.start(final=self._with_diffs):
             return
+        kept = False
+
+        def store() -> bool:
+            return committer.store(job, stage, progress)
+
         try:
-            store()
+            # What waits for its batch is written with it, and was given by others, who are not interrupted.
+            kept = (store if committer.waiting else within(job.scope, store))()
+            if kept:
+                self._snapshots.kept(stage.flat)
         except BaseException as error:  # noqa: BLE001  # its saver hears of it
-            committer.fail(job, error)
+            committer.fail(job, error, told=stage.told)
         finally:
-            let_go()
+            stage.let_go(kept=kept)
             job.finish()
 
     def prepare(self, flat: FlatState) -> None:
         """See `SavePath.prepare`."""
         self._snapshots.prepare(flat)
+        if self.feeding is not None:
+            self.feeding.prepare(flat.nbytes)
 
     def wake(self) -> None:
-        """See `SavePath.wake`. The threads that copy and compress are the writer's."""
+        """See `SavePath.wake`. The threads that compress are the writer's."""
+        if self.feeding is not None:
+            self.feeding.wake()
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """See `SavePath.after`."""
@@ -152,10 +173,5 @@ class Coded(SavePath):
 
     def close(self) -> None:
         """See `SavePath.close`. The committer's thread is the writer's."""
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Have a save's work done, and upkeep after it."""
-        with self._lock:
-            self._check_taking()
-            self._thread.submit(work)
-        self._tend()
+        if self.feeding is not None:
+            self.feeding.close()

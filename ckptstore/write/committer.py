@@ -38,6 +38,7 @@ from ckptstore.write.job import Job
 from ckptstore.write.ledger import Labels, Saves
 from ckptstore.write.no_space import tell_what_holds_space
 from ckptstore.write.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.stage import Copies, Stage
 from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies
 
@@ -93,28 +94,58 @@ class Committer(Commits):
         self._later = later
         self._deadline: Callable[[], None] | None = None  # cancels it
 
-    def diff_now(self, flat: FlatState, updates: Sequence[Update], job: Job, progress: Progress | None) -> None:
-        """Store a step with everything that waits, from a copy: the next step is compressed against it."""
-        snapshot = self._snapshots.copy(flat, self._deltas.workers.pool)
-        gradients: Snapshot | None = None
-        kept = False
+    def store(self, job: Job, stage: Stage, progress: Progress | None = None) -> bool:
+        """Store a state as a full, a delta or a step diff -> whether `stage.snapshot` stays in memory for later ones.
+
+        A step diff may wait for its batch. It does not if the call that gave it waits for it.
+
+        Args:
+            progress: told how many of the state's bytes are done.
+        """
+        stage.arrive()
+        if self._diffs is None:
+            return self._store_delta(job, stage, progress)
+        own = stage.snapshot is None and stage.feed is None
+        kept = (self._store_copied if own else self._store_step)(job, stage, progress)
+        if job.scope is not None:
+            self.flush()
+        return kept
+
+    def _store_delta(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
+        try:
+            info, kept = self._commit(job, stage.flat, stage.snapshot, progress, stage.feed)
+        except BaseException:
+            if stage.feed is not None:
+                self._deltas.torn()
+            raise
+        job.done.set_result(info)
+        return kept and stage.snapshot is not None  # what was fed is the deltas' own memory
+
+    def _store_copied(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
+        """Store a step of training's own tensors from a copy: the next step is compressed against it."""
+        snapshot = self._snapshots.copy(stage.flat, self._deltas.workers.pool)
+        copies, kept = Copies(snapshot), False
         try:
             # Copies, too: gradients that change while they are compressed, after a Ctrl-C, would spoil the chain.
-            taken, gradients = with_copies(updates, self._snapshots, self._blocks)
-            # What it raises stops the save: so it is asked before anything is written.
-            Tally(progress, flat.nbytes).advance(flat.nbytes)
-            if job.interrupted:
-                raise WriterClosedError(f"step {job.step} was not saved: interrupted")
-            kept = self.diff(snapshot, taken, job)
-            self.flush()
+            copies = Copies(snapshot, *with_copies(stage.updates, self._snapshots, self._blocks))
+            kept = self._store_step(job, copies, progress)
         finally:
-            if gradients is not None:
-                gradients.free()
-            if not kept:
-                snapshot.free()
+            copies.let_go(kept=kept)
+        return False
 
-    def diff(self, snapshot: Snapshot, updates: Sequence[Update], job: Job) -> bool:
-        """Compress a step, or store a full if one is due -> whether `snapshot` stays in memory."""
+    def _store_step(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
+        # What it raises stops the save: so it is asked before anything is written.
+        Tally(progress, stage.flat.nbytes).advance(stage.flat.nbytes)
+        if job.interrupted:
+            raise WriterClosedError(f"step {job.step} was not saved: interrupted")
+        if stage.snapshot is not None:
+            return self._add(stage.snapshot, stage.updates, job)
+        assert stage.feed is not None
+        self._add_fed(stage.feed, stage.updates, job)
+        return False
+
+    def _add(self, snapshot: Snapshot, updates: Sequence[Update], job: Job) -> bool:
+        """Compress a step, or store a full if one is due -> True: `snapshot` stays in memory."""
         diffs = self._in_order(job)
         if not diffs.due(self.log.catalog.restorable, job.step):
             full = diffs.add(snapshot, updates, job)
@@ -122,7 +153,7 @@ class Committer(Commits):
                 self.flush_in_time()
             return True
         self.flush_in_time()
-        return self._diff_full(snapshot, job)
+        return self._add_full(snapshot, job)
 
     def _in_order(self, job: Job) -> Diffs:
         """The step diffs of the term, of which the last may be that of `job`."""
@@ -133,11 +164,11 @@ class Committer(Commits):
             self.flush_in_time()  # the steps of a segment ascend
         return self._diffs
 
-    def _diff_full(self, snapshot: Snapshot, job: Job) -> bool:
+    def _add_full(self, snapshot: Snapshot, job: Job) -> bool:
         """Store a full that step diffs build on -> True: `snapshot` stays in memory."""
         assert self._diffs is not None
         began = time.monotonic()
-        info, kept = self._persist(snapshot.flat, job, snapshot=snapshot)
+        info, kept = self._commit(job, snapshot.flat, snapshot)
         seconds = time.monotonic() - began
         job.done.set_result(info)  # it is durable: nothing that follows may say otherwise
         try:
@@ -149,14 +180,14 @@ class Committer(Commits):
         self._diffs.begin(CheckpointId(self.log.number, job.step, info.state), base, info.stored, seconds)
         return True
 
-    def diff_fed(self, feed: Feed, updates: Sequence[Update], job: Job) -> None:
-        """As `diff`, of a step that comes unit by unit: it takes the place of the one before in memory."""
+    def _add_fed(self, feed: Feed, updates: Sequence[Update], job: Job) -> None:
+        """As `_add`, of a step that comes unit by unit: it takes the place of the one before in memory."""
         diffs = self._in_order(job)
         room = None if diffs.due(self.log.catalog.restorable, job.step) else diffs.room(feed.flat)
         if room is None:
             self.flush_in_time()
             diffs.restart()  # what it had in memory gives place to the full
-            self._full_fed(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), job)
+            self._add_fed_full(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), job)
             return
         try:
             if diffs.batch == 1 and not diffs.waiting:
@@ -165,14 +196,14 @@ class Committer(Commits):
             full = diffs.add_fed(Fed(feed, room), updates, job)
         except BecomesFullError as error:
             self.flush_in_time()
-            self._full_fed(error.snapshot, job)
+            self._add_fed_full(error.snapshot, job)
             return
         if full or not self._wait_at_most(diffs.options.seconds):
             self.flush_in_time()
 
-    def _full_fed(self, snapshot: Snapshot, job: Job) -> None:
+    def _add_fed_full(self, snapshot: Snapshot, job: Job) -> None:
         try:
-            self._diff_full(snapshot, job)
+            self._add_full(snapshot, job)
         except BaseException:
             if not job.done.done():
                 snapshot.free()
@@ -357,37 +388,15 @@ class Committer(Commits):
             raise
         return describe_checkpoint(self.log.catalog, made.entry)
 
-    def persist(
-        self, flat: FlatState, job: Job, *, progress: Progress | None = None, snapshot: Snapshot | None = None
-    ) -> bool:
-        """Write and commit a state -> whether `snapshot` stays in memory as a base of deltas.
-
-        Args:
-            progress: told how many of the state's bytes are done.
-            snapshot: what owns the memory of `flat`; None: training does.
-        """
-        info, kept = self._persist(flat, job, progress=progress, snapshot=snapshot)
-        job.done.set_result(info)
-        return kept
-
-    def persist_fed(self, feed: Feed, job: Job, *, progress: Progress | None) -> None:
-        """As `persist`, of a state that comes unit by unit: what it replaces in memory is no base any more."""
-        try:
-            info, _ = self._persist(feed.flat, job, progress=progress, feed=feed)
-        except BaseException:
-            self._deltas.torn()
-            raise
-        job.done.set_result(info)
-
-    def _persist(
+    def _commit(
         self,
-        flat: FlatState,
         job: Job,
-        *,
+        flat: FlatState,
+        snapshot: Snapshot | None,
         progress: Progress | None = None,
-        snapshot: Snapshot | None = None,
         feed: Feed | None = None,
     ) -> tuple[CheckpointInfo, bool]:
+        """Write and commit a full or a delta -> it, and whether `snapshot` stays in memory as a base of deltas."""
         made, decision, stored = self._write(flat, job, self._blocks, progress, feed)
         info = self.publish(made, job)
         kept = self._deltas.committed(decision, made.entry.id, flat, snapshot, stored, lambda: job.interrupted)

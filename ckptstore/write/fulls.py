@@ -32,7 +32,8 @@ from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
 from ckptstore.write.job import Job
 from ckptstore.write.lanes import Lanes
-from ckptstore.write.path import Copies, SavePath
+from ckptstore.write.path import SavePath
+from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Updates
 
 __all__ = ["Full", "Fulls"]

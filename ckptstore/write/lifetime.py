@@ -20,7 +20,7 @@ from ckptstore.host import interpreter_exit, sigterm
 from ckptstore.host.background_threads import Periodic
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import warns_last
-from ckptstore.host.threads import WORTH_THREADS, SleepingPool, started_pool
+from ckptstore.host.threads import WORTH_THREADS, SleepingPool, default_threads, started_pool
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.journal import Journal
@@ -31,7 +31,7 @@ from ckptstore.write.coded import Coded
 from ckptstore.write.committer import Committer
 from ckptstore.write.companion import Companion
 from ckptstore.write.deltas import Deltas
-from ckptstore.write.fed import FedSaves
+from ckptstore.write.feeding import Feeding
 from ckptstore.write.fulls import Fulls
 from ckptstore.write.layered import Begun
 from ckptstore.write.ledger import Failures, Saves, check_owner
@@ -158,15 +158,12 @@ class Lifetime(Writer):
                 background=self._background.submit,
                 segment_bytes=self._backend.segment_bytes,
             )
-        shared = (self._explaining, self._snapshots, self._blocks)
-        if options.memory is None:
-            return Coded(*shared, thread=self._thread, tend=self._tend)
-        return FedSaves(
-            options.memory,
-            *shared,
-            thread=self._thread,
-            tend=self._tend,
-            background=self._background.submit,
+        feeding = None
+        if options.memory is not None:
+            copiers = SleepingPool(default_threads(), "ckptstore-copy")
+            feeding = Feeding(options.memory, copiers, self._background.submit)
+        return Coded(
+            self._explaining, self._snapshots, self._blocks, thread=self._thread, tend=self._tend, feeding=feeding
         )
 
     def _expect(self, nbytes: int) -> None:
@@ -177,7 +174,7 @@ class Lifetime(Writer):
             # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
             if options.memory is not None or options.max_in_flight > 1:
                 self._path.expect(nbytes)
-        elif isinstance(self._path, FedSaves):
+        elif isinstance(self._path, Coded) and self._path.feeding is not None:
             self._snapshots.expect(nbytes)
             self._path.feeding.prepare(nbytes)
 

@@ -4,74 +4,21 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress
 from ckptstore.write.committer import Committer
-from ckptstore.write.filling import Filling
 from ckptstore.write.job import Job
 from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
 
-__all__ = ["Copies", "SavePath"]
+__all__ = ["SavePath"]
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """A copied state, and copies of the gradients that explain it.
-
-    Attributes:
-        updates: what the optimizers did; they refer to memory of `gradients`.
-        filling: what still copies into `state` (`layered`).
-    """
-
-    state: Snapshot
-    updates: Sequence[Update] = ()
-    gradients: Snapshot | None = None
-    filling: Filling | None = None
-
-    def arrive(self) -> None:
-        """Wait until everything is copied. Raises what stopped a copy."""
-        if self.filling is not None:
-            self.filling.check()
-        self.state.arrive()
-        if self.gradients is not None:
-            self.gradients.arrive()
-
-    @contextmanager
-    def given(self, job: Job) -> Iterator[None]:
-        """Within this it is handed on for `job`, which gives it back if it is given up before another thread starts it.
-
-        Prevents: memory of a save that was cancelled, or handed on in vain, which nobody gives back.
-        """
-
-        def stopped() -> None:
-            if not job.started:
-                self.let_go()
-
-        job.stops_with(stopped)
-        try:
-            yield
-        except BaseException as error:
-            job.give_up(error)
-            raise
-
-    def let_go(self, *, kept: bool = False) -> None:
-        """It is no longer in flight. Give its memory back: all of it, or if the state is `kept`, the gradients'."""
-        if self.filling is not None:
-            self.filling.wait()  # Prevents: a copy into memory that is another snapshot's already.
-        self.state.land()
-        if self.gradients is not None:
-            self.gradients.free()
-        if not kept:
-            self.state.free()
 
 
 class SavePath(ABC):

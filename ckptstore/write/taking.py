@@ -25,8 +25,8 @@ from ckptstore.write.job import Job
 from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
 from ckptstore.write.ledger import Labels, PendingSave
 from ckptstore.write.lifetime import Lifetime
-from ckptstore.write.path import Copies
 from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
 
 __all__ = ["Taking"]

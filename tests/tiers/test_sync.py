@@ -19,8 +19,8 @@ from ckptstore.host.crash_points import TIER_POINTS
 from tests.forms import short_or
 from tests.tiers.conftest import Place
 from tests.tiers.test_tiers import check, fill, state, steps
+from tools.kills.tier_kills import campaign
 from tools.objects.server import Server
-from tools.tier_kills import campaign
 
 CKPT = [sys.executable, "-m", "ckptstore"]
 LONG = 120.0

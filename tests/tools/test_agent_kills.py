@@ -1,4 +1,4 @@
-"""A short campaign of `tools.agent_kills`, and what it would notice."""
+"""A short campaign of `tools.kills.agent_kills`, and what it would notice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.forms import long_only, short_or
-from tools.agent_kills import MODES, Campaign, Truth, campaign
 from tools.crash.scenario import Violation
+from tools.kills.agent_kills import MODES, Campaign, Truth, campaign
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Followers that are killed: a short form of ``python -m tools.follow_kills``, and that its oracle sees wrong bits."""
+"""Followers that are killed: ``python -m tools.kills.follow_kills`` in short, and that its oracle sees wrong bits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.forms import short_or
-from tools import follow_kills
+from tools.kills import follow_kills
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Ranks that are killed: a short form of ``python -m tools.rank_kills``, and that its oracle sees a broken promise."""
+"""Ranks that are killed: ``python -m tools.kills.rank_kills`` in short; its oracle sees a broken promise."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ pytest.importorskip("torch.distributed")
 
 import ckptstore
 from tests.forms import short_or
-from tools import rank_kills
 from tools.crash.scenario import Violation
-from tools.rank_kills import Doom, Life
+from tools.kills import rank_kills
+from tools.kills.rank_kills import Doom, Life
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="the harness forks its ranks")
 

@@ -1,4 +1,4 @@
-"""The kill test of scripts that use a Checkpointer, in short (in full: ``python -m tools.shim_kills --every-form``)."""
+"""Scripts with a Checkpointer that are killed: ``python -m tools.kills.shim_kills --every-form`` in short."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.forms import long_only, short_or
 
 pytest.importorskip("torch")
 
-from tools.shim_kills.__main__ import Campaign, main, turns
-from tools.shim_kills.lives import Job, Violation
-from tools.shim_kills.sweeps import Sweeper, Tally
+from tools.kills.shim_kills.__main__ import Campaign, main, turns
+from tools.kills.shim_kills.lives import Job, Violation
+from tools.kills.shim_kills.sweeps import Sweeper, Tally
 from tools.warm import Warm
 
 STRATEGIES = ("full", "delta", "gradient")

@@ -21,7 +21,7 @@ from ckptstore.errors import AgentLostError, UsageError, WriterClosedError  # no
 from ckptstore.training import Checkpointer, UnsavedStepWarning  # noqa: E402
 from ckptstore.write.ranks.mailbox import Group, LocalMailbox  # noqa: E402
 from tests.forms import long_only  # noqa: E402
-from tools import shim_kills  # noqa: E402
+from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 

@@ -31,7 +31,7 @@ from tests.store.states import same  # noqa: E402
 from tests.training.inside import copied_during_backward, hooks_of  # noqa: E402
 from tests.training.test_checkpointer_agent import killed  # noqa: E402
 from tests.warm_agents import start_warm  # noqa: E402
-from tools import shim_kills  # noqa: E402
+from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 
 

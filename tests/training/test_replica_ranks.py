@@ -25,7 +25,7 @@ from ckptstore.write.ranks.mailbox import Group  # noqa: E402
 from tests.agent.lives import agents, own_runtime, until  # noqa: E402
 from tests.forms import long_only  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
-from tools import shim_kills  # noqa: E402
+from tools.kills import shim_kills  # noqa: E402
 from tools.warm import Script as Started  # noqa: E402
 from tools.warm import Warm  # noqa: E402
 

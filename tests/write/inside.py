@@ -15,8 +15,8 @@ import ckptstore
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
+from ckptstore.write.coded import Coded
 from ckptstore.write.deltas import MemoryBase
-from ckptstore.write.fed import FedSaves
 from ckptstore.write.feeding import Feed
 from ckptstore.write.fulls import Fulls
 from ckptstore.write.job import Job
@@ -56,7 +56,8 @@ def memory(writer: ckptstore.Writer) -> Arenas:
 
 def fed_memory(writer: ckptstore.Writer) -> Arenas:
     """What deltas and step diffs are copied to unit by unit: `Writer._path`. As `memory`."""
-    assert isinstance(writer._path, FedSaves)
+    assert isinstance(writer._path, Coded)
+    assert writer._path.feeding is not None
     return writer._path.feeding.memory
 
 

@@ -12,10 +12,10 @@ from typing import Final
 
 from ckptstore.backends.objects import ObjectBackend
 from ckptstore.errors import CkptError
-from tools.crash.faultsweep import Sweep
 from tools.crash.grounds import TIMEOUT
 from tools.crash.lives import LIVES
 from tools.crash.scenario import Violation, check
+from tools.crash.sweep import Sweep
 from tools.objects.faults import small_uploads
 from tools.objects.proxy import FAULTS, FaultProxy, Rule
 from tools.objects.server import Server, options_for

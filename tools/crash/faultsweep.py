@@ -15,10 +15,9 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ckptstore.errors import CkptError
-from tools.crash import faults
+from tools.crash import bucket_faults, faults
 from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states
 from tools.crash.faults import Fault, FaultyPosix
@@ -27,6 +26,7 @@ from tools.crash.lives import LIVES
 from tools.crash.media import MEDIA, backend_on
 from tools.crash.recording import RecordingPosix
 from tools.crash.scenario import Violation, check, warm_up
+from tools.crash.sweep import Sweep
 
 __all__ = ["KINDS", "Sweep", "inject", "sweep"]
 
@@ -51,25 +51,6 @@ _COUNTED = {
     "transfer": faults.READS | {"pwrite"},
     "link": frozenset({"link", "rename_exclusive"}),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """What was injected.
-
-    Attributes:
-        injected: kind of fault -> places.
-        surfaced: error class -> how often a life ended with it.
-        survived: lives that went on to their end despite the fault.
-        states: post-crash states checked after faults.
-        restored: checkpoints restored and compared.
-    """
-
-    injected: dict[str, int]
-    surfaced: dict[str, int]
-    survived: int
-    states: int
-    restored: int
 
 
 def inject(
@@ -152,8 +133,6 @@ def sweep(
 def _done(options: argparse.Namespace) -> Sweep:
     if options.medium not in BUCKETS:
         return sweep(options.every, cuts=options.cuts, seed=options.seed, medium=options.medium, life=options.life)
-    from tools.crash import bucket_faults  # it takes `Sweep` from here
-
     warm_up()  # what is compiled at the first call would time requests out
     with served(options.medium) as server:
         return bucket_faults.sweep(

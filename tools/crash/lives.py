@@ -1,7 +1,7 @@
 """Lives of a store on the paths that `scenario.live` does not take: under a budget of memory, layer by layer, by ranks.
 
 Each of them leaves what `scenario.check` can look at: whatever is visible is `state_of` its term and step, bit for bit.
-Ranks are threads here, over one file system; `tools.rank_kills` kills them one by one, as processes.
+Ranks are threads here, over one file system; `tools.kills.rank_kills` kills them one by one, as processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SIGKILL of ranks that save together, at every named crash point and at random: what was acknowledged is there.
 
-    python -m tools.rank_kills --kills 200
+    python -m tools.kills.rank_kills --kills 200
 
 Each life is a group of 2 to 4 processes over a TCPStore that lives in a process of its own, as under torchrun, or in
 rank 0, as under mpirun. One rank is killed, or rank 0, or all, or the store's host. Then:

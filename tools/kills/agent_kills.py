@@ -1,6 +1,6 @@
 """SIGKILL of trainers and their agents at random moments: nothing acknowledged is lost, every bit is as it was.
 
-    python -m tools.agent_kills --kills 200
+    python -m tools.kills.agent_kills --kills 200
 
 Each life is a process that trains and saves every step through an agent. At a random moment the trainer, the agent,
 or both are killed. Then:

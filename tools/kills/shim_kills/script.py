@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tools.shim_kills.broken import BROKEN
-from tools.shim_kills.digests import digest
+from tools.kills.shim_kills.broken import BROKEN
+from tools.kills.shim_kills.digests import digest
 
 __all__ = ["LONGEST", "STEPS"]
 

@@ -1,12 +1,12 @@
 """SIGKILL of a training script that uses a `Checkpointer`, at random: it ends in the bits of one that never was killed.
 
-    python -m tools.shim_kills --kills 100
-    python -m tools.shim_kills --kills 100 --agent
-    python -m tools.shim_kills --kills 100 --agent --strategy replica
-    python -m tools.shim_kills --kills 100 --agent --ranks 2
-    python -m tools.shim_kills --kills 100 --fsdp
-    python -m tools.shim_kills --kills 100 --every-form --out kills.jsonl
-    python -m tools.shim_kills --tally kills.jsonl
+    python -m tools.kills.shim_kills --kills 100
+    python -m tools.kills.shim_kills --kills 100 --agent
+    python -m tools.kills.shim_kills --kills 100 --agent --strategy replica
+    python -m tools.kills.shim_kills --kills 100 --agent --ranks 2
+    python -m tools.kills.shim_kills --kills 100 --fsdp
+    python -m tools.kills.shim_kills --kills 100 --every-form --out kills.jsonl
+    python -m tools.kills.shim_kills --tally kills.jsonl
 
 For each strategy, and for one process and two ranks of DDP (with ``--fsdp``: of FSDP2). A run goes on in a new process
 (or group) after each kill.
@@ -41,9 +41,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tools.shim_kills.broken import BROKEN
-from tools.shim_kills.lives import Job, Start, Violation, cold
-from tools.shim_kills.sweeps import Sweeper, Tally
+from tools.kills.shim_kills.broken import BROKEN
+from tools.kills.shim_kills.lives import Job, Start, Violation, cold
+from tools.kills.shim_kills.sweeps import Sweeper, Tally
 from tools.warm import Warm
 
 __all__ = ["main"]

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tools.shim_kills.lives import AGENT, ALL, Doom, Job, Life, Start, Violation, agent_of, kill_agent, live
-from tools.shim_kills.script import STEPS
+from tools.kills.shim_kills.lives import AGENT, ALL, Doom, Job, Life, Start, Violation, agent_of, kill_agent, live
+from tools.kills.shim_kills.script import STEPS
 
 __all__ = ["Sweeper", "Tally"]
 

@@ -1,7 +1,7 @@
 """A follower that is killed again and again ends with the bits of the run.
 
-    python -m tools.follow_kills --kills 50            # a folder
-    python -m tools.follow_kills --kills 50 --s3       # ministack on loopback
+    python -m tools.kills.follow_kills --kills 50            # a folder
+    python -m tools.kills.follow_kills --kills 50 --s3       # ministack on loopback
 
 A writer process saves fulls, deltas and step diffs, goes back, is opened again from an earlier checkpoint, and
 retires and collects what is old. Beside it followers live and die by SIGKILL, at random times: ``ckpt follow --out``,
@@ -169,7 +169,7 @@ def _spawned(*words: str, environment: dict[str, str]) -> subprocess.Popen[bytes
         env=os.environ | environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
 
 
@@ -187,7 +187,7 @@ def run(url: str, environment: dict[str, str], kills: int, folder: Path, seed: i
     numbers, result = random.Random(seed), Result()
     told, shown, stop, file = folder / "told", folder / "shown", folder / "stop", folder / "followed.safetensors"
     shown.touch()
-    words = ["-m", "tools.follow_kills", "--role"]
+    words = ["-m", "tools.kills.follow_kills", "--role"]
     writer = _spawned(*words, "write", url, str(told), str(stop), str(pause), str(seed), environment=environment)
     try:
         _wait_for(lambda: told.exists() and len(told.read_text().splitlines()) > 3, writer)
@@ -216,7 +216,7 @@ def run(url: str, environment: dict[str, str], kills: int, folder: Path, seed: i
 
 def _follower(kind: str, url: str, file: Path, shown: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     if kind == "memory":
-        return _spawned("-m", "tools.follow_kills", "--role", "follow", url, str(shown), environment=environment)
+        return _spawned("-m", "tools.kills.follow_kills", "--role", "follow", url, str(shown), environment=environment)
     return _spawned(
         "-m", "ckptstore", "follow", url, "--out", str(file), "--every", "0.02", "--debug", environment=environment
     )

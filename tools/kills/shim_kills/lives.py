@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tools.shim_kills.script import LONGEST
+from tools.kills.shim_kills.script import LONGEST
 from tools.warm import Script
 
 __all__ = ["AGENT", "ALL", "Doom", "Job", "Life", "Start", "Violation", "agent_of", "cold", "kill_agent", "live"]
@@ -28,7 +28,7 @@ _BUSY: Final = "EADDRINUSE"
 
 Start = Callable[..., "Script | subprocess.Popen[bytes]"]
 """Starts a command: ``cwd``, ``env``, ``stdout`` and ``stderr`` as for `subprocess.Popen`."""
-_ROOT: Final = Path(__file__).resolve().parents[2]
+_ROOT: Final = Path(__file__).resolve().parents[3]
 
 
 def cold(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
@@ -64,7 +64,7 @@ class Job:
 
     def command(self, store: Path, rank: int, port: int) -> list[str]:
         """Of one rank."""
-        words = [sys.executable, "-W", "ignore", "-m", "tools.shim_kills.script", "--store", str(store)]
+        words = [sys.executable, "-W", "ignore", "-m", "tools.kills.shim_kills.script", "--store", str(store)]
         words += ["--strategy", self.strategy, "--ranks", str(self.ranks), "--rank", str(rank), "--port", str(port)]
         words += ["--agent"] * self.by_agent + ["--sharded"] * self.sharded
         return words + (["--broken", self.broken] if self.broken else [])

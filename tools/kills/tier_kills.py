@@ -1,7 +1,7 @@
 """SIGKILL of writers and drains of a store with two tiers, lost disks, and machines that take over from each other.
 
-    python -m tools.tier_kills --kills 200
-    python -m tools.tier_kills --kills 60 --remote s3        # ministack; s3-memory: a server that is faster
+    python -m tools.kills.tier_kills --kills 200
+    python -m tools.kills.tier_kills --kills 60 --remote s3        # ministack; s3-memory: a server that is faster
 
 Each life is a process on one of two machines (folders) that continues the run and saves every step, with a drain to one
 remote; or a ``sync`` of a machine whose writer is dead. It is killed at a random moment, or at one of the crash points

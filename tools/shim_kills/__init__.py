@@ -1,8 +1,0 @@
-"""SIGKILL of training scripts that use a `Checkpointer`, at random: they end in the bits of one that nobody killed.
-
-``python -m tools.shim_kills --help``. The script is `script`, a life `lives`, what is promised `sweeps`.
-"""
-
-from tools.shim_kills.digests import digest
-
-__all__ = ["digest"]
