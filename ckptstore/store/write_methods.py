@@ -97,7 +97,7 @@ class WriteMethods(StoreHandle):
             ranks: how the ranks of `group` save together.
             staging_bytes: bytes of host memory between state and medium (default 64 MiB).
             threads: number of threads that write the blocks of one checkpoint.
-            max_in_flight: number of `Writer.save_async` saves in flight. Plain fulls become durable in parallel,
+            max_in_flight: number of `save_async` saves in flight at once. Plain fulls become durable in parallel,
                 each by `threads` threads; deltas and step diffs one after the other.
             poll_seconds: seconds between two polls for requests of other processes; None: only after saves.
             deltas: store checkpoints as deltas against earlier ones: ``auto`` (measurements choose the interval; a

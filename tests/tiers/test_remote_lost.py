@@ -306,7 +306,7 @@ def test_a_remote_that_refuses_is_told_while_training_runs(outage: Outage) -> No
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("403")])
-        match = r"403.*is in .* alone, and the drain tries again"
+        match = r"403.*are in .* alone, and the drain tries again"
         assert told_while(lambda: writer.save(state(2), 2), match) == 1
         outage.end()
         writer.save_async(state(3), 3).result(tier="remote", timeout=LONG)
@@ -348,7 +348,7 @@ def test_where_warnings_are_errors_it_is_logged(folders: Place, caplog: pytest.L
         shutil.rmtree(folders.remote)
         writer.save(state(2), 2)
         until(lambda: "--anew" in caplog.text)
-        with pytest.raises(ckptstore.RemoteWarning, match="What was not brought there"):
+        with pytest.raises(ckptstore.RemoteWarning, match="Everything that is not there yet"):
             writer.close()  # the caller is here to be told; all is written by then
     check(ckptstore.open(folders.here, remote=False).load(2, framework="numpy"), 2)
 
