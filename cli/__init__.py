@@ -1,4 +1,4 @@
 """The ``ckpt`` command: parses arguments and prints text or JSON.
 
-Libraries of the engine compute what it prints. It imports `analysis`, `doctor`, `tuning` and the rooms below them.
+Libraries of the engine compute what it prints. Imports `analysis`, `doctor`, `tuning` and the rooms below them.
 """

@@ -1,4 +1,4 @@
 """Reports on checkpoints and runs: lineage, inspection, comparison, cost of restoring.
 
-Only reads stores. It imports `restore` and the rooms below it.
+Only reads stores. Imports `restore` and the rooms below it.
 """

@@ -1,4 +1,4 @@
 """Holds one module per command, imported when its command runs. `ckptstore.cli.main.COMMANDS` lists them.
 
-The modules may import what `cli` may import.
+Imports what `cli` may import.
 """

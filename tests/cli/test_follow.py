@@ -45,7 +45,7 @@ def test_a_file_and_a_command(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert sorted(load_file(out)) == ["model.embedding.weight", "model.frozen"]
     again = ckpt("follow", run, "--out", out, "--select", "model.*", "--once")
     assert (again.code, again.out) == (0, "")
-    assert "nothing new" in again.err
+    assert "no new checkpoint" in again.err
 
 
 @pytest.mark.parametrize("name", ["policy.safetensors", "policy.bin"])

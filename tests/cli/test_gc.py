@@ -109,7 +109,7 @@ def test_strangers_are_shown_and_kept(ckpt: Run, run: Path, litter: Path) -> Non
     outcome = ckpt("gc", run)
     assert outcome.code == 0
     assert "not the store's, kept: seg/0000000001/notes.txt" in outcome.out
-    assert "never deleted" in outcome.err
+    assert "gc deletes only files that a store writes" in outcome.err
     assert stranger.read_text() == "do not delete"
     assert not (run / litter).exists()
 

@@ -195,7 +195,7 @@ def test_interruption(ckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         (["restore", "x"], "Missing option '--out'"),
         (["import", "x"], "Missing argument 'FILE...'"),
         (["import", "x", "y", "--step", "soon"], "'soon' is neither a step nor 'auto'"),
-        (["restore", "x", "--out", "y", "--max-shard-size", "5 parsecs"], "is no size"),
+        (["restore", "x", "--out", "y", "--max-shard-size", "5 parsecs"], "is not a size"),
         (["log", "x", "-n", "-1"], "-1"),
     ],
 )

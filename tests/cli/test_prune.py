@@ -78,7 +78,7 @@ def test_mistakes(ckpt: Run, chain: Path) -> None:
         (("prune", chain, "--dry-run"), "has no rules of retention"),
         (("prune", chain, "--keep", "newest:3"), "'newest:3' is not a retention rule"),
         (("keep", chain, "last:0", "--take-over"), "'last:0' is not a retention rule"),
-        (("keep", chain, "last:1", "--everything"), "leave RULE out"),
+        (("keep", chain, "last:1", "--everything"), "omit RULE"),
     ):
         outcome = ckpt(*arguments)
         assert outcome.code == 2

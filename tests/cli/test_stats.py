@@ -30,7 +30,7 @@ def test_text_json_and_picture(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert "rules: last:1; `ckpt prune` would leave " in text.out
     assert lines[-1] == "`ckpt gc` would free 0 B"
     assert (tmp_path / "x.svg").read_text().startswith("<?xml")
-    assert "drawn" in text.err
+    assert "wrote the plot" in text.err
 
 
 def test_mistakes(ckpt: Run, run: Path, tmp_path: Path) -> None:

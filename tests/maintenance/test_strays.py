@@ -186,7 +186,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("data", [b"\0 torn", b"", b"garbage of another kind\n\n"])
-@pytest.mark.parametrize(("key", "held"), [(PIN, "gc deletes nothing"), (REQUEST, "holds nothing back")])
+@pytest.mark.parametrize(("key", "held"), [(PIN, "gc deletes nothing"), (REQUEST, "blocks nothing")])
 def test_a_damaged_pin_or_request_costs_no_checkpoint_and_says_so(
     tmp_path: Path, pauses: list[float], key: str, held: str, data: bytes
 ) -> None:
