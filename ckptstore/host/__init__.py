@@ -1,4 +1,4 @@
 """The process and its memory: aligned buffers, threads, signals, interpreter exit, crash points, warnings.
 
-This room does not know about stores. It imports only `ckptstore.formats` and `ckptstore.errors`.
+Does not know about stores. Imports only `ckptstore.formats` and `ckptstore.errors`.
 """

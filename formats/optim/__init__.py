@@ -1,7 +1,7 @@
 """Store an optimizer step, from one state of a parameter to the next, in a fraction of the state's bits.
 
-The encoding is lossless: where the arithmetic does not reproduce the new state, it stores the difference
-(docs/optimizer.md). Imports `codecs`, and modules of `formats` that do not know about steps.
+The encoding is lossless: where the arithmetic here does not reproduce the new state, the difference is stored, too. See
+docs/optimizer.md. Imports `codecs`, and modules of `formats` that do not know about steps.
 """
 
 from __future__ import annotations
