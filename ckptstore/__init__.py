@@ -129,19 +129,19 @@ if TYPE_CHECKING:
     from ckptstore.store import repair as repair
     from ckptstore.store import verify as verify
     from ckptstore.tiers.store_sync import Synced as Synced
-    from ckptstore.write.delta_options import DeltaOptions as DeltaOptions
-    from ckptstore.write.diff_options import DiffOptions as DiffOptions
-    from ckptstore.write.filling import LayerCopy as LayerCopy
-    from ckptstore.write.interval import RestoreBound as RestoreBound
-    from ckptstore.write.layered import LayeredSave as LayeredSave
-    from ckptstore.write.ledger import PendingSave as PendingSave
-    from ckptstore.write.metrics import SaveMetrics as SaveMetrics
+    from ckptstore.write.capture.layer_copies import LayerCopy as LayerCopy
+    from ckptstore.write.capture.layerwise_save import LayeredSave as LayeredSave
+    from ckptstore.write.capture.snapshot import Snapshot as Snapshot
+    from ckptstore.write.policy.delta_interval import RestoreBound as RestoreBound
+    from ckptstore.write.policy.delta_options import DeltaOptions as DeltaOptions
+    from ckptstore.write.policy.diff_options import DiffOptions as DiffOptions
     from ckptstore.write.ranks.messages.key_value_store import Group as Group
     from ckptstore.write.ranks.messages.key_value_store import Mailbox as Mailbox
     from ckptstore.write.ranks.rank_options import RankOptions as RankOptions
     from ckptstore.write.ranks.rank_writer import RankWriter as RankWriter
+    from ckptstore.write.saves.ledger import PendingSave as PendingSave
+    from ckptstore.write.saves.save_metrics import SaveMetrics as SaveMetrics
     from ckptstore.write.second_tier import Lag as Lag
-    from ckptstore.write.snapshot import Snapshot as Snapshot
     from ckptstore.write.steps.updates import Update as Update
     from ckptstore.write.writer import Writer as Writer
 
@@ -196,18 +196,18 @@ _HOMES = {
     "restore.restore_plan": "Plan",
     "store": "Store open repair verify",
     "tiers.store_sync": "Synced",
-    "write.delta_options": "DeltaOptions",
-    "write.filling": "LayerCopy",
-    "write.interval": "RestoreBound",
-    "write.layered": "LayeredSave",
-    "write.ledger": "PendingSave",
+    "write.policy.delta_options": "DeltaOptions",
+    "write.capture.layer_copies": "LayerCopy",
+    "write.policy.delta_interval": "RestoreBound",
+    "write.capture.layerwise_save": "LayeredSave",
+    "write.saves.ledger": "PendingSave",
     "write.ranks.messages.key_value_store": "Group Mailbox",
     "write.ranks.rank_options": "RankOptions",
     "write.ranks.rank_writer": "RankWriter",
-    "write.metrics": "SaveMetrics",
+    "write.saves.save_metrics": "SaveMetrics",
     "write.second_tier": "Lag",
-    "write.snapshot": "Snapshot",
-    "write.diff_options": "DiffOptions",
+    "write.capture.snapshot": "Snapshot",
+    "write.policy.diff_options": "DiffOptions",
     "write.steps.updates": "Update",
     "write.writer": "Writer",
 }

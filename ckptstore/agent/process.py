@@ -38,7 +38,7 @@ from ckptstore.agent.server.trainer_session import SessionEnd, TrainerSession
 from ckptstore.errors import AgentBusyError, AgentError, AgentLostError, CkptError, StoreReplacedError
 from ckptstore.host import background_threads
 from ckptstore.store import open as open_store
-from ckptstore.write.opening import open_writer
+from ckptstore.write.writer_opening import open_writer
 
 __all__ = ["main"]
 

@@ -19,7 +19,7 @@ from ckptstore.analysis.series import Checkpoint, Skipped, open_series, shared_t
 from ckptstore.analysis.tensor_roles import TensorClass, classify
 from ckptstore.errors import UsageError
 from ckptstore.host.progress import Progress
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
 
 __all__ = ["PREFIX_BITS", "SAMPLE", "Analysis", "Options", "PrefixCount", "analyze"]
 

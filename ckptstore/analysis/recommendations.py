@@ -13,7 +13,7 @@ from ckptstore.analysis.methods import COMPARED, DELTAS
 from ckptstore.analysis.sampling import Estimate, Group
 from ckptstore.errors import UsageError
 from ckptstore.formats import codecs
-from ckptstore.write.interval import DeltaSizes, RestoreBound, best_interval, candidates
+from ckptstore.write.policy.delta_interval import DeltaSizes, RestoreBound, best_interval, candidates
 
 __all__ = [
     "Advice",
@@ -99,7 +99,7 @@ def _rate(parts: Sequence[tuple[int, float | None]]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class IntervalCost:
-    """What storing with one interval costs (form ``anchor`` of `ckptstore.write.interval`).
+    """What storing with one interval costs (form ``anchor`` of `ckptstore.write.policy.delta_interval`).
 
     Attributes:
         interval: T: checkpoints that share a base; 0 for fulls only.

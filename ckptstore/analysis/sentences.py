@@ -9,7 +9,7 @@ from ckptstore.analysis.analysis import Analysis
 from ckptstore.analysis.methods import SHOWN
 from ckptstore.analysis.sampling import CONFIDENCE, Estimate
 from ckptstore.formats.byte_text import size
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
 
 __all__ = [
     "headline",

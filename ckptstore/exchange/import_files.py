@@ -14,13 +14,13 @@ from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
 from ckptstore.formats.checkpoint_ref import step_number
 from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoint_info import look_up
-from ckptstore.write.opening import open_writer
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.writer_opening import open_writer
+from ckptstore.write.writer_options import WriterOptions
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoint_info import CheckpointInfo
     from ckptstore.log.journal import Journal
-    from ckptstore.write.delta_options import DeltaOptions
+    from ckptstore.write.policy.delta_options import DeltaOptions
 
 __all__ = ["ImportedFile", "import_files", "step_of"]
 

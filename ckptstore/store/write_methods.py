@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ckptstore.exchange.import_files import ImportedFile
     from ckptstore.host.progress import Progress
     from ckptstore.maintenance.compact.idle_compaction import CompactOptions
-    from ckptstore.write.delta_options import DeltaOptions
-    from ckptstore.write.diff_options import DiffOptions
-    from ckptstore.write.local import LocalWriter
-    from ckptstore.write.metrics import OnMetrics
-    from ckptstore.write.options import WriterOptions
+    from ckptstore.write.local_writer import LocalWriter
+    from ckptstore.write.policy.delta_options import DeltaOptions
+    from ckptstore.write.policy.diff_options import DiffOptions
     from ckptstore.write.ranks.rank_options import RankOptions
     from ckptstore.write.ranks.rank_writer import RankWriter
+    from ckptstore.write.saves.save_metrics import OnMetrics
     from ckptstore.write.writer import Writer
+    from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["WriteMethods"]
 
@@ -121,7 +121,7 @@ class WriteMethods(StoreHandle):
 
         interpreter_exit.check()  # first: some of the imports below fail while the interpreter is exiting
         from ckptstore.host.buffers import DEFAULT_BUDGET
-        from ckptstore.write.options import WriterOptions
+        from ckptstore.write.writer_options import WriterOptions
 
         budget = DEFAULT_BUDGET if staging_bytes is None else staging_bytes
         coding = (_delta_options(deltas), _diff_options(diffs))
@@ -155,7 +155,7 @@ class WriteMethods(StoreHandle):
         return writer
 
     def _open_local_or_tiered(self, parent: str | int | CheckpointInfo | None, options: WriterOptions) -> LocalWriter:
-        from ckptstore.write.opening import open_writer
+        from ckptstore.write.writer_opening import open_writer
 
         if self._remote.url is None and self._remote.lag_bytes is not None:
             self._pair_with(None, None, None)  # raises if there is no remote: then `lag_bytes` has no meaning
@@ -212,13 +212,13 @@ class WriteMethods(StoreHandle):
 
 
 def _delta_options(deltas: DeltaOptions | Literal["auto"] | int | None) -> DeltaOptions | None:
-    from ckptstore.write.delta_options import DeltaOptions
+    from ckptstore.write.policy.delta_options import DeltaOptions
 
     return deltas if deltas is None or isinstance(deltas, DeltaOptions) else DeltaOptions(interval=deltas)
 
 
 def _diff_options(diffs: DiffOptions | None) -> DiffOptions | None:
-    from ckptstore.write.diff_options import DiffOptions
+    from ckptstore.write.policy.diff_options import DiffOptions
 
     if diffs is not None and not isinstance(diffs, DiffOptions):
         raise UsageError(f"diffs: {diffs!r}; it takes a DiffOptions, as in diffs=DiffOptions(full_every=100)")

@@ -25,9 +25,9 @@ from ckptstore.tiers.background_drain import BackgroundDrain
 from ckptstore.tiers.drain import Drain, DrainResult
 from ckptstore.tiers.remote_fetch import catch_up, restore_newest
 from ckptstore.tiers.store_pair import StorePair
-from ckptstore.write.local import LocalWriter
-from ckptstore.write.opening import open_writer
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.local_writer import LocalWriter
+from ckptstore.write.writer_opening import open_writer
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["open_tiered_writer"]
 

@@ -41,7 +41,7 @@ from ckptstore.training.settings import CheckpointerOptions, SaveSettings
 from ckptstore.training.state_saves import ranks_of
 from ckptstore.training.step_saves import StepSaves
 from ckptstore.training.strategies import Strategy
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.saves.ledger import PendingSave
 
 __all__ = ["Checkpointer"]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.saves.ledger import PendingSave
 
 __all__ = ["SavePace", "SavePolicy"]
 

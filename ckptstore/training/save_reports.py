@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from ckptstore.formats.byte_text import size
-from ckptstore.write.metrics import OnMetrics, SaveMetrics
+from ckptstore.write.saves.save_metrics import OnMetrics, SaveMetrics
 
 __all__ = ["GrowthForecast", "SaveReports", "Scalars", "curves"]
 

@@ -14,8 +14,8 @@ from ckptstore.training.retention import Keep
 from ckptstore.training.save_pace import SavePolicy
 from ckptstore.training.save_reports import Scalars
 from ckptstore.training.strategies import STRATEGIES
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.metrics import OnMetrics
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.saves.save_metrics import OnMetrics
 
 __all__ = ["CheckpointerOptions", "SaveSettings", "SlowSavesWarning", "UnsavedStepWarning"]
 

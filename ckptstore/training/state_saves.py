@@ -26,10 +26,10 @@ from ckptstore.training.retention import Retention
 from ckptstore.training.save_pace import SavePace
 from ckptstore.training.settings import SaveSettings, UnsavedStepWarning
 from ckptstore.training.strategies import Strategy
-from ckptstore.write.ledger import PendingSave, check_owner
-from ckptstore.write.lost import first_of
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.rank_writer_factory import to_group
+from ckptstore.write.saves.ledger import PendingSave, check_owner
+from ckptstore.write.saves.lost_steps import first_of
 from ckptstore.write.writer import Writer
 
 __all__ = ["StateSaves", "ranks_of"]

@@ -16,8 +16,8 @@ from ckptstore.training.save_reports import SaveReports
 from ckptstore.training.script_checks import ScriptChecks
 from ckptstore.training.settings import SaveSettings, SlowSavesWarning, UnsavedStepWarning
 from ckptstore.training.urgency import Urgency
-from ckptstore.write.ledger import PendingSave
-from ckptstore.write.lost import by_error, first_of, lost_steps, name_steps
+from ckptstore.write.saves.ledger import PendingSave
+from ckptstore.write.saves.lost_steps import by_error, first_of, lost_steps, name_steps
 
 __all__ = ["StepSaves"]
 

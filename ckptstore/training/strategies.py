@@ -18,8 +18,8 @@ from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats.byte_text import size
 from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.host.buffers import aligned
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
 
 __all__ = [
     "STRATEGIES",

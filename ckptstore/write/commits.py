@@ -24,7 +24,7 @@ from ckptstore.log import fold_writer, refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.term import Term
-from ckptstore.write.retaining import Retainer
+from ckptstore.write.retainer import Retainer
 from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Commits"]

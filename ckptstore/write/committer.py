@@ -29,15 +29,15 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
 from ckptstore.segments.write_session import SegmentSession
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.commits import Commits
+from ckptstore.write.delta_encoding import Fed
 from ckptstore.write.deltas import Deltas
-from ckptstore.write.encoding import Fed
-from ckptstore.write.feeding import Feed
-from ckptstore.write.job import Job
-from ckptstore.write.ledger import Labels, Saves
-from ckptstore.write.no_space import tell_what_holds_space
-from ckptstore.write.orders import Order
-from ckptstore.write.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.policy.orders import Order
+from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.ledger import Labels, Saves
+from ckptstore.write.space_advice import tell_what_holds_space
 from ckptstore.write.stage import Copies, Stage
 from ckptstore.write.steps.batcher import BecomesFullError, Diffs
 from ckptstore.write.steps.updates import Update, with_copies

@@ -22,13 +22,13 @@ from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.mapped_fulls import MappedState, map_segments, regions_of, write_direct
 from ckptstore.segments.plain_segments import WrittenState, write_full
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.encoding import Base, Choices, Fed, write_packed
-from ckptstore.write.feeding import Feed
-from ckptstore.write.order_policy import OrderPolicy
-from ckptstore.write.orders import Order
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.snapshot import HostTensor, Snapshot, SnapshotPool
+from ckptstore.write.delta_encoding import Base, Choices, Fed, write_packed
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.order_policy import OrderPolicy
+from ckptstore.write.policy.orders import Order
 from ckptstore.write.resident_bases import MemoryBase, ResidentBases
-from ckptstore.write.snapshot import HostTensor, Snapshot, SnapshotPool
 
 __all__ = ["Deltas"]
 

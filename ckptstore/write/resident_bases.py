@@ -12,10 +12,10 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.write.encoding import Fed
-from ckptstore.write.feeding import Feed
-from ckptstore.write.orders import Order
-from ckptstore.write.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.policy.orders import Order
 
 __all__ = ["MemoryBase", "ResidentBases"]
 

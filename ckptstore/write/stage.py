@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptstore.formats.state import FlatState
-from ckptstore.write.feeding import Feed
-from ckptstore.write.filling import Filling
-from ckptstore.write.job import Job
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.layer_copies import Filling
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.saves.job import Job
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Bounded", "Copies", "InPlace", "Stage"]
@@ -82,7 +82,7 @@ class Copies(Stage):
         """
         Args:
             updates: what the optimizers did; they refer to memory of `gradients`.
-            filling: what still copies into `state` (`layered`).
+            filling: what still copies into `state` (`layerwise_save`).
         """
         super().__init__(state.flat, updates)
         self.state = self.snapshot = state

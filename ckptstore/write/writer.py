@@ -14,9 +14,9 @@ from ckptstore.host.interpreter_exit import Finishable
 from ckptstore.host.progress import Progress, as_progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.layered import LayeredSave
-from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.lost import note_lost
+from ckptstore.write.capture.layerwise_save import LayeredSave
+from ckptstore.write.saves.ledger import Labels, PendingSave
+from ckptstore.write.saves.lost_steps import note_lost
 from ckptstore.write.second_tier import Lag
 from ckptstore.write.steps.updates import Updates
 

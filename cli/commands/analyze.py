@@ -125,7 +125,7 @@ def _options(asked: Mapping[str, Any]) -> Options:
     from ckptstore.analysis.methods import METHODS
     from ckptstore.analysis.recommendations import parse_link
     from ckptstore.analysis.tensor_roles import parse_overrides
-    from ckptstore.write.interval import RestoreBound
+    from ckptstore.write.policy.delta_interval import RestoreBound
 
     sample, steps, exact = asked["sample"], asked["steps"], asked["exact"]
     if exact and sample is not None:

@@ -14,7 +14,7 @@ from ckptstore.cli.output import emit, note, progress, ratio, size, table
 
 if TYPE_CHECKING:
     from ckptstore.exchange.import_files import ImportedFile
-    from ckptstore.write.delta_options import DeltaOptions
+    from ckptstore.write.policy.delta_options import DeltaOptions
 
 
 @make_command(
@@ -145,8 +145,8 @@ def _print(imported: Sequence[ImportedFile]) -> None:
 
 
 def _deltas(interval: str, max_restore_cost: str) -> DeltaOptions:
-    from ckptstore.write.delta_options import DeltaOptions
-    from ckptstore.write.interval import RestoreBound
+    from ckptstore.write.policy.delta_interval import RestoreBound
+    from ckptstore.write.policy.delta_options import DeltaOptions
 
     if interval == "auto":
         return DeltaOptions(bound=RestoreBound.parse(max_restore_cost))

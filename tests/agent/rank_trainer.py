@@ -24,9 +24,9 @@ from ckptstore.formats.sources import BoxSource
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
+from ckptstore.write.capture.snapshot import copy_jobs
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.rank_options import RankOptions
-from ckptstore.write.snapshot import copy_jobs
 from ckptstore.write.steps.updates import Update
 from tests.agent.inside import delivered
 

@@ -39,11 +39,11 @@ from ckptstore.errors import (
 )
 from ckptstore.frameworks import bridge
 from ckptstore.log.log_reader import Patience
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox, ReplyDeadline, post
 from ckptstore.write.ranks.messages.rank_messages import pack
 from ckptstore.write.ranks.rank_options import RankOptions
-from ckptstore.write.snapshot import SnapshotPool
+from ckptstore.write.writer_options import WriterOptions
 from tests.agent.lives import ROOT, agents, kill, until
 from tests.agent.rank_trainer import OPTIONS, state
 from tests.forms import long_only

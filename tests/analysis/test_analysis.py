@@ -23,8 +23,8 @@ from ckptstore.analysis.sentences import what_to_do
 from ckptstore.errors import CheckpointNotFoundError, UsageError
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import BLOCK
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.analysis.analysis_data import trajectory, write
 
 EXACT = Options(sample=None, points=None, threads=2)

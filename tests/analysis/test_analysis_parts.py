@@ -19,7 +19,7 @@ from ckptstore.analysis.sampling import Estimate, Sums, group_tensors
 from ckptstore.analysis.series import TensorType, open_series, shared_tensors
 from ckptstore.analysis.tensor_roles import TensorClass, by_name, by_values, classify, parse_overrides
 from ckptstore.errors import UsageError
-from ckptstore.write.interval import DeltaSizes, RestoreBound, Schedule, best_interval
+from ckptstore.write.policy.delta_interval import DeltaSizes, RestoreBound, Schedule, best_interval
 from tests.analysis.analysis_data import trajectory, write
 from tests.forms import short_or
 

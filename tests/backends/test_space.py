@@ -34,7 +34,7 @@ from ckptstore.log.pins import Pin
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store, verify
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
-from ckptstore.write.retaining import short_of_space
+from ckptstore.write.retainer import short_of_space
 from tests.backends.backend_conformance import filled, read_segment, write_segment
 from tests.backends.recycled_data import recycling_store, retire, save, segment_path, spare, state
 from tools.crash.faults import Fault, FaultyPosix

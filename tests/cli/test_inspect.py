@@ -7,7 +7,7 @@ from pathlib import Path
 import ckptstore
 from ckptstore.backends import open_backend
 from ckptstore.cli import output
-from ckptstore.write.diff_options import DiffOptions
+from ckptstore.write.policy.diff_options import DiffOptions
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.write.trainer import Trainer
 

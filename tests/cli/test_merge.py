@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.cli.conftest import Run, assert_documented, documented
 from tests.cli.terminal import on_a_terminal
 from tests.maintenance.stores import grown

@@ -20,8 +20,8 @@ buffers.BLOCK_BYTES = int(sys.argv[2])  # before anything else is imported: as i
 import numpy as np
 
 import ckptstore
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.delta_interval import RestoreBound
 from ckptstore.maintenance.merge import merge
 
 rng = np.random.default_rng(0)

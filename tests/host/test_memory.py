@@ -16,7 +16,7 @@ LAYERS = short_or(12, 24)
 SCRIPT = """
 import sys, re, pathlib
 import numpy as np
-import ckptstore, ckptstore.write.local, ckptstore.restore.load
+import ckptstore, ckptstore.write.local_writer, ckptstore.restore.load
 MIB = 1 << 20
 status = pathlib.Path("/proc/self/status")
 def field(name): return int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) * 1024
@@ -80,7 +80,7 @@ def test_peak_memory_is_budget_plus_64_mib(tmp_path: Path) -> None:
 REPLAY = """
 import sys, re, pathlib
 import numpy as np
-import ckptstore, ckptstore.write.local, ckptstore.restore.load
+import ckptstore, ckptstore.write.local_writer, ckptstore.restore.load
 from ckptstore.formats import optim
 MIB = 1 << 20
 status = pathlib.Path("/proc/self/status")

@@ -26,8 +26,8 @@ from ckptstore.formats.shards import state_parts
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.chain import iterate_chain
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.forms import short_or
 from tests.maintenance.crafted import Crafted, mutate
 from tests.write.trainer import Trainer

@@ -37,8 +37,8 @@ from ckptstore.maintenance.merge import Merged, merge
 from ckptstore.maintenance.merge import merge_preparation as preparing_module
 from ckptstore.segments import packed_segments
 from ckptstore.store import Store
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.store.states import same
 from tests.write.test_deltas import trajectory
 

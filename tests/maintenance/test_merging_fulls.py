@@ -13,8 +13,8 @@ from ckptstore.errors import UsageError
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.merge import Merged, Range, merge
 from ckptstore.store import Store
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.maintenance.test_diff_merge import check, fill, refs
 from tests.write.test_deltas import trajectory
 

@@ -224,7 +224,7 @@ class TestWriters:
             save(writer, [1, 2])
             every = store.view().catalog.segments
             with monkeypatch.context() as patch:
-                patch.setattr("ckptstore.write.retaining.droppable", lambda *_: tuple(every))
+                patch.setattr("ckptstore.write.retainer.droppable", lambda *_: tuple(every))
                 with pytest.warns(UserWarning, match="upkeep of the log failed"):
                     save(writer, [3])
             save(writer, [4])
@@ -258,7 +258,7 @@ class TestWriters:
 
     def test_rules_that_come_late_to_a_long_history(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """No save waits until all of it is looked through, or retired: it goes by and by."""
-        monkeypatch.setattr("ckptstore.write.retaining._MANY", 1000)
+        monkeypatch.setattr("ckptstore.write.retainer._MANY", 1000)
         make(tmp_path / "long", "fulls", 3000)
         store = ckptstore.open(tmp_path / "long")
         begin, left = store.view().end, list[int]()

@@ -22,7 +22,7 @@ from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.tree import tensor_names
 from ckptstore.maintenance.merge import merge
 from ckptstore.segments.plain_segments import write_full
-from ckptstore.write.encoding import write_packed
+from ckptstore.write.delta_encoding import write_packed
 from ckptstore.write.steps import batch_segments, batcher
 
 Found = tuple[SegmentDoc, int]  # what a segment says of itself, and its length

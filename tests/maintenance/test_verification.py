@@ -34,9 +34,9 @@ from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.repair.store_repair import repair
 from ckptstore.maintenance.verify.verification import verify
-from ckptstore.write import encoding
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write import delta_encoding
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.cli.conftest import assert_documented, documented
 from tests.maintenance.crafted import Crafted
 
@@ -201,13 +201,13 @@ def test_deep_by_command(store: ckptstore.Store) -> None:
 def forged(monkeypatch: pytest.MonkeyPatch, change: Callable[[TensorEntry], TensorEntry]) -> ckptstore.Store:
     """A chain of three whose second delta is described otherwise than it is."""
     store = ckptstore.open(f"memory://{uuid.uuid4().hex}", create=True)
-    original, seen = encoding.append_tensor, []
+    original, seen = delta_encoding.append_tensor, []
 
     def append(*arguments: Any) -> TensorEntry:
         seen.append(original(*arguments))
         return change(seen[-1]) if len(seen) == 1 else seen[-1]
 
-    monkeypatch.setattr(encoding, "append_tensor", append)
+    monkeypatch.setattr(delta_encoding, "append_tensor", append)
     save_chain(store, 3)
     return store
 
@@ -317,8 +317,8 @@ MEMORY = """
 import sys, re, pathlib
 import numpy as np
 import ckptstore, ckptstore.maintenance.verify.verification
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.delta_interval import RestoreBound
 status = pathlib.Path("/proc/self/status")
 def field(name): return int(re.search(name + r":\\s+(\\d+)", status.read_text())[1]) * 1024
 store = ckptstore.open(sys.argv[1], create=True)

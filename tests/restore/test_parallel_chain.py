@@ -20,7 +20,7 @@ from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.codecs import Policy
 from ckptstore.formats.segment import TensorEntry
 from ckptstore.restore import chain
-from ckptstore.write import encoding
+from ckptstore.write import delta_encoding
 
 
 @pytest.mark.parametrize("names", [("sub",), ("xor",), ("sub", "xor")], ids=str)
@@ -65,7 +65,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
     rng = np.random.default_rng(3)
     weight = rng.normal(0, 1, 300_000).astype("<f4")
     store = ckptstore.open(tmp_path / "store", create=True)
-    append, applied = encoding.append_tensor, chain.apply_in_parts
+    append, applied = delta_encoding.append_tensor, chain.apply_in_parts
     seen: list[int] = []
 
     def misled(*arguments: Any) -> TensorEntry:
@@ -80,7 +80,7 @@ def test_the_sum_is_compared_with_what_was_saved(tmp_path: Path, monkeypatch: py
     with store.writer(deltas=DeltaOptions(interval=1, bound=RestoreBound(times=None), policy=policy)) as writer:
         for step in range(1, 25):
             if step == 24:
-                monkeypatch.setattr(encoding, "append_tensor", misled)
+                monkeypatch.setattr(delta_encoding, "append_tensor", misled)
             writer.save({"w": weight}, step)
             weight.view("<u4")[rng.integers(0, 300_000, 900)] += 1
     monkeypatch.setattr(chain, "apply_in_parts", counted)

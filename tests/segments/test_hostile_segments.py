@@ -21,9 +21,9 @@ from ckptstore.maintenance.merge import merge
 from ckptstore.restore.stored_base import open_base
 from ckptstore.segments import packed_segments
 from ckptstore.segments.segment_reader import SegmentReader, check_chunk
-from ckptstore.write import encoding
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write import delta_encoding
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.store.states import same
 
 CHUNK = 16 << 20
@@ -34,8 +34,8 @@ def forge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ckptstore.Store]:
     """Saves states whose tensors are described otherwise than they are."""
 
     def forged(states: list[dict[str, Any]], change: Callable[[TensorEntry], TensorEntry]) -> ckptstore.Store:
-        original = encoding.append_tensor
-        monkeypatch.setattr(encoding, "append_tensor", lambda *arguments: change(original(*arguments)))
+        original = delta_encoding.append_tensor
+        monkeypatch.setattr(delta_encoding, "append_tensor", lambda *arguments: change(original(*arguments)))
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer(deltas=DeltaOptions(interval=1, compress_fulls=True), poll_seconds=None) as writer:
             for step, state in enumerate(states, 1):
@@ -201,7 +201,7 @@ def test_a_base_is_named_by_its_state_too(misdescribed: Callable[..., ckptstore.
 
 def test_more_stored_bytes_than_a_chunk_can_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are not read: no reader has memory for them."""
-    code = encoding.code_group
+    code = delta_encoding.code_group
 
     def padded(*arguments: Any) -> Any:
         return [replace(one, payload=np.zeros(CHUNK + (64 << 10), np.uint8)) for one in code(*arguments)]
@@ -213,7 +213,7 @@ def test_more_stored_bytes_than_a_chunk_can_have(monkeypatch: pytest.MonkeyPatch
         writer.save({"w": weights}, step=1)
         for step in (2, 3):
             with monkeypatch.context() as patched:
-                patched.setattr(encoding, "code_group", padded if step == 3 else code)
+                patched.setattr(delta_encoding, "code_group", padded if step == 3 else code)
                 weights = weights + np.uint8(1)
                 writer.save({"w": weights}, step=step)
     for verify in (True, False):

@@ -129,7 +129,7 @@ def media(monkeypatch: pytest.MonkeyPatch) -> Media:
         return found.opened[-1]
 
     monkeypatch.setattr(MemoryBackend, "open_sink", recording)
-    monkeypatch.setattr("ckptstore.write.lifetime.os.cpu_count", lambda: 3)
+    monkeypatch.setattr("ckptstore.write.writer_runtime.os.cpu_count", lambda: 3)
     return found
 
 

@@ -18,8 +18,8 @@ from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.forms import short_or
 from tests.store.states import files, same
 from tests.write.trainer import Trainer

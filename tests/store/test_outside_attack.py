@@ -130,7 +130,7 @@ threading.Thread(target=train).start()
 
 @pytest.mark.parametrize(
     "first",
-    ["", "import ckptstore.write.local", "open_ = ckptstore.open(sys.argv[1]).writer()"],
+    ["", "import ckptstore.write.local_writer", "open_ = ckptstore.open(sys.argv[1]).writer()"],
     ids=["first", "imported", "second"],
 )
 def test_a_writer_opened_after_the_main_thread_returned(tmp_path: Path, first: str) -> None:

@@ -17,7 +17,7 @@ from ckptstore.training import Checkpointer, SlowSavesWarning, UnsavedStepWarnin
 from ckptstore.training.save_pace import SavePace
 from ckptstore.training.save_reports import GrowthForecast
 from ckptstore.tuning import IntervalController
-from ckptstore.write.metrics import SaveMetrics
+from ckptstore.write.saves.save_metrics import SaveMetrics
 from tools.objects.proxy import FaultProxy, Rule
 from tools.objects.server import options_for, serving
 

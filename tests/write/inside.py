@@ -15,12 +15,12 @@ import ckptstore
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.write.coded import Coded
-from ckptstore.write.feeding import Feed
-from ckptstore.write.fulls import Fulls
-from ckptstore.write.job import Job
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.compressed_saves import Coded
+from ckptstore.write.full_saves import Fulls
 from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.resident_bases import MemoryBase
+from ckptstore.write.saves.job import Job
 
 __all__ = [
     "bases",

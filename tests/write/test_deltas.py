@@ -20,9 +20,9 @@ from ckptstore.backends.local import LocalBackend
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
 from ckptstore.log.change import Change
-from ckptstore.write import encoding
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write import delta_encoding
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tests.store.states import every_dtype, same
 from tests.write import inside
 from tests.write.held import hold
@@ -266,7 +266,7 @@ def test_long_chains(tmp_path: Path) -> None:
 
 def test_a_big_delta_is_split_over_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.segments.plain_segments import write_full
-    from ckptstore.write.encoding import write_packed
+    from ckptstore.write.delta_encoding import write_packed
 
     monkeypatch.setattr("ckptstore.write.deltas.write_packed", functools.partial(write_packed, limit=100_000))
     monkeypatch.setattr("ckptstore.write.deltas.write_full", functools.partial(write_full, limit=100_000))
@@ -373,11 +373,11 @@ def ckptstore_flat(state: dict[str, Any]) -> Any:
 
 def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptstore.backends.directio import FileSink
-    from ckptstore.write import encoding
+    from ckptstore.write import delta_encoding
 
     running = threading.Semaphore(0)
     active: list[int] = []
-    original = encoding.code_group
+    original = delta_encoding.code_group
 
     def slow(*arguments: Any) -> Any:
         active.append(1)
@@ -395,7 +395,7 @@ def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypa
     states = [{f"w{n}": rng.standard_normal(1 << 19) for n in range(12)} for _ in range(2)]
     with ckptstore.open(tmp_path / "store").writer(deltas=1, poll_seconds=None) as writer:
         writer.save(states[0], step=1)
-        monkeypatch.setattr(encoding, "code_group", slow)
+        monkeypatch.setattr(delta_encoding, "code_group", slow)
         monkeypatch.setattr(FileSink, "write", fails)
         with pytest.raises(ckptstore.StorageError):
             writer.save(states[1], step=2)
@@ -475,7 +475,7 @@ def test_a_delta_that_leads_elsewhere_than_training_was_is_an_error(
 ) -> None:
     with monkeypatch.context() as patched:
         right = digest.combine
-        patched.setattr(encoding.digest, "combine", lambda *parts, nbytes: right(*parts, nbytes=nbytes) ^ 1)
+        patched.setattr(delta_encoding.digest, "combine", lambda *parts, nbytes: right(*parts, nbytes=nbytes) ^ 1)
         store = fill(tmp_path / "store", trajectory(2), 3)
     with pytest.raises(ckptstore.CorruptSegmentError, match="its state digest is not that of step 2"):
         store.load(2)

@@ -19,7 +19,7 @@ from ckptstore.formats import optim
 from ckptstore.host import sigterm
 from ckptstore.restore.replay import Program
 from ckptstore.store import verify
-from ckptstore.write.snapshot import SnapshotPool
+from ckptstore.write.capture.snapshot import SnapshotPool
 from tests.store.states import same
 from tests.write.held import elsewhere, hold
 from tests.write.trainer import ADAM, Trainer

@@ -18,7 +18,7 @@ from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.backends.pmem import PmemSink
 from ckptstore.formats.sources import NumpySource
 from ckptstore.segments import mapped_fulls
-from tests.write.test_layered import LAYERS, change, fresh_state, same
+from tests.write.test_layerwise_save import LAYERS, change, fresh_state, same
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ CHILD = """
 import os, signal, sys
 import ckptstore
 from ckptstore.formats.sources import NumpySource
-from tests.write.test_layered import LAYERS, fresh_state
+from tests.write.test_layerwise_save import LAYERS, fresh_state
 
 url, at = sys.argv[1:]
 with ckptstore.open(url).writer(poll_seconds=None) as writer:

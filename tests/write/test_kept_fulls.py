@@ -15,7 +15,7 @@ from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
 from ckptstore.backends.local import LocalBackend
 from ckptstore.formats.catalog import Catalog
 from ckptstore.write.ranks.messages.key_value_store import Group
-from ckptstore.write.retaining import short_of_space
+from ckptstore.write.retainer import short_of_space
 from tests.warm_agents import start_warm
 from tests.write.rank_threads import as_ranks
 from tests.write.trainer import Trainer

@@ -27,11 +27,11 @@ from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import LEAST
-from ckptstore.write import encoding
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
-from ckptstore.write.steps import encoding as step_encoding
-from ckptstore.write.steps import fed as fed_steps
+from ckptstore.write import delta_encoding
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.steps import bounded_step as fed_steps
+from ckptstore.write.steps import step_encoding as step_encoding
 from tests.store.states import same
 from tests.write import inside
 from tests.write.medium import Medium
@@ -419,7 +419,7 @@ def test_what_cannot_be_coded_fails_the_save_alone(mode: str, monkeypatch: pytes
             truth[step] = random(step)
             writer.save_async(dict(truth[step]), step)
         writer.wait()
-        code, calls = encoding.code_group, []
+        code, calls = delta_encoding.code_group, []
 
         def fails(*arguments: Any) -> Any:
             calls.append(1)
@@ -428,7 +428,7 @@ def test_what_cannot_be_coded_fails_the_save_alone(mode: str, monkeypatch: pytes
             return code(*arguments)
 
         with monkeypatch.context() as patched:
-            patched.setattr(encoding, "code_group", fails)
+            patched.setattr(delta_encoding, "code_group", fails)
             pending = writer.save_async(random(3), 3)
             with pytest.raises(MemoryError, match="none left"):
                 pending.result(60)

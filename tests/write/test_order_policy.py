@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.retention_forecast import Chains
-from ckptstore.write.order_policy import OrderPolicy
-from ckptstore.write.orders import FULL_ORDER, Order
+from ckptstore.write.policy.order_policy import OrderPolicy
+from ckptstore.write.policy.orders import FULL_ORDER, Order
 
 FULL = 1000
 

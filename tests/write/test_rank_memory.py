@@ -23,9 +23,9 @@ from ckptstore.formats import optim
 from ckptstore.formats.sources import BoxSource, NumpySource
 from ckptstore.formats.state import FlatState, flatten
 from ckptstore.host.arenas import LEAST
-from ckptstore.write.delta_options import DeltaOptions
+from ckptstore.write.policy.delta_options import DeltaOptions
 from ckptstore.write.ranks.messages.key_value_store import Group
-from ckptstore.write.steps import encoding as step_encoding
+from ckptstore.write.steps import step_encoding as step_encoding
 from tests.forms import in_turn, long_only
 from tests.store.states import same
 from tests.write import inside

@@ -14,8 +14,8 @@ from ckptstore.frameworks import bridge
 from ckptstore.host import buffers
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
-from ckptstore.write import snapshot as module
-from ckptstore.write.snapshot import HostTensor, Snapshot, SnapshotPool
+from ckptstore.write.capture import snapshot as module
+from ckptstore.write.capture.snapshot import HostTensor, Snapshot, SnapshotPool
 
 PAGE = 4096
 MIB = 1 << 20

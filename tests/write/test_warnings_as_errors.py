@@ -26,8 +26,8 @@ from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import WarningsLast, warn, warns_last
 from ckptstore.host.threads import started_pool
 from ckptstore.training import Checkpointer, LayerwiseSnapshots
-from ckptstore.write.layered import LayeredSave
-from ckptstore.write.local import LocalWriter
+from ckptstore.write.capture.layerwise_save import LayeredSave
+from ckptstore.write.local_writer import LocalWriter
 from ckptstore.write.ranks.rank_writer import RankWriter
 from tests.write.trainer import Trainer
 

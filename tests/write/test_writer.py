@@ -264,10 +264,10 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
-    from ckptstore.write import encoding, lifetime
+    from ckptstore.write import delta_encoding, writer_runtime
 
     lock, met, under_way, most = threading.Lock(), threading.Event(), [0], [0]
-    code = encoding.code_group
+    code = delta_encoding.code_group
 
     def counted(*arguments: Any) -> Any:
         with lock:
@@ -283,8 +283,8 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
             with lock:
                 under_way[0] -= 1
 
-    monkeypatch.setattr(encoding, "code_group", counted)
-    monkeypatch.setattr(lifetime.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(delta_encoding, "code_group", counted)
+    monkeypatch.setattr(writer_runtime.os, "cpu_count", lambda: 64)
     state = {str(number): np.zeros(1 << 20, np.uint8) for number in range(12)}
     options = ckptstore.DeltaOptions(interval=1, compress_fulls=True)
     with store.writer(staging_bytes=3 * (16 << 20), deltas=options, poll_seconds=None) as saving:

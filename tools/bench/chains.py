@@ -33,8 +33,8 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.reports.restore_explanation import explain
 from ckptstore.restore.open_checkpoint import opened
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
 from tools.bench.pagecache import drop
 
 MIB = 1 << 20

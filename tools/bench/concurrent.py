@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ckptstore.store import open as open_store
-from ckptstore.write.metrics import SaveMetrics
+from ckptstore.write.saves.save_metrics import SaveMetrics
 from tools.bench import machine
 from tools.bench.save_load import parse_size
 

@@ -33,9 +33,9 @@ from rich.table import Table
 from ckptstore.formats import optim
 from ckptstore.formats.sources import NumpySource
 from ckptstore.store import open as open_store
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.metrics import SaveMetrics
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.saves.save_metrics import SaveMetrics
 from ckptstore.write.steps.updates import Update
 from tools.bench import machine
 from tools.bench.save_load import parse_size

@@ -22,10 +22,10 @@ from ckptstore.host.arenas import LEAST
 from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS
 from ckptstore.log import fold_writer
 from ckptstore.store import Store
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox
 from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.writer import Writer
 from tools.crash.scenario import CHAIN, create, live, state_of
 

@@ -41,8 +41,8 @@ from ckptstore.log.journal import Journal
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.saves.ledger import PendingSave
 from tools.crash.forgetful import SITES, ForgetfulBackend, ForgetfulPosix
 from tools.crash.media import no_library
 from tools.crash.old_headers import files_below, mixed

@@ -30,9 +30,9 @@ from ckptstore.maintenance.compact import CompactLimits, compact
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store, verify
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.interval import RestoreBound
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
 
 __all__ = ["Violation", "check", "compare", "create", "live", "promised", "same_state", "state_of", "warm_up"]
 

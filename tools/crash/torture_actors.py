@@ -35,7 +35,7 @@ from ckptstore.log.pins import PinWatch, UnpinnedWarning, claim
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.maintenance.merge import merge
 from ckptstore.store import Store
-from ckptstore.write.diff_options import DiffOptions
+from ckptstore.write.policy.diff_options import DiffOptions
 from tools.crash import faults
 from tools.crash.faults import Fault
 from tools.crash.scenario import CHAIN, Violation, same_state, state_of

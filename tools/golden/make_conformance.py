@@ -40,7 +40,7 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.maintenance.merge import merge
 from ckptstore.segments.plain_segments import write_full
-from ckptstore.write.encoding import write_packed
+from ckptstore.write.delta_encoding import write_packed
 from ckptstore.write.steps.batch_segments import write_batch
 from tools.conformance.ours import answer
 from tools.golden import make_codecs, make_steps

@@ -62,7 +62,7 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
         "NumPy reads no version of the array interface; the number is what the protocol says today",
     ),
     Equivalent(
-        "ckptstore/write/interval.py",
+        "ckptstore/write/policy/delta_interval.py",
         "DeltaSizes.expect",
         "len(known) > 1 => len(known) >= 1",
         "where one gap is known, none is known at half of it: the other half of the condition is false",

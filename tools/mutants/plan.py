@@ -183,29 +183,33 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         "rank_retention",
         "rank_processes",
     ),
-    "ckptstore/write/layered.py": _some("direct", "agent/test_saving"),
-    "ckptstore/write/fed.py": _some("write/test_memory", "concurrent"),
-    "ckptstore/write/fulls.py": _some("write/test_memory", "concurrent", "writer", "layered", "torch_offload"),
+    "ckptstore/write/capture/layerwise_save.py": _some("direct", "agent/test_saving"),
+    "ckptstore/write/stage.py": _some("write/test_memory", "concurrent"),
+    "ckptstore/write/full_saves.py": _some(
+        "write/test_memory", "concurrent", "writer", "layerwise_save", "torch_offload"
+    ),
     **{
-        f"ckptstore/write/{name}.py": _some("torch_offload", "layered", "writer", "reentrance", "diffs", "deltas*")
-        for name in ("coded", "snapshot")
+        f"ckptstore/write/{name}.py": _some(
+            "torch_offload", "layerwise_save", "writer", "reentrance", "diffs", "deltas*"
+        )
+        for name in ("compressed_saves", "capture/snapshot")
     },
     **{
         f"ckptstore/write/{name}.py": _some("order_policy", "deltas*", "write/test_ranks", "rank_diffs")
-        for name in ("order_policy", "orders", "resident_bases", "deltas")
+        for name in ("policy/order_policy", "policy/orders", "resident_bases", "deltas")
     },
-    "ckptstore/write/retaining.py": _some("kept_fulls", "pruning", "rank_retention"),
+    "ckptstore/write/retainer.py": _some("kept_fulls", "pruning", "rank_retention"),
     "ckptstore/write/commits.py": _some("replaced", "writer"),
-    **{f"ckptstore/write/{name}.py": _some("failed_in_flight") for name in ("lost", "places")},
-    "ckptstore/write/steps/unexplained.py": _some("unexplained_steps"),
-    "ckptstore/write/options.py": _some("write/test_memory", "misuse", "writer"),
+    **{f"ckptstore/write/{name}.py": _some("failed_in_flight") for name in ("saves/lost_steps", "saves/in_flight")},
+    "ckptstore/write/steps/unexplained_bytes.py": _some("unexplained_steps"),
+    "ckptstore/write/writer_options.py": _some("write/test_memory", "misuse", "writer"),
     **{
         f"ckptstore/write/{name}.py": _some(
             "writer", "rollback", "fold_writer_beside", "reentrance", "diffs", "write/test_memory", "store", "deltas*"
         )
-        for name in ("writer", "committer", "ledger")
+        for name in ("writer", "committer", "saves/ledger")
     },
-    "ckptstore/write/opening.py": _some("warnings_as_errors", "writer", "rollback", "diffs", "misuse"),
+    "ckptstore/write/writer_opening.py": _some("warnings_as_errors", "writer", "rollback", "diffs", "misuse"),
     **{
         f"ckptstore/{name}.py": _some("diff_damage", "hostile_segments", "diffs", "crafted_stores")
         for name in ("restore/replay", "restore/chain_link", "write/steps/*")

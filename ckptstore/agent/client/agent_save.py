@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import wait
 
-from ckptstore.write.job import Job
-from ckptstore.write.ledger import Labels, Saves
+from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.ledger import Labels, Saves
 
 __all__ = ["AgentSave"]
 

@@ -34,7 +34,7 @@ from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ledger import Failures, Labels, PendingSave, Saves
+from ckptstore.write.saves.ledger import Failures, Labels, PendingSave, Saves
 
 __all__ = ["AgentRestartWarning", "AgentTerm", "Begin"]
 

@@ -23,11 +23,11 @@ from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
-from ckptstore.write.layered import LayeredSave
-from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.capture.layerwise_save import LayeredSave
+from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.steps.updates import Updates
 from ckptstore.write.writer import Writer
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["AgentWriter"]
 

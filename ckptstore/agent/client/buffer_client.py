@@ -17,7 +17,7 @@ from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
-from ckptstore.write.snapshot import HostTensor, Snapshot
+from ckptstore.write.capture.snapshot import HostTensor, Snapshot
 
 __all__ = ["BorrowedBuffer", "BufferClient"]
 

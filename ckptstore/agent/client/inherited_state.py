@@ -21,7 +21,7 @@ from ckptstore.host.threads import Workers, default_threads, run_all, workers
 from ckptstore.restore.load import LoadOptions
 from ckptstore.restore.load_targets import find_targets
 from ckptstore.restore.selection import select_from
-from ckptstore.write.snapshot import HostTensor, copy_jobs
+from ckptstore.write.capture.snapshot import HostTensor, copy_jobs
 
 __all__ = ["Inherited", "read_inherited"]
 

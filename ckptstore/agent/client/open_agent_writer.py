@@ -28,12 +28,12 @@ from ckptstore.host.option_checks import seconds
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
 from ckptstore.store import open as open_store
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.metrics import OnMetrics
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.ranks.rank_options import RankOptions
 from ckptstore.write.ranks.rank_writer_factory import to_group
+from ckptstore.write.saves.save_metrics import OnMetrics
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["writer"]
 

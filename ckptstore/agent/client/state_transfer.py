@@ -22,13 +22,13 @@ from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import default_threads, run_all, started_pool
-from ckptstore.write.filling import Filling
-from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
-from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.metrics import Meter
-from ckptstore.write.options import WriterOptions
-from ckptstore.write.snapshot import copy_jobs
+from ckptstore.write.capture.layer_copies import Filling
+from ckptstore.write.capture.layerwise_save import Begun, LayeredSave, Owner, checked_layers
+from ckptstore.write.capture.snapshot import copy_jobs
+from ckptstore.write.saves.ledger import Labels, PendingSave
+from ckptstore.write.saves.save_metrics import Meter
 from ckptstore.write.steps.updates import Explaining, Update, Updates
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["Fill", "FilledByOwner", "StateTransfer"]
 
@@ -86,7 +86,7 @@ class StateTransfer:
             lent = self._lend(agent, layout, save)
             save.measured.waited = lent.waited
             try:
-                # Prevents: a kill that costs more than `max_in_flight` saves; see `write.places`.
+                # Prevents: a kill that costs more than `max_in_flight` saves; see `write.saves.in_flight`.
                 self._agent_term.failures.raise_unseen()
                 if filling is not None:
                     updates = filling.fill(lent.memory, lent.offsets) or None

@@ -24,11 +24,11 @@ from ckptstore.formats.state import TensorSource
 from ckptstore.host import caller_warnings
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import RegionPlan, plan_regions
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.interval import RestoreBound
-from ckptstore.write.ledger import Labels
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.policy.delta_interval import RestoreBound
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.saves.ledger import Labels
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = [
     "StateLayout",

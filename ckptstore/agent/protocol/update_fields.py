@@ -14,7 +14,7 @@ from ckptstore.formats import dtypes
 from ckptstore.formats.optim import KINDS, Optimizer, SparseGradient, Step, listed
 from ckptstore.formats.sources import NumpySource, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.write.snapshot import HostTensor
+from ckptstore.write.capture.snapshot import HostTensor
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Packed", "read_updates", "updates_form"]

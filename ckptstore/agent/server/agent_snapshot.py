@@ -12,8 +12,8 @@ from ckptstore.errors import AgentError
 from ckptstore.formats.state import TensorSource, unflatten
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import LaidOutState
-from ckptstore.write.ledger import PendingSave
-from ckptstore.write.snapshot import HostTensor
+from ckptstore.write.capture.snapshot import HostTensor
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.steps.updates import Update
 
 __all__ = [

@@ -13,8 +13,8 @@ from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import CkptError
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
-from ckptstore.write.ledger import PendingSave
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["RankKeeper"]

@@ -31,15 +31,15 @@ from ckptstore.errors import (
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.store import Store
-from ckptstore.write.ledger import PendingSave
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.ranks.messages.key_value_store import Group, fetch, post
 from ckptstore.write.ranks.messages.rank_messages import pack, unpack
 from ckptstore.write.ranks.rank_save import Adopted
 from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.ranks.rank_writer_factory import open_rank_writer
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.steps.updates import Update
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["RankSaves"]
 

@@ -22,9 +22,9 @@ from ckptstore.host.threads import default_threads, started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.store import Store
-from ckptstore.write.ledger import PendingSave
-from ckptstore.write.local import LocalWriter
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.local_writer import LocalWriter
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.steps.updates import Update
 from ckptstore.write.writer import Writer
 

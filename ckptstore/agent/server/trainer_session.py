@@ -31,7 +31,7 @@ from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.agent.server.snapshot_keeper import SnapshotKeeper
 from ckptstore.errors import AgentError, CkptError
 from ckptstore.host.threads import started_pool
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.saves.ledger import PendingSave
 
 __all__ = ["SessionEnd", "TrainerSession"]
 

@@ -28,7 +28,7 @@ from ckptstore.log.requests import Outcome
 from ckptstore.maintenance.compact.compaction import make_moves, planned_moves
 from ckptstore.maintenance.compact.compaction_report import CompactMove
 from ckptstore.maintenance.compact.moves import CompactLimits
-from ckptstore.write.local import LocalWriter
+from ckptstore.write.local_writer import LocalWriter
 
 __all__ = ["CompactOptions", "CompactPass", "begin"]
 
@@ -97,7 +97,7 @@ def begin(journal: Journal, writer: LocalWriter, options: CompactOptions) -> Non
 
 
 class _IdleCompactor:
-    """The companion that compacts. See `write.companion.Companion`."""
+    """The companion that compacts. See `write.background_task.Companion`."""
 
     def __init__(self, journal: Journal, writer: LocalWriter, options: CompactOptions) -> None:
         self._journal = journal

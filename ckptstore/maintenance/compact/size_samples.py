@@ -20,7 +20,7 @@ from ckptstore.maintenance.merge.merge_check import opened_plan
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan
 from ckptstore.restore.restore_rates import measure_rates
-from ckptstore.write.encoding import Choices, choose_all
+from ckptstore.write.delta_encoding import Choices, choose_all
 
 __all__ = ["SampledSizes", "measure"]
 

@@ -11,7 +11,7 @@ from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge.checkpoint_portions import Portion, portions_of, write_portions
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.encoding import Choices, write_coded
+from ckptstore.write.delta_encoding import Choices, write_coded
 
 __all__ = ["reencode"]
 

@@ -20,7 +20,7 @@ from ckptstore.host.batched_copies import BatchedCopies
 from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion, plan_regions
 from ckptstore.training.capture.identity_guard import WatchedTensors
 from ckptstore.training.capture.script_state import ScriptState
-from ckptstore.write.snapshot import HostTensor
+from ckptstore.write.capture.snapshot import HostTensor
 
 __all__ = ["PlannedState", "StateCopy", "StatePlan"]
 

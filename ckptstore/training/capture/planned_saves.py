@@ -26,9 +26,9 @@ from ckptstore.training.capture.capture_plan import PlannedState, StateCopy, Sta
 from ckptstore.training.capture.predicted_updates import PredictedUpdates
 from ckptstore.training.capture.script_state import ScriptState
 from ckptstore.training.optimizers.optimizer_tracker import CollectedSteps
-from ckptstore.write.ledger import PendingSave
-from ckptstore.write.local import LocalWriter
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.local_writer import LocalWriter
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.steps.updates import Explaining, Update
 from ckptstore.write.writer import Writer
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptstore.write.filling import LayerCopy
+from ckptstore.write.capture.layer_copies import LayerCopy
 
 __all__ = ["Gate", "GateLog", "LayerwiseReport"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.training.layerwise.layer_sources import LayerSource
-from ckptstore.write.layered import Awaited, LayeredSave
+from ckptstore.write.capture.layerwise_save import Awaited, LayeredSave
 
 __all__ = ["LayerDivision", "StartedSave"]
 

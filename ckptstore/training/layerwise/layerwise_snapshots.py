@@ -54,8 +54,8 @@ from ckptstore.training.layerwise.gate_times import GateLog, LayerwiseReport
 from ckptstore.training.layerwise.layer_saves import LayerDivision, StartedSave
 from ckptstore.training.layerwise.layer_sources import marks_of, staged
 from ckptstore.training.layerwise.layers import PACKED, layers_of, members_of
-from ckptstore.write.layered import LayeredSave
-from ckptstore.write.ledger import PendingSave
+from ckptstore.write.capture.layerwise_save import LayeredSave
+from ckptstore.write.saves.ledger import PendingSave
 from ckptstore.write.steps.updates import Updates
 from ckptstore.write.writer import Writer
 

@@ -36,7 +36,7 @@ from ckptstore.training.replica.consumed_gradients import ConsumedGradients, Con
 from ckptstore.training.replica.replicable_state import Replicable
 from ckptstore.training.settings import SaveSettings
 from ckptstore.training.state_saves import StateSaves
-from ckptstore.write.ledger import Labels, PendingSave
+from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.writer import Writer
 
 __all__ = ["ReplicaSaves"]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from ckptstore.errors import AgentLostError, CommitUnknownError, FencedError, MailboxError, WriterError
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
 from ckptstore.write.ranks.messages.rank_messages import CommitVerdict
 from ckptstore.write.ranks.messages.step_messages import Exchange
@@ -19,7 +20,6 @@ from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm, unknown
 from ckptstore.write.resident_bases import ResidentBases
-from ckptstore.write.snapshot import Snapshot
 
 __all__ = ["CommitCoordinator"]
 

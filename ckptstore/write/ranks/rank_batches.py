@@ -23,8 +23,7 @@ from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, Mai
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.crash_points import crash_point
-from ckptstore.write.ledger import Labels
-from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
 from ckptstore.write.ranks.gathered_parts import Gathered
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline, fetch
@@ -35,8 +34,9 @@ from ckptstore.write.ranks.rank_diffs import RankDiffs
 from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
+from ckptstore.write.saves.ledger import Labels
 from ckptstore.write.steps.batch_segments import RankShare, write_batch
-from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
+from ckptstore.write.steps.step_encoding import EncodedStep, EncodedTensor
 
 __all__ = ["LOOK_SECONDS", "RankBatches"]
 

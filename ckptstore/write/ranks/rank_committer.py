@@ -23,8 +23,7 @@ from ckptstore.segments.packed_segments import shares, write_stream
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.commits import Commits
-from ckptstore.write.ledger import Labels
-from ckptstore.write.orders import Order
+from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.gathered_parts import Gathered, check_replicas, check_seen, check_united, gathered
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
@@ -32,6 +31,7 @@ from ckptstore.write.ranks.messages.rank_messages import BatchPart, CommitVerdic
 from ckptstore.write.ranks.messages.step_messages import Exchange, attempt_id
 from ckptstore.write.ranks.rank_agreement import Agreement, check_kept
 from ckptstore.write.ranks.rank_options import RankOptions
+from ckptstore.write.saves.ledger import Labels
 from ckptstore.write.steps.batch_segments import KIND
 
 __all__ = ["Batched", "RankCommitter"]

@@ -13,16 +13,16 @@ from ckptstore.errors import FailedRankError
 from ckptstore.formats.records import CheckpointId
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.encoding import Fed
-from ckptstore.write.feeding import Feed
-from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.rank_save import RankSave
-from ckptstore.write.snapshot import Snapshot, SnapshotPool
-from ckptstore.write.steps.encoding import EncodedStep
-from ckptstore.write.steps.fed import TooLongError
+from ckptstore.write.steps.bounded_step import TooLongError
 from ckptstore.write.steps.gradient_sum import GradientSum
 from ckptstore.write.steps.resident_step import ResidentStep
+from ckptstore.write.steps.step_encoding import EncodedStep
 
 __all__ = ["RankDiffs"]
 

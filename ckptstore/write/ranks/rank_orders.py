@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ckptstore.errors import MissingRankError, RankMismatchError
 from ckptstore.host.crash_points import crash_point
-from ckptstore.write.order_policy import OrderPolicy
-from ckptstore.write.orders import FULL_ORDER, Order
+from ckptstore.write.policy.order_policy import OrderPolicy
+from ckptstore.write.policy.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline, fetch
 from ckptstore.write.ranks.messages.rank_messages import CommitVerdict, pack_order, unpack_order
 from ckptstore.write.ranks.rank_agreement import check_kept

@@ -9,14 +9,14 @@ from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import WORTH_THREADS, SleepingPool, Workers, started_pool
 from ckptstore.log.journal import Journal
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.ledger import Failures
-from ckptstore.write.metrics import Meter
-from ckptstore.write.options import WriterOptions
-from ckptstore.write.places import Places
+from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.rank_options import RankOptions
 from ckptstore.write.ranks.share_budget import ShareBudget
-from ckptstore.write.snapshot import SnapshotPool
+from ckptstore.write.saves.in_flight import Places
+from ckptstore.write.saves.ledger import Failures
+from ckptstore.write.saves.save_metrics import Meter
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["RankResources"]
 

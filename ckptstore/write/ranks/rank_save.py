@@ -9,16 +9,16 @@ from typing import Any
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress
-from ckptstore.write.feeding import Feed
-from ckptstore.write.job import Job
-from ckptstore.write.ledger import Labels, Saves
-from ckptstore.write.orders import FULL_ORDER, Order
-from ckptstore.write.places import Place
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.policy.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.messages.step_messages import Exchange
 from ckptstore.write.ranks.rank_agreement import Agreement
 from ckptstore.write.ranks.share_units import ArrivingShare
-from ckptstore.write.snapshot import Snapshot
-from ckptstore.write.steps.encoding import EncodedStep
+from ckptstore.write.saves.in_flight import Place
+from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.ledger import Labels, Saves
+from ckptstore.write.steps.step_encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["Adopted", "RankSave"]

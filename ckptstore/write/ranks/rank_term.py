@@ -7,8 +7,6 @@ import contextlib
 from ckptstore.errors import CkptError, CommitUnknownError, MailboxError, RankMismatchError, WriterError
 from ckptstore.formats.segment import SegmentDoc
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ledger import Saves
-from ckptstore.write.no_space import tell_what_holds_space
 from ckptstore.write.ranks.division import Family
 from ckptstore.write.ranks.messages.key_value_store import Mailbox
 from ckptstore.write.ranks.messages.rank_messages import CommitVerdict, OpenedTerm, told
@@ -18,6 +16,8 @@ from ckptstore.write.ranks.rank_agreement import Agreement
 from ckptstore.write.ranks.rank_committer import RankCommitter
 from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import RankSave
+from ckptstore.write.saves.ledger import Saves
+from ckptstore.write.space_advice import tell_what_holds_space
 
 __all__ = ["RankTerm", "unknown"]
 

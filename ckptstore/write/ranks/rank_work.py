@@ -12,7 +12,7 @@ from ckptstore.host.background_threads import Periodic
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.restore.stored_base import open_base
 from ckptstore.write.committer import may_mean
-from ckptstore.write.order_policy import OrderPolicy
+from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
 from ckptstore.write.ranks.rank_batches import LOOK_SECONDS, RankBatches
 from ckptstore.write.ranks.rank_committer import RankCommitter
@@ -23,7 +23,7 @@ from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.share_writer import ShareWriter
 from ckptstore.write.resident_bases import ResidentBases
-from ckptstore.write.retaining import short_of_space
+from ckptstore.write.retainer import short_of_space
 
 __all__ = ["RankWork"]
 

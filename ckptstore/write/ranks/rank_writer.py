@@ -25,13 +25,13 @@ from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import codes_of, refuse_within
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ledger import Labels, PendingSave, check_owner
-from ckptstore.write.places import Place
 from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_save import Adopted, RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.rank_work import RankWork
 from ckptstore.write.ranks.share_snapshot import prepare
+from ckptstore.write.saves.in_flight import Place
+from ckptstore.write.saves.ledger import Labels, PendingSave, check_owner
 from ckptstore.write.steps.updates import Explaining, Update, Updates
 from ckptstore.write.writer import Writer
 

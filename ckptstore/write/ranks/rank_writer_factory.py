@@ -12,8 +12,6 @@ from ckptstore.host import interpreter_exit
 from ckptstore.log.checkpoint_info import CheckpointInfo, look_up
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term
-from ckptstore.write.opening import TermOpener
-from ckptstore.write.options import WriterOptions
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.ranks.messages.rank_messages import OpenedTerm
 from ckptstore.write.ranks.rank_committer import RankCommitter
@@ -22,6 +20,8 @@ from ckptstore.write.ranks.rank_resources import RankResources
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.ranks.term_bootstrap import join, lead
+from ckptstore.write.writer_opening import TermOpener
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["open_rank_writer", "to_group"]
 

@@ -17,7 +17,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.threads import SleepingPool, default_threads
 from ckptstore.segments.units import plan_units
-from ckptstore.write.feeding import Feed, Feeding
+from ckptstore.write.capture.bounded_capture import Feed, Feeding
 from ckptstore.write.ranks.rank_save import RankSave
 from ckptstore.write.ranks.share_units import ArrivingShare
 

@@ -11,7 +11,7 @@ from ckptstore.formats.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
 from ckptstore.segments.aligned_regions import LaidOutState
-from ckptstore.write.places import Place
+from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.ranks.messages.key_value_store import ReplyDeadline
 from ckptstore.write.ranks.rank_agreement import agree
 from ckptstore.write.ranks.rank_resources import RankResources
@@ -19,7 +19,7 @@ from ckptstore.write.ranks.rank_save import Adopted, RankSave
 from ckptstore.write.ranks.rank_term import RankTerm
 from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.ranks.shares import Holding, digests_of, holding_of, share_of, steady, updates_of
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.steps.updates import Explaining, Update, Updates, with_copies, with_sparse_copies
 
 __all__ = ["prepare", "with_digests"]

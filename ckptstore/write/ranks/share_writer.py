@@ -14,9 +14,9 @@ from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain_segments import write_plain
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.encoding import Base, Choices, Fed, write_coded
-from ckptstore.write.feeding import Feed
-from ckptstore.write.orders import Order
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.delta_encoding import Base, Choices, Fed, write_coded
+from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.commit_coordinator import CommitCoordinator
 from ckptstore.write.ranks.messages.rank_messages import RankPart
 from ckptstore.write.ranks.messages.step_messages import attempt_id

@@ -19,7 +19,7 @@ from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import shares, write_stream
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.steps.encoding import EncodedStep, EncodedTensor
+from ckptstore.write.steps.step_encoding import EncodedStep, EncodedTensor
 
 __all__ = ["KIND", "RankShare", "write_batch"]
 

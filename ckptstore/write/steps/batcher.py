@@ -17,17 +17,17 @@ from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import Workers
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.encoding import Fed
-from ckptstore.write.job import Job
-from ckptstore.write.order_policy import OrderPolicy
-from ckptstore.write.orders import Order
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.delta_encoding import Fed
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.policy.order_policy import OrderPolicy
+from ckptstore.write.policy.orders import Order
+from ckptstore.write.saves.job import Job
 from ckptstore.write.steps.batch_segments import write_batch
-from ckptstore.write.steps.encoding import EncodedStep
-from ckptstore.write.steps.fed import FedStep, TooLongError
+from ckptstore.write.steps.bounded_step import FedStep, TooLongError
 from ckptstore.write.steps.gradient_sum import GradientSum
 from ckptstore.write.steps.resident_step import ResidentStep
+from ckptstore.write.steps.step_encoding import EncodedStep
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["BecomesFullError", "Diffs", "Waiting", "Written"]

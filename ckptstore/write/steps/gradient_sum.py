@@ -20,9 +20,9 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import FlatState
 from ckptstore.host.buffers import Bytes
-from ckptstore.write.snapshot import Snapshot
-from ckptstore.write.steps.encoding import Base, EncodedStep, fitting_updates, numbers_of
+from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.steps.resident_step import ResidentStep
+from ckptstore.write.steps.step_encoding import Base, EncodedStep, fitting_updates, numbers_of
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["GradientSum"]

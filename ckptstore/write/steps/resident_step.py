@@ -13,13 +13,13 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
-from ckptstore.write.encoding import Base, Choices
-from ckptstore.write.feeding import Feed
+from ckptstore.write.capture.bounded_capture import Feed
+from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.delta_encoding import Base, Choices
 from ckptstore.write.resident_bases import MemoryBase
-from ckptstore.write.snapshot import Snapshot
-from ckptstore.write.steps.encoding import EncodedStep, StepChoices, encode_step
-from ckptstore.write.steps.fed import FedStep, digest_of, plan_fed
-from ckptstore.write.steps.unexplained import Unexplained
+from ckptstore.write.steps.bounded_step import FedStep, digest_of, plan_fed
+from ckptstore.write.steps.step_encoding import EncodedStep, StepChoices, encode_step
+from ckptstore.write.steps.unexplained_bytes import Unexplained
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["ResidentStep"]

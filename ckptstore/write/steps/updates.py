@@ -11,7 +11,7 @@ from ckptstore.errors import UsageError
 from ckptstore.formats.optim import Optimizer, SparseGradient, Step
 from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
-from ckptstore.write.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 
 __all__ = [
     "Explaining",

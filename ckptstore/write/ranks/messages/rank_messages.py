@@ -20,7 +20,7 @@ from ckptstore.formats.layout import chunk_extents
 from ckptstore.formats.records import CheckpointId, SegmentEntry
 from ckptstore.formats.segment import Chunk, TensorEntry
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.orders import Order
+from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.messages.key_value_store import LETTER_LIMIT
 
 __all__ = [

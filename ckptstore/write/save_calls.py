@@ -19,15 +19,15 @@ from ckptstore.host.progress import Progress
 from ckptstore.host.signal_reentry import refuse_within
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo
+from ckptstore.write.capture.layer_copies import Filling
+from ckptstore.write.capture.layerwise_save import Begun, LayeredSave, Owner, checked_layers
+from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
-from ckptstore.write.filling import Filling
-from ckptstore.write.job import Job
-from ckptstore.write.layered import Begun, LayeredSave, Owner, checked_layers
-from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.lifetime import Lifetime
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.saves.job import Job
+from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
+from ckptstore.write.writer_runtime import Lifetime
 
 __all__ = ["Taking"]
 

@@ -8,7 +8,7 @@ from typing import Literal
 from ckptstore.errors import UsageError
 from ckptstore.formats.codecs import FAST_POLICY, Policy
 from ckptstore.host.option_checks import whole
-from ckptstore.write.interval import Form, RestoreBound, Schedule
+from ckptstore.write.policy.delta_interval import Form, RestoreBound, Schedule
 
 __all__ = ["DeltaOptions"]
 

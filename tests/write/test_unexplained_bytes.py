@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from ckptstore import UnexplainedStepWarning
-from ckptstore.write.steps.unexplained import Excess, Unexplained
+from ckptstore.write.steps.unexplained_bytes import Excess, Unexplained
 
 NUMBERS = 100_000
 

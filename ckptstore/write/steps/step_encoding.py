@@ -23,9 +23,9 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, cancel_and_wait
-from ckptstore.write.encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
-from ckptstore.write.feeding import Piece, Unit
-from ckptstore.write.steps.unexplained import Excess
+from ckptstore.write.capture.bounded_capture import Piece, Unit
+from ckptstore.write.delta_encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
+from ckptstore.write.steps.unexplained_bytes import Excess
 from ckptstore.write.steps.updates import Update
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Final
 
 from ckptstore.host.cancellable_calls import Scope
 from ckptstore.log.checkpoint_info import CheckpointInfo
-from ckptstore.write.ledger import Labels, PendingSave, Saves
-from ckptstore.write.metrics import Measured
-from ckptstore.write.places import Place
+from ckptstore.write.saves.in_flight import Place
+from ckptstore.write.saves.ledger import Labels, PendingSave, Saves
+from ckptstore.write.saves.save_metrics import Measured
 from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Job"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ckptstore.formats.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import cancel_and_wait
-from ckptstore.write.snapshot import Snapshot, copy_jobs
+from ckptstore.write.capture.snapshot import Snapshot, copy_jobs
 
 __all__ = ["Filling", "Layer", "LayerCopy", "memory"]
 

@@ -20,10 +20,10 @@ from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term
 from ckptstore.restore.stored_base import open_base
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.local import LocalWriter
-from ckptstore.write.options import WriterOptions
+from ckptstore.write.local_writer import LocalWriter
+from ckptstore.write.policy.diff_options import DiffOptions
 from ckptstore.write.second_tier import SecondTier
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["Opener", "TermOpener", "open_writer"]
 

@@ -27,25 +27,25 @@ from ckptstore.log.journal import Journal
 from ckptstore.log.requests import Outcome
 from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
-from ckptstore.write.coded import Coded
+from ckptstore.write.background_task import Companion
+from ckptstore.write.capture.bounded_capture import Feeding
+from ckptstore.write.capture.layerwise_save import Begun
+from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.committer import Committer
-from ckptstore.write.companion import Companion
+from ckptstore.write.compressed_saves import Coded
 from ckptstore.write.deltas import Deltas
-from ckptstore.write.feeding import Feeding
-from ckptstore.write.fulls import Fulls
-from ckptstore.write.layered import Begun
-from ckptstore.write.ledger import Failures, Saves, check_owner
-from ckptstore.write.metrics import Meter
-from ckptstore.write.options import WriterOptions
-from ckptstore.write.order_policy import OrderPolicy
-from ckptstore.write.path import SavePath
-from ckptstore.write.places import Places
-from ckptstore.write.retaining import short_of_space
+from ckptstore.write.full_saves import Fulls
+from ckptstore.write.policy.order_policy import OrderPolicy
+from ckptstore.write.retainer import short_of_space
+from ckptstore.write.save_path import SavePath
+from ckptstore.write.saves.in_flight import Places
+from ckptstore.write.saves.ledger import Failures, Saves, check_owner
+from ckptstore.write.saves.save_metrics import Meter
 from ckptstore.write.second_tier import SecondTier
-from ckptstore.write.snapshot import SnapshotPool
 from ckptstore.write.steps.batcher import Diffs
 from ckptstore.write.steps.updates import Explaining
 from ckptstore.write.writer import Writer
+from ckptstore.write.writer_options import WriterOptions
 
 __all__ = ["Begin", "Lifetime"]
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ckptstore.write.ledger import Failures
+from ckptstore.write.saves.ledger import Failures
 
 __all__ = ["Place", "Places"]
 

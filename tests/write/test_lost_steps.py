@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptstore.errors import AgentLostError, AgentSilentError, CommitUnknownError, StorageError
-from ckptstore.write.lost import by_error, first_of, lost_steps, name_steps, note_lost
+from ckptstore.write.saves.lost_steps import by_error, first_of, lost_steps, name_steps, note_lost
 
 
 def notes(error: BaseException) -> list[str]:

@@ -8,9 +8,9 @@ from typing import TypeVar
 from ckptstore.errors import WriterClosedError
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.term import Term
-from ckptstore.write.lifetime import Begin
+from ckptstore.write.save_calls import Taking
 from ckptstore.write.second_tier import Lag
-from ckptstore.write.taking import Taking
+from ckptstore.write.writer_runtime import Begin
 
 __all__ = ["Begin", "LocalWriter"]
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import UsageError
-from ckptstore.write.interval import DEPTH_LIMIT, Decision, DeltaSizes, Form, RestoreBound, Schedule, best_interval
+from ckptstore.write.policy.delta_interval import (
+    DEPTH_LIMIT,
+    Decision,
+    DeltaSizes,
+    Form,
+    RestoreBound,
+    Schedule,
+    best_interval,
+)
 
 FREE = RestoreBound(times=None)
 """No bound but the depth."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import UsageError
-from ckptstore.write.interval import DeltaSizes, Form, RestoreBound, Schedule, best_interval
+from ckptstore.write.policy.delta_interval import DeltaSizes, Form, RestoreBound, Schedule, best_interval
 
 FULL = 1000.0
 

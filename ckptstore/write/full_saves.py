@@ -30,9 +30,9 @@ from ckptstore.host.threads import SleepingPool, default_threads, started_pool
 from ckptstore.segments.staged_units import DescribedTensor, StagedState, StagedUnits, copies_of, copy_now
 from ckptstore.segments.units import UnitPlan, plan_units
 from ckptstore.write.committer import Committer
-from ckptstore.write.job import Job
 from ckptstore.write.lanes import Lanes
-from ckptstore.write.path import SavePath
+from ckptstore.write.save_path import SavePath
+from ckptstore.write.saves.job import Job
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Updates
 

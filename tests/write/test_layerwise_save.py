@@ -16,7 +16,7 @@ from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.formats.sources import NumpySource
 from ckptstore.formats.state import FlatState
 from ckptstore.store import Store
-from ckptstore.write.layered import Awaited
+from ckptstore.write.capture.layerwise_save import Awaited
 from tests.write import inside
 
 LAYERS = {"first": ("a.w", "a.m"), "second": ("b.w",)}

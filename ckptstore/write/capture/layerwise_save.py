@@ -19,9 +19,9 @@ from ckptstore.formats.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import run_all
-from ckptstore.write.filling import Filling, Layer, LayerCopy, memory
-from ckptstore.write.ledger import Labels, PendingSave
-from ckptstore.write.snapshot import Snapshot, copy_jobs
+from ckptstore.write.capture.layer_copies import Filling, Layer, LayerCopy, memory
+from ckptstore.write.capture.snapshot import Snapshot, copy_jobs
+from ckptstore.write.saves.ledger import Labels, PendingSave
 
 __all__ = ["Awaited", "Begun", "LayeredSave", "Owner", "checked_layers"]
 

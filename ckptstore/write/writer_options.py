@@ -12,9 +12,9 @@ from ckptstore.host import interpreter_exit
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.option_checks import MOST_BYTES, MOST_THREADS, seconds, whole
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.metrics import OnMetrics
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.saves.save_metrics import OnMetrics
 
 __all__ = ["WriterOptions"]
 

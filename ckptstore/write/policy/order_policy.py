@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.retention_forecast import Chains
-from ckptstore.write.delta_options import DeltaOptions
-from ckptstore.write.diff_options import DiffOptions
-from ckptstore.write.interval import Decision, Schedule
-from ckptstore.write.orders import FULL_ORDER, Order
+from ckptstore.write.policy.delta_interval import Decision, Schedule
+from ckptstore.write.policy.delta_options import DeltaOptions
+from ckptstore.write.policy.diff_options import DiffOptions
+from ckptstore.write.policy.orders import FULL_ORDER, Order
 
 __all__ = ["OrderPolicy"]
 

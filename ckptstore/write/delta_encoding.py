@@ -29,7 +29,7 @@ from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import drafts, write_stream
 from ckptstore.segments.plain_segments import WrittenState
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.feeding import Feed, Piece, Unit, Window
+from ckptstore.write.capture.bounded_capture import Feed, Piece, Unit, Window
 
 __all__ = [
     "Base",

@@ -16,7 +16,7 @@ from ckptstore.formats.spans import Spans
 from ckptstore.host.option_checks import seconds, texts
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.refs import check_new_tag
-from ckptstore.write.lost import first_of
+from ckptstore.write.saves.lost_steps import first_of
 from ckptstore.write.second_tier import SecondTier
 
 __all__ = ["Failures", "Labels", "PendingSave", "Saves", "check_owner"]

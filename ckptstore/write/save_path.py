@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from ckptstore.formats.state import FlatState
 from ckptstore.host.progress import Progress
+from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer
-from ckptstore.write.job import Job
-from ckptstore.write.snapshot import Snapshot
+from ckptstore.write.saves.job import Job
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
 

@@ -13,11 +13,11 @@ from typing import TypeVar
 from ckptstore.formats.state import FlatState
 from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
+from ckptstore.write.capture.bounded_capture import Feeding
+from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 from ckptstore.write.committer import Committer
-from ckptstore.write.feeding import Feeding
-from ckptstore.write.job import Job
-from ckptstore.write.path import SavePath
-from ckptstore.write.snapshot import Snapshot, SnapshotPool
+from ckptstore.write.save_path import SavePath
+from ckptstore.write.saves.job import Job
 from ckptstore.write.stage import Bounded, Copies, InPlace, Stage
 from ckptstore.write.steps.updates import (
     Explaining,

@@ -28,10 +28,10 @@ from ckptstore.host.threads import Workers
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import write_stream
 from ckptstore.segments.write_session import SegmentSession
-from ckptstore.write.encoding import Choices, Coded, Fed, TensorPlan, choose_all, group_jobs, units_of
-from ckptstore.write.feeding import Unit, Window
+from ckptstore.write.capture.bounded_capture import Unit, Window
+from ckptstore.write.delta_encoding import Choices, Coded, Fed, TensorPlan, choose_all, group_jobs, units_of
 from ckptstore.write.steps.batch_segments import KIND
-from ckptstore.write.steps.encoding import (
+from ckptstore.write.steps.step_encoding import (
     Base,
     CodedChunk,
     EncodedStep,
@@ -46,7 +46,7 @@ from ckptstore.write.steps.encoding import (
     unit_of,
     will_fit,
 )
-from ckptstore.write.steps.unexplained import Excess
+from ckptstore.write.steps.unexplained_bytes import Excess
 from ckptstore.write.steps.updates import Update
 
 __all__ = ["FedStep", "StreamedStep", "TooLongError", "digest_of", "plan_fed"]

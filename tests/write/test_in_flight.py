@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from ckptstore.errors import StorageError
-from ckptstore.write.ledger import Failures
-from ckptstore.write.places import Place, Places
+from ckptstore.write.saves.in_flight import Place, Places
+from ckptstore.write.saves.ledger import Failures
 
 
 def taken(places: Places) -> Place | None:
