@@ -19,7 +19,7 @@ from ckptstore.errors import CkptError, FormatError, TensorNotFoundError, UsageE
 from ckptstore.exchange.atomic_files import OutputFile, Outputs, outputs, refuse_missing_folder, refuse_store
 from ckptstore.exchange.safetensors_files import DTYPES_MEMBER, read_safetensors
 from ckptstore.exchange.torch_archive import TensorReference, TorchObject, is_archive, write_archive
-from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER
+from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER, exported_ref
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.layout import TensorSpec, order
 from ckptstore.formats.names import bare_name
@@ -156,7 +156,7 @@ def is_export(path: Path) -> bool:
         if is_archive(path):
             return True
         with ExitStack() as stack:
-            return CHECKPOINT_MEMBER in read_safetensors(path, stack)[1]
+            return exported_ref(read_safetensors(path, stack)[1]) is not None
     except (CkptError, OSError):
         return False
 

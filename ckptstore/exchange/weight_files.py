@@ -36,6 +36,7 @@ __all__ = [
     "CHECKPOINT_MEMBER",
     "STATE_MEMBER",
     "OpenedFile",
+    "exported_ref",
     "flattened",
     "index_shards",
     "is_torch",
@@ -43,8 +44,10 @@ __all__ = [
     "open_file",
 ]
 
-CHECKPOINT_MEMBER: Final = "ckptstore.log.checkpoint_info"
+CHECKPOINT_MEMBER: Final = "ckptstore.checkpoint"
 """Member of an exported file's ``__metadata__``: the REF of the checkpoint."""
+_FORMER_CHECKPOINT_MEMBER: Final = "ckptstore.log.checkpoints"
+"""The member in files that earlier versions exported."""
 STATE_MEMBER: Final = "ckptstore.state"
 """Member of an exported file's ``__metadata__``: the typed JSON tree of the state (SPEC section 3.1). With it an import
 restores the whole state, not only its tensors."""
@@ -87,6 +90,11 @@ class OpenedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.opened.close()
+
+
+def exported_ref(metadata: Mapping[str, str]) -> str | None:
+    """The REF of the checkpoint that a file was exported from, by its ``__metadata__``; None: it is no export."""
+    return metadata.get(CHECKPOINT_MEMBER, metadata.get(_FORMER_CHECKPOINT_MEMBER))
 
 
 def open_file(path: Path) -> OpenedFile:

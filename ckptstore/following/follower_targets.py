@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.exchange.export import is_export
 from ckptstore.exchange.safetensors_files import read_safetensors
-from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER
+from ckptstore.exchange.weight_files import exported_ref
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.log.journal import Journal
@@ -82,7 +82,7 @@ def resident_from_file(
     try:
         with ExitStack() as stack:
             tensors, metadata = read_safetensors(path, stack)
-            ref = metadata.get(CHECKPOINT_MEMBER)
+            ref = exported_ref(metadata)
             return None if ref is None else _adopted(journal, ref, select, since, tensors)
     except (CkptError, OSError):
         return None

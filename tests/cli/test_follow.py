@@ -48,6 +48,22 @@ def test_a_file_and_a_command(ckpt: Run, run: Path, tmp_path: Path) -> None:
     assert "no new checkpoint" in again.err
 
 
+@pytest.mark.parametrize("member", ["ckptstore.checkpoint", "ckptstore.log.checkpoints"])
+def test_files_of_earlier_versions_are_known_as_exported(ckpt: Run, run: Path, tmp_path: Path, member: str) -> None:
+    from safetensors import safe_open
+    from safetensors.numpy import load_file, save_file
+
+    out = tmp_path / "policy.safetensors"
+    assert ckpt("follow", run, "--out", out, "--after", "2@1", "--each", "--once").code == 0
+    with safe_open(out, "numpy") as file:
+        said = file.metadata()
+    ref = said.pop("ckptstore.checkpoint")  # what files say is a format: no renamed module may change it
+    save_file(load_file(out), out, {**said, member: ref})
+    assert ckpt("follow", run, "--out", out, "--once", "--after", "2@1").code == 0
+    save_file(load_file(out), out, {**said, "another.checkpoint": ref})
+    assert ckpt("follow", run, "--out", out, "--once", "--after", "2@1").code == 2
+
+
 @pytest.mark.parametrize("name", ["policy.safetensors", "policy.bin"])
 def test_only_what_was_exported_is_replaced(ckpt: Run, run: Path, tmp_path: Path, name: str) -> None:
     torch = pytest.importorskip("torch")

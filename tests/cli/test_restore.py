@@ -31,7 +31,7 @@ def test_safetensors(ckpt: Run, pristine: Path, tmp_path: Path) -> None:
     assert tensors["odd.z"].tolist() == [1.0, 2.0]  # complex: reals with a trailing dimension of 2
     with safe_open(out, "numpy") as file:
         assert file.metadata()["format"] == "pt"
-        assert file.metadata()["ckptstore.log.checkpoint_info"] == "3@1"
+        assert file.metadata()["ckptstore.checkpoint"] == "3@1"
 
 
 def test_the_newest_checkpoint_is_the_default(ckpt: Run, pristine: Path, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _seeds() -> list[bytes]:
             "format": "pt",
             "ckptstore.state": json.dumps(tree),
             "ckptstore.dtypes": json.dumps({"z": "C64"}),
-            "ckptstore.log.checkpoint_info": "3@1",
+            "ckptstore.checkpoint": "3@1",
         },
         "w": {"dtype": "BF16", "shape": [5], "data_offsets": [0, 10]},
         "z": {"dtype": "F32", "shape": [2, 2], "data_offsets": [10, 26]},

@@ -71,13 +71,13 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"ckptstore/backends/{name}.py": _some(
             "object_options", "objects", "objects_store", "bandwidth", "mute_server", "object_faults"
         )
-        for name in ("object_requests", "object_segments", "objects", "gathered", "bandwidth")
+        for name in ("object_requests", "object_segments", "objects", "gathered")
     },
     "ckptstore/backends/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
     "ckptstore/backends/schemes.py": _some("backends", "third_party"),
     "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
-    "ckptstore/backends/memory.py": _some("backends", "segments/test_plain", "hostile_segments"),
+    "ckptstore/backends/memory.py": _some("backends", "segments/test_plain_segments", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
     "ckptstore/backends/folders.py": (*_some("local_backend", "replaced", "hostile_keys", "backends"), *_CRASHES),
     "ckptstore/backends/directio.py": (*_some("local_backend", "backends", "recycling", "direct"), *_CRASHES),
@@ -103,7 +103,9 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/exchange/checkpoint_folders.py": _some("checkpoint_folders"),
     "ckptstore/exchange/export.py": _some("export"),
     "ckptstore/exchange/atomic_files.py": _some("export", "outside_attack"),
-    "ckptstore/host/buffers.py": _some("torch_offload", "arenas", "segments/test_plain", "pace", "host/test_memory"),
+    "ckptstore/host/buffers.py": _some(
+        "torch_offload", "arenas", "segments/test_plain_segments", "pace", "host/test_memory"
+    ),
     "ckptstore/host/interpreter_exit.py": _some("host/test_interpreter_exit"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
     "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
