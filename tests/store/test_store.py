@@ -273,7 +273,7 @@ class TestInPlace:
             store.load(1, into=into)
         assert "leave 'optimizer' out, load(REF, into=..., select='model.*')" in str(raised.value)
         assert "load(REF, select='optimizer.*')['optimizer'] to its load_state_dict()" in str(raised.value)
-        with pytest.raises(UsageError, match=r"called as in the checkpoint, which has loader, model.*into=\{'model': "):
+        with pytest.raises(UsageError, match=r"is in the checkpoint, which has loader, model.*into=\{'model': "):
             store.load(1, into=model)
         assert not model["0.weight"].any()
         untied = model | {"0.weight": torch.zeros(64, 64)}
