@@ -137,7 +137,7 @@ def test_errors(ckpt: Run, series: list[Path], tmp_path: Path) -> None:
     save_file({"other": np.ones(3)}, tmp_path / "step_50.safetensors")
     assert "no tensor in common" in ckpt("analyze", series[0], tmp_path / "step_50.safetensors").err
     assert ckpt("analyze", tmp_path / "nothing.pt", series[0]).code == 2
-    assert "no share" in ckpt("analyze", *series, "--sample", "0%").err
+    assert "is not a share" in ckpt("analyze", *series, "--sample", "0%").err
     assert "--exact measures every byte" in ckpt("analyze", *series, "--exact", "--sample", "1MB").err
     assert "write numbers" in ckpt("analyze", *series, "--gaps", "1,x").err
     assert "GLOB=CLASS" in ckpt("analyze", *series, "--class", "thing").err

@@ -37,7 +37,7 @@ def test_what_it_prints(ckpt: Run, nan: Path) -> None:
     assert "first bad: 5@1" in spike.out
     text = ckpt("bisect", nan, "--expr", "state['w'][0] == 6", "--check", "1")
     assert "note: 12@1 is good, and should be bad" in text.err
-    assert ckpt("bisect", nan, "--expr", "False").out.splitlines()[-1].startswith("nothing bad was found")
+    assert ckpt("bisect", nan, "--expr", "False").out.splitlines()[-1].startswith("no bad checkpoint was found")
 
 
 def test_mistakes(ckpt: Run, nan: Path) -> None:

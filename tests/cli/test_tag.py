@@ -95,8 +95,8 @@ def test_mistakes(ckpt: Run, run: Path) -> None:
         (("no tag", "1"), 2, "is no tag name"),
         (("x", "99"), 3, "no checkpoint of step 99"),
         (("nothing", "--delete"), 3, "no tag 'nothing'"),
-        (("--delete",), 2, "which tag?"),
-        (("best", "1", "--delete"), 2, "leave REF out"),
+        (("--delete",), 2, "pass the name of the tag"),
+        (("best", "1", "--delete"), 2, "omit REF"),
         (("best", "soon"), 2, "is no REF"),
         (("29@1", "best"), 3, "29@1"),
     ):

@@ -155,5 +155,5 @@ def test_memory_below_one_copy_is_measured_with_and_printed(ckpt: Run, tmp_path:
     assert found.json["line"] == f"store.writer(max_in_flight=1, threads=1, memory={48 << 20})"
     less = ckpt("tune", "interval", tmp_path / "run", *size, "--probe", "64MiB", "--memory", str(memory))
     assert less.code == 2
-    assert "give --probe" in less.err
+    assert "pass --probe" in less.err
     assert list(tmp_path.iterdir()) == []

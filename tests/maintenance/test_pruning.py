@@ -252,7 +252,7 @@ class TestWriters:
         ):
             save(writer, [2, 3])
         assert [info.step for info in store.checkpoints()] == [1, 2, 3]
-        with pytest.raises(ckptstore.UsageError, match="cosine:3 this version does not know"):
+        with pytest.raises(ckptstore.UsageError, match="does not know all of its rules last:1, cosine:3"):
             store.prune(dry_run=True)
         assert store.prune("last:1", dry_run=True).retired == ("1@1", "2@3")
 
