@@ -118,10 +118,8 @@ class OptimizerTracker:
         return CollectedSteps(self._optimizers, counts, steps, predicted=self._predict and why is None, why=why)
 
     def put_back(self, collected: CollectedSteps) -> None:
-        """Add the `collected` steps again, because they were not saved.
-
-        Prevents: one step that is taken for the whole change since a checkpoint that is several steps older.
-        """
+        """Add the `collected` steps again, because they were not saved."""
+        # Prevents: one step that is taken for the whole change since a checkpoint that is several steps older.
         self._counts = [now + before for now, before in zip(self._counts, collected.counts, strict=True)]
         self._steps = [
             now if now is not None else before for now, before in zip(self._steps, collected.steps, strict=True)
