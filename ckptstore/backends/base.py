@@ -48,14 +48,14 @@ def checked_key(key: str) -> str:
     leads out of the store, even if it comes from a hostile record. Raises `UsageError`.
     """
     if not _KEY.fullmatch(key):
-        raise UsageError(f"{key!r} is no key of a store")
+        raise UsageError(f"{key!r} is not a valid key of a store")
     return key
 
 
 def checked_folder(prefix: str) -> str:
     """Return `prefix` if it is ``""`` or a key followed by ``/``. Raises `UsageError`."""
     if prefix and not (prefix.endswith("/") and _KEY.fullmatch(prefix[:-1])):
-        raise UsageError(f"{prefix!r} is no folder of a store")
+        raise UsageError(f"{prefix!r} is not a valid folder of a store")
     return prefix
 
 
@@ -113,14 +113,14 @@ class SegmentSink(ABC):
 
         Raises `StorageError`: the medium does not support this, or the segment was sealed or aborted.
         """
-        raise StorageError(errno.EOPNOTSUPP, f"this medium copies what it is given: {len(data)} bytes at {offset}")
+        raise StorageError(errno.EOPNOTSUPP, f"this medium cannot refer to memory: {len(data)} bytes at {offset}")
 
     def persist(self, offset: int, length: int) -> None:
         """Flush these bytes, which were stored through `map`, to the medium, so that `seal` has less to do.
 
         Any thread may call this once all stores to the range are complete. Raises `StorageError`; then call `abort`.
         """
-        raise StorageError(errno.EOPNOTSUPP, f"nothing of this segment is mapped: {length} bytes at {offset}")
+        raise StorageError(errno.EOPNOTSUPP, f"this segment has no mapped memory: {length} bytes at {offset}")
 
     @abstractmethod
     def seal(self, size: int) -> None:

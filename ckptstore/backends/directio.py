@@ -195,7 +195,7 @@ class FileSink(SegmentSink):
                 written = self._posix.fstat(self._buffered)
                 self._finish_contents(self._buffered, size)
             finally:
-                # Also after a failure: a failed fsync says nothing about the result of a second one: do not repeat it.
+                # Close after a failure, too: success of a second fsync would prove nothing, so it is never repeated.
                 self._close()
             with self._folders.opened(self._folder) as folder:
                 self._check_name(folder, written)

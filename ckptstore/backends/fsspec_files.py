@@ -306,7 +306,7 @@ class FsspecBackend(Backend):
         raise UnsupportedBackendError(
             errno.EOPNOTSUPP,
             f"this file system does not create exclusively (open('xb'): {failures[0]}; mode='create': {failures[1]}), "
-            "so that two writers could not exclude each other; it can be read, not written; use a path, s3://, "
+            "so two writers could not exclude each other; the store can be read but not written; use a path, s3://, "
             "gs:// or az://",
             self.url,
         )
@@ -337,7 +337,7 @@ class FsspecBackend(Backend):
                 if len(set(self.get(key))) != 1 or self.size(key) != _PROBED:
                     return "the created object is missing"  # the link was a symbolic one, to a deleted file
                 if self._won(key, b"late"):
-                    return "a second one succeeded"
+                    return "a second create succeeded"
             except CkptError as error:
                 return str(error)
             finally:

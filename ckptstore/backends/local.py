@@ -315,7 +315,7 @@ class LocalBackend(Backend):
                 return
             if not self._has_space(handle, nbytes):
                 free = self._free(handle) + self._spare.nbytes()
-                why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
+                why = f"{nbytes:,} bytes are needed at least and {free:,} are free; delete files, or run ckpt gc"
                 raise StorageError(errno.ENOSPC, why, self.root)
 
     def _has_space(self, handle: int, nbytes: int) -> bool:

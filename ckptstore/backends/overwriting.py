@@ -109,15 +109,15 @@ class Recycling:
     def __str__(self) -> str:
         """For people: whether files are recycled, and why."""
         if self.mode == "never":
-            return "off: recycling was forbidden"
+            return "off: recycling is disabled (never)"
         if not self.possible():
             return "off: not on this file system"
         if self.mode == "always":
-            return "on: it was asked for"
+            return "on: recycling is forced (always)"
         if not self._asked:
             return f"undecided: to be measured when a segment of {WORTH >> 20} MiB or more is deleted"
         if self._ratio is None:
-            return "off: it could not be measured here"
+            return "off: the speed could not be measured here"
         verdict = "on" if self._ratio >= PAYS else "off"
         return f"{verdict}: overwriting is {self._ratio:.2f} times as fast as new files ({PAYS} pays)"
 

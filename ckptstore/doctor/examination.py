@@ -67,7 +67,7 @@ def _folder(place: str, scheme: str, *, quick: bool) -> Iterator[Finding]:
             yield against_files(folder)
     except OSError as error:
         what = f"nothing can be written in {where}: {error.strerror or error}"
-        do = "give this user the folder, or another folder to the store; what is there can be read all the same"
+        do = "give this user the folder, or use another folder for the store; existing checkpoints can still be read"
         yield Finding("medium", "writing", "fails", what, do)
 
 
