@@ -1,6 +1,6 @@
-"""What existing checkpoints would cost with each codec and interval: `analyze`, `document`, `write_report`.
+"""Estimate what existing checkpoints would cost with each codec and interval: `analyze`, `document`, `write_report`.
 
-Writes nothing to the checkpoints; none has to fit into memory. Imports `store` and what is below it.
+Only reads the checkpoints; none has to fit into memory. Imports `store` and the rooms below it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The whole analysis: open, classify, plan, measure, conclude."""
+"""Run the whole analysis: open, classify, plan, measure, conclude."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptstore.write.policy.delta_interval import RestoreBound
 __all__ = ["PREFIX_BITS", "SAMPLE", "Analysis", "Options", "PrefixCount", "analyze"]
 
 SAMPLE: Final = 8 << 20
-"""Bytes measured of each group and checkpoint by default."""
+"""Default number of bytes to measure of each group and checkpoint."""
 PREFIX_BITS: Final = range(7, TOP + 1)
-"""Lengths of prefixes that are counted."""
+"""Lengths of the prefixes that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class Options:
     """What to analyze, and how.
 
     Attributes:
-        sample: bytes of each group to measure at each checkpoint, or a share of it (a float up to 1); None for all.
-        gaps: to compare over, in checkpoints; empty: chosen.
-        points: steps to measure; None for all.
-        methods: names from `METHODS`; ``raw`` is always there, and some delta has to be.
+        sample: bytes of each group to measure at each checkpoint, or a share of the group (a float up to 1); None: all.
+        gaps: gaps to compare over, in checkpoints; empty: chosen automatically.
+        points: number of steps to measure; None: all.
+        methods: names from `METHODS`; ``raw`` is always measured, and at least one delta is required.
         overrides: (glob, class) of tensors.
-        bound: what restoring any checkpoint may cost.
-        compress_fulls: fulls are coded, too.
+        bound: the maximum cost of restoring any checkpoint.
+        compress_fulls: also encode fulls.
         links: link speeds in bits per second.
-        cores: that encode and decode, for times.
-        threads: that measure; default: the number of cores.
+        cores: number of cores that encode and decode, for times.
+        threads: number of threads that measure; None: the number of cores.
     """
 
     sample: int | float | None = SAMPLE
@@ -76,8 +76,8 @@ class PrefixCount:
         group: position among the groups.
         index: position of the checkpoint.
         bits: length of the prefix.
-        distinct: how many different ones occur.
-        entropy: bits that an ideal coder needs for a prefix.
+        distinct: number of different prefixes.
+        entropy: bits that an ideal entropy coder needs for a prefix.
     """
 
     group: int
@@ -89,16 +89,16 @@ class PrefixCount:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What was found.
+    """The result of an analysis.
 
     Attributes:
         series: the checkpoints.
-        spacing: steps from one checkpoint to the next; gaps count in these.
-        gaps: those under study.
+        spacing: steps from one checkpoint to the next; the unit of gaps.
+        gaps: the measured gaps.
         groups: tensors by class and dtype.
         skipped: tensors that were left out.
-        options: what was asked for.
-        measurements: per group, step, gap and method.
+        options: the options.
+        measurements: one per group, step, gap and method.
         summaries: their means over steps.
         prefixes: counts of distinct prefixes.
         advice: the recommendation.
@@ -119,33 +119,33 @@ class Analysis:
 
     @property
     def sampled(self) -> float:
-        """Share of the bytes compared that was measured at each step."""
+        """Measured share of the compared bytes, at each step."""
         return sum(group.sampled for group in self.groups) / sum(group.nbytes for group in self.groups)
 
     @property
     def exact(self) -> bool:
-        """Whether every byte was."""
+        """Whether every byte was measured."""
         return all(len(group.units) == group.blocks for group in self.groups)
 
     @property
     def gap(self) -> int:
-        """Where one gap stands for all: of those under study the one measured most often, the smallest of several."""
+        """The gap that represents all gaps: the one measured most often; of several, the smallest."""
         counts = Counter(gap for _, gap in {((one.index, one.base), one.gap) for one in self.measurements})
         return max(self.gaps, key=lambda gap: (counts[gap], -gap))
 
     def over_training(self, group: int, method: str) -> list[Measurement]:
-        """A method at each step measured; of a delta, against the checkpoint before, however far that is."""
+        """Measurements of a method at each step; for a delta, against the previous checkpoint, whatever the gap."""
         found = (one for one in self.measurements if (one.group, one.method) == (group, method))
         return [one for one in found if one.base in (None, one.index - 1)]
 
     @property
     def major(self) -> tuple[int, ...]:
-        """Positions of the groups that matter: at least a thousandth of the bytes."""
+        """Positions of the groups with at least a thousandth of the bytes."""
         total = sum(group.nbytes for group in self.groups)
         return tuple(number for number, group in enumerate(self.groups) if group.nbytes >= total / 1000)
 
     def label(self, number: int) -> str:
-        """A group's name for people: its class, with the dtype where the class has several."""
+        """A group's name for people: its class, and its dtype if the class has several."""
         group = self.groups[number]
         name = group.kind.replace("_", " ") + ("s" if group.kind != "other" else "")
         several = sum(other.kind == group.kind for other in self.groups) > 1
@@ -159,23 +159,23 @@ def analyze(
     refs: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Analysis:
-    """Analyze a series of checkpoints. Memory does not grow with them.
+    """Analyze a series of checkpoints. The memory needed does not depend on their sizes.
 
     Args:
         inputs: see `open_series`.
         options: see `Options`.
-        refs: of a store, which checkpoints.
-        progress: told (bytes done, bytes in all) of logical bytes coded.
+        refs: the checkpoints of a store to analyze.
+        progress: called with (bytes done, total bytes), in logical bytes encoded.
 
     Raises:
-        UsageError: fewer than two checkpoints, nothing in common, or an option that fits none.
+        UsageError: fewer than two checkpoints, no tensor in common, or an option that matches nothing.
         FormatError, UnsupportedStateError, CorruptionError, StorageError, MissingDependencyError: see `open_series`.
     """
     asked = options or Options()
     series = open_series(inputs, refs, progress)
     steps = [checkpoint.step for checkpoint in series]
     plan = plan_targets(steps, asked.gaps, asked.points)
-    # What is not measured is not opened: of a chain of step diffs each checkpoint takes as long as its whole chain.
+    # Open only what is measured: opening a checkpoint in a chain of step diffs takes as long as its whole chain.
     shared, skipped = shared_tensors([series[index] for index in plan.needed], progress)
     with series[-1].open() as read:
         classes = classify(shared, read, asked.overrides)

@@ -1,4 +1,4 @@
-"""Which pairs of checkpoints are compared: each measured step with the one before, and some over every gap."""
+"""Choose the pairs of checkpoints to compare: each measured step with the previous one, and pairs for every gap."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckptstore.errors import UsageError
 __all__ = ["Plan", "Target", "plan_targets", "spacing"]
 
 POINTS: Final = 12
-"""Steps measured by default."""
+"""Default number of steps to measure."""
 GAPS: Final = 7
-"""Gaps measured by default."""
+"""Default number of gaps to measure."""
 PAIRS: Final = 4
-"""Pairs of checkpoints measured for each gap."""
+"""Pairs of checkpoints that are measured for each gap."""
 _ROUND: Final = (1, 10, 100, 1000, 2, 4, 8, 16, 32, 64, 128, 256, 512, 5, 20, 50, 200, 500)
-"""Gaps that people prefer to read, where a choice is free."""
+"""Round numbers, preferred as gaps where the choice is free."""
 _ALIKE: Final = 16
-"""Gaps that differ by no more than this part of themselves count as one: in an uneven series few are the same."""
+"""Gaps that differ by at most 1/16 count as one, because few gaps of an uneven series are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Target:
 
     Attributes:
         index: its position in the series.
-        bases: (position of an earlier checkpoint, gap in units of `spacing`), each at most once.
+        bases: (position of an earlier checkpoint, gap in units of `spacing`), each position at most once.
     """
 
     index: int
@@ -39,19 +39,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is compared: `targets` ascending; `gaps` are those under study, each at several targets if there are."""
+    """The comparisons: `targets` ascending; `gaps` are those to study, each at several targets where possible."""
 
     targets: tuple[Target, ...]
     gaps: tuple[int, ...]
 
     @property
     def needed(self) -> list[int]:
-        """Positions of all checkpoints that are read, ascending."""
+        """Positions of all checkpoints to read, ascending."""
         return sorted({one for target in self.targets for one in (target.index, *(base for base, _ in target.bases))})
 
 
 def spacing(steps: Sequence[int]) -> int:
-    """Steps from one checkpoint to the next: the smallest difference there is."""
+    """Steps from one checkpoint to the next: the minimum difference."""
     return max(1, min((b - a for a, b in pairwise(steps)), default=1))
 
 
@@ -59,13 +59,13 @@ def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | N
     """Choose what to compare.
 
     Args:
-        steps: of the series, ascending.
-        gaps: to measure, in checkpoints (multiples of `spacing`); none: up to seven, chosen among those there are.
-        points: how many steps to measure, spread evenly; None for all. Of fewer than `POINTS` no others are measured
-            for the gaps: each gap at those of them that have a base there, and else at one more.
+        steps: steps of the series, ascending.
+        gaps: gaps to measure, in checkpoints (multiples of `spacing`); empty: up to seven of the existing gaps.
+        points: number of steps to measure, evenly spread; None: all. If it is below `POINTS`, the gaps use only these
+            steps: each gap is measured at those that have a base for it, or else at one more step.
 
     Raises:
-        UsageError: a gap that no two checkpoints have.
+        UsageError: no two checkpoints have a requested gap.
     """
     unit, count = spacing(steps), len(steps)
     pairs: dict[int, list[tuple[int, int]]] = {}  # gap -> (target, base)
@@ -86,7 +86,7 @@ def plan_targets(steps: Sequence[int], gaps: Sequence[int] = (), points: int | N
         pairs = {gap: _pairs(pairs, gap) for gap in chosen}
     complete = _complete(pairs, chosen)
     for gap in chosen:
-        of_gap = dict(pairs[gap])  # the nearest to the gap, where several are alike
+        of_gap = dict(pairs[gap])  # for each target the pair nearest to the gap
         candidates = [target for target in sorted(of_gap) if target in complete] or sorted(of_gap)
         count = PAIRS
         if points is not None and points < POINTS:
@@ -103,19 +103,19 @@ def _alike(gap: int, other: int) -> bool:
 
 
 def _pairs(pairs: dict[int, list[tuple[int, int]]], gap: int) -> list[tuple[int, int]]:
-    """The pairs of a gap, and before them those of gaps like it, the least like it first."""
+    """The pairs of a gap, preceded by those of similar gaps, the least similar first."""
     alike = sorted((one for one in pairs if _alike(one, gap)), key=lambda one: (-abs(one - gap), one))
     return [pair for one in alike for pair in pairs[one]]
 
 
 def _complete(pairs: dict[int, list[tuple[int, int]]], gaps: Sequence[int]) -> set[int]:
-    """Targets with a base at every gap: comparing gaps at the same targets keeps the phase of training out of it."""
+    """Targets with a base at every gap. Comparing gaps at the same targets excludes the effect of training progress."""
     found = [{target for target, _ in pairs[gap]} for gap in gaps]
     return set.intersection(*found) if found else set()
 
 
 def _choose_gaps(pairs: dict[int, list[tuple[int, int]]], even: bool) -> list[int]:
-    """One gap of each octave: the one with most pairs, then the roundest."""
+    """Choose one gap per octave: the one with most pairs, then the roundest."""
     every = sorted(gap for gap, members in pairs.items() for _ in members)
     octaves: dict[int, list[int]] = {}
     for gap in pairs:
@@ -131,7 +131,7 @@ def _choose_gaps(pairs: dict[int, list[tuple[int, int]]], even: bool) -> list[in
 
 
 def _spread(members: Sequence[int], count: int | None) -> list[int]:
-    """`count` of the members, evenly spread, the first and the last among them."""
+    """`count` of the members, evenly spread, including the first and the last."""
     if count is None or len(members) <= count:
         return list(members)
     if count == 1:

@@ -1,4 +1,4 @@
-"""An analysis as one JSON document (``docs/analyze.md`` shows its shape), and as rows of CSV."""
+"""Write an analysis as one JSON document (``docs/analyze.md`` shows its shape), and as rows of CSV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS: Final = (
     *("class", "dtype", "step", "base_step", "gap", "codec", "ratio", "ratio_low", "ratio_high", "bits_per_value"),
     *("encode_gbps", "decode_gbps", "blocks", "bytes", "params"),
 )
-"""Columns of the CSV file: those of an object of ``steps`` in the JSON document."""
+"""Columns of the CSV file: the keys of an object of ``steps`` in the JSON document."""
 
 
 def document(found: Analysis) -> dict[str, Any]:
@@ -166,11 +166,11 @@ def _shipping(found: Analysis) -> list[dict[str, Any]]:
 
 
 def write_csv(found: Analysis, path: Path) -> None:
-    """Write one row for every measurement (`COLUMNS`). The file appears complete or not at all.
+    """Write one row per measurement (`COLUMNS`). Writes the file atomically.
 
     Raises:
-        UsageError: it is inside a checkpoint store.
-        StorageError: it cannot be written.
+        UsageError: the path is inside a checkpoint store.
+        StorageError: the file cannot be written.
     """
     refuse_store(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -197,7 +197,7 @@ def _ratio(estimate: Estimate) -> dict[str, float | None]:
 
 
 def _finite(value: float | None) -> float | None:
-    """None for infinity, where nothing at all is stored; JSON has no number for it."""
+    """None for infinity, which means that nothing is stored: JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None
 
 

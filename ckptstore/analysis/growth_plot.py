@@ -1,4 +1,4 @@
-"""A picture of a store: bytes over steps, by kind, and the loss where its metadata have one."""
+"""Plot a store's growth: stored bytes over steps, by kind, and a metric from its metadata such as the loss."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ __all__ = ["draw_growth"]
 
 _KINDS: Final = {"full": "#0072B2", "delta": "#D55E00", "gradient": "#009E73", "held": "#c5cad1"}
 _NAMES: Final = {"gradient": "step diff"}
-"""What a kind is called, where not as in the format."""
+"""Names of kinds in the plot that differ from the format's names."""
 _LINES: Final = ("#22272e", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DOTS: Final = 200
-"""Points of a picture up to which each has a dot."""
+"""Maximum number of points that are drawn with dots."""
 _WIDE: Final = 50
-"""A metric that changes by more than this factor is drawn on a logarithmic axis."""
+"""A metric that changes by more than this factor gets a logarithmic axis."""
 _TOLD_APART: Final = 8
-"""Terms up to which a legend names each."""
+"""Maximum number of terms that the legend names."""
 _UNITS: Final = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
 
 
 def draw_growth(found: StoreStats, path: str | os.PathLike[str], metric: str = "loss") -> None:
-    """Draw what the checkpoints of a store take together, kind by kind, and a metric of them.
+    """Draw the stored bytes of a store's checkpoints, by kind, and a metric of them.
 
     Args:
-        path: the picture: ``.svg``, ``.png`` or ``.pdf``; replaced if it is there.
+        path: the picture: ``.svg``, ``.png`` or ``.pdf``; an existing file is replaced.
         metric: name of a number in the metadata (or in their ``metrics``); drawn if any checkpoint has it.
 
     Raises:
-        UsageError: another kind of picture, or there is no checkpoint.
+        UsageError: another suffix, or there is no checkpoint.
         MissingDependencyError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
@@ -73,7 +73,7 @@ def draw_growth(found: StoreStats, path: str | os.PathLike[str], metric: str = "
 
 
 def _bytes_over_steps(axes: Axes, stored: Sequence[tuple[int, str, int]], last: int) -> None:
-    """What was stored up to each step, and on to the `last`: a batch counts where it begins."""
+    """Draw what was stored up to each step, and on to the `last`. A batch counts at its first step."""
     stored = [*stored, (max([last, *(step for step, _, _ in stored)]), "full", 0)]
     steps = [step for step, _, _ in stored]
     there = {kind for _, kind, size in stored if size}
@@ -91,7 +91,7 @@ def _bytes_over_steps(axes: Axes, stored: Sequence[tuple[int, str, int]], last: 
 
 
 def _metric_over_steps(axes: Axes, rated: Mapping[int, Sequence[tuple[int, float]]], metric: str) -> None:
-    """A line for each term: terms that fork have the same steps."""
+    """Draw a line for each term, because forked terms have the same steps."""
     values = [value for points in rated.values() for _, value in points]
     marker = "." if len(values) < _DOTS else ""
     for order, (term, points) in enumerate(sorted(rated.items())):

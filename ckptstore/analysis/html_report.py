@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page. Plots are embedded; nothing is loaded from anywhere."""
+"""Write the report as one self-contained HTML page with embedded plots; it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write_report(found: Analysis, folder: Path) -> Path:
-    """Write ``index.html`` into `folder`, which is created; complete or not at all.
+    """Write ``index.html`` to `folder`, which is created. The page is written atomically.
 
     Returns:
         The page's path.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        UsageError: it is inside a checkpoint store.
-        StorageError: it cannot be written.
+        UsageError: the folder is inside a checkpoint store.
+        StorageError: the page cannot be written.
     """
     refuse_store(folder / "index.html")
     report_plots.need_matplotlib()
@@ -50,7 +50,7 @@ def write_report(found: Analysis, folder: Path) -> Path:
     temporary = folder / f".index.html.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # before what takes seconds
+    except OSError as error:  # fail before rendering, which takes seconds
         raise StorageError(error.errno, error.strerror, str(page)) from error
     text = render(found)
     try:
@@ -62,7 +62,7 @@ def write_report(found: Analysis, folder: Path) -> Path:
 
 
 def render(found: Analysis) -> str:
-    """The page."""
+    """The HTML of the page."""
     first, last = found.series[0], found.series[-1]
     body = [
         f"<header><p class=kicker>ckpt analyze · {len(found.series)} checkpoints, {_text(first.label)} to "
@@ -95,7 +95,7 @@ def _plotted(found: Analysis) -> list[str]:
             "How many times smaller each codec makes each class: longer is better. "
             f"Deltas are against the checkpoint {_apart(found)} before. "
             "The bound of a codec without context: the order‑0 entropy of the byte planes, the sign where it is best. "
-            "These are single deltas; the first line of this page counts the fulls between them, too, and the mean "
+            "These are single deltas. The first line of this page also counts the fulls between them, and the mean "
             "delta of its interval, which has a larger gap: so its number is smaller.",
             report_plots.ratios(found),
         ),
@@ -114,7 +114,7 @@ def _plotted(found: Analysis) -> list[str]:
             plot_titles.intervals_title(found),
             "T is how many checkpoints share one base. A larger T makes deltas larger and chains "
             "shorter. Each T is shown with the longest chain that keeps the restore bound; the small numbers are its "
-            "deltas. Where one delta fewer fits, a restore gets cheaper at once, and fulls come more often.",
+            "deltas. Where the chain loses one delta, a restore gets cheaper at once, and fulls are more frequent.",
             report_plots.intervals(found),
         ),
         _section(
@@ -154,7 +154,7 @@ def _cards(found: Analysis) -> str:
             str(best.interval) if best.interval else "fulls only",
             f"{best.deltas} deltas to a chain",
         ),
-        ("dearest restore", f"{best.times:.2f}×", f"a full: {size(best.restore)} read"),
+        ("most expensive restore", f"{best.times:.2f}×", f"a full: {size(best.restore)} read"),
         ("encode / decode", f"{advice.encode / 1e9:.2f} / {advice.decode / 1e9:.2f}", "GB/s of one core"),
     ]
     cells = (
@@ -271,7 +271,7 @@ def _section(title: str, text: str, svg: str, below: str = "") -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML already."""
+    """A table as HTML; the cells are HTML already."""
     kinds = [" class=n" if heading.startswith(">") else "" for heading in headings]
     head = "".join(f"<th{kind}>{heading.removeprefix('>')}" for kind, heading in zip(kinds, headings, strict=True))
     body = "".join("<tr>" + "".join(f"<td{kind}>{cell}" for kind, cell in zip(kinds, row, strict=True)) for row in rows)

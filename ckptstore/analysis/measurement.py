@@ -1,4 +1,4 @@
-"""Measuring a series: units of the sampled blocks, by every method, in parallel, with bounded memory."""
+"""Measure a series: the sampled blocks, by every method, in parallel, with bounded memory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ckptstore.host.threads import workers
 __all__ = ["Measured", "Measurement", "measure"]
 
 _FITTED: Final = 4
-"""Units on which parameters are fitted."""
+"""Number of units on which parameters are fitted."""
 _SLOW_UNITS: Final = 8
-"""Units of a sample, about, that slow methods are measured on."""
+"""Approximate number of units of a sample on which slow methods are measured."""
 _MASTER: Final = 4096
-"""Numbers compared to find the master that a half-width tensor is the rounded copy of."""
+"""Number of values compared to find the master of which a half-width tensor is the rounded copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class Measurement:
     Attributes:
         group: position among the groups.
         index: position of the checkpoint in the series.
-        base: position of the base; None for what needs none.
-        gap: checkpoints between them; None likewise.
+        base: position of the base; None for a method without one.
+        gap: checkpoints between them; None without a base.
         method: a name of `METHODS`, or a bound.
         params: the codec's parameters.
         estimate: stored over logical bytes.
-        units: how many were measured.
+        units: number of measured units.
         logical: their bytes.
         encode: bytes per second of one core; None for a bound.
-        decode: likewise.
+        decode: as `encode`.
     """
 
     group: int
@@ -65,7 +65,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class Measured:
-    """All measurements; and (group, checkpoint) -> how many numbers have each prefix of 12 bits."""
+    """All measurements, and (group, checkpoint) -> how many numbers have each prefix of 12 bits."""
 
     results: list[Measurement] = field(default_factory=list)
     prefixes: dict[tuple[int, int], npt.NDArray[np.int64]] = field(default_factory=dict)
@@ -95,16 +95,16 @@ def measure(
 ) -> Measured:
     """Measure every group at every target.
 
-    Memory: per thread one unit (1 MiB) of the checkpoint and of one base with what they become, and of a store a
-    chunk (16 MiB) of each checkpoint under comparison; whatever the checkpoints' size.
+    Memory: per thread one unit (1 MiB) of the checkpoint and of one base with their encoded forms, and for a store a
+    chunk (16 MiB) of each compared checkpoint; it does not depend on the checkpoints' size.
 
     Args:
         series: the checkpoints.
-        groups: what of them.
-        targets: which, against which.
+        groups: the tensors to measure.
+        targets: which checkpoints to compare with which.
         wanted: methods.
-        threads: default: the number of cores.
-        progress: told (bytes done, bytes in all) of logical bytes coded.
+        threads: None: the number of cores.
+        progress: called with (bytes done, total bytes), in logical bytes encoded.
 
     Raises:
         CorruptionError, StorageError: a checkpoint cannot be read.
@@ -155,7 +155,7 @@ def _job(
     reads: Mapping[int, Read],
     masters: Mapping[str, str],
 ) -> _Job:
-    """With the contexts of ``sub`` fitted to this pair."""
+    """A job with the contexts of ``sub`` fitted to this pair."""
     bases = []
     few = [(unit, read_unit(unit, read)) for unit in _few(group.units)] if target.bases else []
     for base, gap in target.bases:
@@ -169,7 +169,7 @@ _UnitResult = tuple[Unit, list[tuple["int | None", Coded]], "npt.NDArray[np.int6
 
 
 def _unit_jobs(job: _Job) -> Iterator[Callable[[], _UnitResult]]:
-    """One for each unit; their results are taken in order, so that sums do not depend on who was first."""
+    """One call per unit. The results are used in order, so that sums do not depend on which thread finished first."""
     stride = 1 if job.exact else max(1, len(job.group.units) // _SLOW_UNITS)
     for position, unit in enumerate(job.group.units):
         yield partial(_measure_unit, job, unit, position % stride == 0)
@@ -212,7 +212,7 @@ def _results(job: _Job, target: Target, sums: Mapping[tuple[int | None, str], Su
             decode=total.logical / total.decode if total.decode else None,
         )
         for (base, method), total in sums.items()
-        if method not in COPIES or total.count == len(job.group.units)  # only where all of the group is a copy
+        if method not in COPIES or total.count == len(job.group.units)  # only if the whole group is a copy
     ]
 
 
@@ -220,7 +220,7 @@ def _results(job: _Job, target: Target, sums: Mapping[tuple[int | None, str], Su
 
 
 def _masters(groups: Sequence[Group], types: Mapping[str, TensorType], read: Read) -> dict[str, str]:
-    """Half-width tensor -> the fp32 tensor of its shape whose first numbers, rounded, it holds."""
+    """Half-width tensor -> the fp32 tensor of the same shape whose rounded values it starts with."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     names = [name for group in groups for name in group.tensors]
     for name in names:

@@ -1,4 +1,4 @@
-"""What is measured: general compressors, every codec here, and the entropy bounds, on one unit at a time."""
+"""Methods to measure: general compressors, every codec of the format, and the entropy bounds, on one unit at a time."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ __all__ = [
 ]
 
 GENERAL: Final = (Method("gzip", "#999999", 0, "x"), Method("zstd", "#56B4E9", 0, "v"))
-"""General compressors, to compare with: ``gzip`` is level 6, ``zstd`` level 3."""
+"""General compressors for comparison: ``gzip`` is level 6, ``zstd`` level 3."""
 SHOWN: Final[Mapping[str, Method]] = MappingProxyType({one.name: one for one in GENERAL} | dict(codecs.METHODS))
-"""Everything that is measured with a time, by name. What is known of a codec's method is told by its class."""
+"""All timed methods, by name. The properties of a codec's method come from its class."""
 METHODS: Final = tuple(SHOWN)
 """Their names, in the order of tables."""
 DELTAS: Final = codecs.methods_of(1)
-"""Those that need an earlier checkpoint."""
+"""Methods that need an earlier checkpoint."""
 COPIES: Final = codecs.methods_of(2)
-"""Those that need an fp32 master of which the tensor is a copy."""
+"""Methods that need an fp32 master of which the tensor is a copy."""
 COMPARED: Final = tuple(name for name, method in SHOWN.items() if method.marker)
-"""Those that are compared over training, and when a checkpoint is sent."""
+"""Methods that are compared over training, and for sending a checkpoint."""
 BOUNDS: Final = {name: method.bound.name for name, method in SHOWN.items() if method.bound is not None}
-"""Method -> its bound, in each block the least of: the order-0 entropy of the byte planes of the numbers, or of their
-difference; and what this method, and those without a base, made of the block: repetitions that zstd finds are below
-order 0. So no codec without context is below its bound."""
+"""Method -> its bound. In each block it is the minimum of two sizes. The first is the order-0 entropy of the byte
+planes of the numbers, or of their difference. The second is what this method, and those without a base, stored: zstd
+finds repetitions and can be below order 0. So no codec without context is below its bound."""
 SLOW: Final = ("gzip",)
-"""Measured on a part of a sample: it costs more time than all others together."""
+"""Methods measured on a part of a sample, because they take more time than all others together."""
 TOP: Final = 12
-"""Bits of the longest prefix counted."""
+"""Bits of the longest counted prefix."""
 
 _FEW: Final = 2
-"""Candidates of one method that are tried on every unit; more of them are tried on the first alone."""
+"""Maximum number of a method's candidates that are tried on every unit; more are tried only on the first unit."""
 _TRIES: Final = 5
-"""Runs of which one is to be free of kernels that load; other threads load some, too."""
+"""Maximum number of runs to get one during which no kernel is loaded; other threads load kernels, too."""
 _P = TypeVar("_P", bound="bytes | Bytes")
 _R = TypeVar("_R")
 Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -61,7 +61,7 @@ Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """One unit by one method: stored bytes (a bound's need not be whole), processor seconds of one core."""
+    """One unit by one method: stored bytes (fractional for a bound), and processor seconds of one core."""
 
     method: str
     stored: float
@@ -71,12 +71,12 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """The methods for one group, with the parameters that suit it.
+    """The methods for one group, with suitable parameters.
 
     Attributes:
         dtype: logical dtype of the group.
         wanted: names from `METHODS`.
-        chosen: name -> codec with parameters, of the codecs without a base.
+        chosen: name -> codec with parameters, for codecs without a base.
     """
 
     dtype: str
@@ -85,7 +85,7 @@ class Methods:
 
     @classmethod
     def suited(cls, dtype: str, data: Sequence[Bytes], wanted: Sequence[str]) -> Methods:
-        """Try the parameters of codecs without a base on units of the group, as a writer does on its samples."""
+        """Fit the parameters of codecs without a base on units of the group, as a writer does on its samples."""
         samples = [Sample(one) for one in data]
         chosen: dict[str, Codec] = {}
         for name in codecs.methods_of(0):
@@ -102,7 +102,7 @@ class Methods:
         return codecs.word_size(self.dtype)
 
     def deltas(self, samples: Sequence[Sample]) -> dict[str, Codec]:
-        """The deltas for one pair of checkpoints, from samples of it: name -> codec."""
+        """The deltas for one pair of checkpoints, fitted on samples of it: name -> codec."""
         context = any(SHOWN[name].context for name in self.wanted)
         found: dict[str, Codec] = {}
         for kind in dict.fromkeys(map(codecs.kind_of, DELTAS)):
@@ -110,7 +110,7 @@ class Methods:
         return {name: codec for name, codec in found.items() if name in self.wanted}
 
     def alone(self, data: Bytes, *, slow: bool) -> list[Coded]:
-        """Everything that needs no base; the slow one only where `slow`."""
+        """Measure every method that needs no base; the slow one only if `slow`."""
         found = []
         if "gzip" in self.wanted and slow:
             found.append(_timed("gzip", lambda: zlib.compress(data.data, 6), zlib.decompress)[0])
@@ -124,14 +124,14 @@ class Methods:
         return [*found, *(self._bound(name, data, words, words, found) for name in self.chosen if name in BOUNDS)]
 
     def against(self, data: Bytes, base: Bytes, deltas: dict[str, Codec], alone: Sequence[Coded]) -> list[Coded]:
-        """Every delta against the same unit of an earlier checkpoint, and their bounds, given what `alone` said."""
+        """Measure every delta against the same unit of an earlier checkpoint, with bounds. `alone`: its result."""
         found = {name: _coded(name, codec, data, base) for name, codec in deltas.items()}
         new, old = _words(data, self.word), _words(base, self.word)
         bounds = [self._bound(name, data, new, old, [*alone, one]) for name, one in found.items() if name in BOUNDS]
         return [*found.values(), *bounds]
 
     def derived(self, data: Bytes, master: Bytes) -> list[Coded]:
-        """As the rounded copy of an fp32 master."""
+        """Measure the unit as the rounded copy of an fp32 master."""
         suited = [one for one in codecs.copies_of(self.dtype) if one.method in self.wanted]
         return [_coded(one.method, one, data, master) for one in suited]
 
@@ -147,7 +147,7 @@ def _words(data: Bytes, word: int) -> Words:
 
 
 def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:
-    """Encode and decode one unit, which is at most a block. Raises `AssertionError` where that is not exact."""
+    """Encode and decode one unit, which is at most a block. Raises `AssertionError` if the result differs."""
     space = np.empty(codecs.bound(len(data)), np.uint8)
 
     def encode() -> Bytes:
@@ -163,7 +163,7 @@ def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:
 
 
 def _timed(name: str, encode: Callable[[], _P], decode: Callable[[_P], _R]) -> tuple[Coded, _R]:
-    """The processor time of this thread alone, without that of kernels which are compiled or loaded meanwhile."""
+    """Processor time of this thread, without the time of kernels that are compiled or loaded meanwhile."""
     for _ in range(_TRIES):
         before = kernel_choice.loaded()
         began = time.thread_time()

@@ -1,4 +1,4 @@
-"""The titles of the report's pictures: each says what the picture answers."""
+"""Titles of the report's plots: each states the plot's result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def codecs_title(found: Analysis) -> str:
-    """The recommended codec of each class, and what it does at the gap that the picture shows."""
+    """The recommended codec of each class, and its ratio at the gap of the plot."""
     cells = {(one.group, one.method): one.estimate for one in found.summaries if one.gap in (None, found.gap)}
     best = [one for one in found.advice.groups if one.group in found.major]
     said = "; ".join(
@@ -40,7 +40,7 @@ def _smaller(estimate: Estimate) -> str:
 
 
 def training_title(found: Analysis) -> str:
-    """Where the ratio of the largest class began and ended."""
+    """How the ratio of the largest class changes over training."""
     number = _largest(found)
     chosen = next(one for one in found.advice.groups if one.group == number)
     points = [one for one in found.over_training(number, chosen.method) if one.estimate.fraction]
@@ -53,7 +53,7 @@ def training_title(found: Analysis) -> str:
 
 
 def gaps_title(found: Analysis) -> str:
-    """What the largest class takes at the smallest and at the largest gap."""
+    """Bits per value of the largest class at the smallest and at the largest gap."""
     number = _largest(found)
     cells = {one.gap: one for one in found.summaries if one.group == number and one.method == "sub"}
     there = [gap for gap in found.gaps if gap in cells]
@@ -69,7 +69,7 @@ def gaps_title(found: Analysis) -> str:
 
 
 def intervals_title(found: Analysis) -> str:
-    """The recommended interval, and whether it stores least by the table below."""
+    """The recommended interval, and whether it stores the least of all."""
     best = found.advice.best
     least = min(found.advice.alternatives, key=lambda one: one.mean)
     if not best.interval:
@@ -81,12 +81,12 @@ def intervals_title(found: Analysis) -> str:
 
 
 def shipping_title(found: Analysis) -> str:
-    """The links on which compressing first is faster than sending as it is."""
+    """The links on which compressing before sending is faster than sending raw."""
     links = list(dict.fromkeys(one.link for one in found.shipping))
     times = {(one.link, one.method): one.serial for one in found.shipping}
     if pays := [speed(link) for link in links if times[link, "recommended"] < times[link, "raw"]]:
         return f"Compressing before sending pays at {', '.join(pays)}"
-    # What is recommended stores least, which can be slower to encode than what would be sent soonest.
+    # The recommendation stores least. It can be slower to encode than what would be sent soonest.
     sooner = {link for (link, _), time in times.items() if time < times[link, "raw"]}
     if others := [speed(link) for link in links if link in sooner]:
         return f"Compressing before sending pays at {', '.join(others)}, but not as recommended"
@@ -94,7 +94,7 @@ def shipping_title(found: Analysis) -> str:
 
 
 def why_not_soonest(found: Analysis) -> str:
-    """Why something else than what is recommended may be sent sooner: sentences, or nothing where nothing is."""
+    """Sentences about methods that are sent sooner than the recommended ones; empty if there are none."""
     sooner: dict[str, list[str]] = {}
     for link in dict.fromkeys(one.link for one in found.shipping):
         rows = {one.method: one for one in found.shipping if one.link == link}
@@ -104,22 +104,20 @@ def why_not_soonest(found: Analysis) -> str:
     if not sooner:
         return ""
     where = "; ".join(f"{method} at {', '.join(links)}" for method, links in sooner.items())
-    said = f" What is recommended stores least; something else is sent soonest: {where}."
+    said = f" The recommended codecs store least; something else is sent soonest: {where}."
     if any(SHOWN[one.method].context for one in found.advice.groups if one.group in found.major):
-        said += (
-            " If sending has to keep up with saving, leave policy=SMALL_POLICY out: codecs without context are faster."
-        )
+        said += " If sending must keep up with saving, omit policy=SMALL_POLICY: codecs without context are faster."
     return said
 
 
 def speeds_title(found: Analysis) -> str:
-    """What the recommended codecs do together."""
+    """Encoding and decoding speed of the recommended codecs together."""
     advice = found.advice
     return f"The recommended codecs encode {_rate(advice.encode)} and decode {_rate(advice.decode)} on one core"
 
 
 def prefixes_title(found: Analysis) -> str:
-    """How few of the 512 prefixes of 9 bits occur in the class that has fewest."""
+    """How many of the 512 prefixes of 9 bits occur in the class with the fewest."""
     last = max((one.index for one in found.prefixes), default=0)
     counts = [
         (one.distinct, found.label(one.group))

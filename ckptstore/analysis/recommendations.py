@@ -1,4 +1,4 @@
-"""What follows from the measurements: a codec for each group, an interval, and when compressing saves time."""
+"""Derive recommendations from measurements: a codec for each group, an interval, and when compressing saves time."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ __all__ = [
 ]
 
 STORED: Final = tuple(sorted(codecs.METHODS, key=lambda name: codecs.METHODS[name].rank))
-"""What a store can hold, in the order of preference where sizes are equal: simpler and faster first."""
+"""Codecs that a store can hold, in order of preference at equal sizes: simpler and faster first."""
 ENOUGH: Final = 0.01
-"""A codec further down that list has to save at least this share of the bytes against those above."""
+"""Minimum share of the bytes that a codec further down that list must save against those above."""
 SHIPPED: Final = ("raw", *COMPARED)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One method on one group at one gap: the mean over the steps measured.
+    """One method on one group at one gap: the mean over the measured steps.
 
     Attributes:
         group: position among the groups.
-        gap: checkpoints to the base; None for what needs none.
+        gap: checkpoints to the base; None for a method without one.
         method: its name.
-        estimate: mean stored fraction; the margin is the mean of the margins (the same blocks were drawn at every
-            step, so they err together).
+        estimate: mean stored fraction; the margin is the mean of the margins (every step uses the same blocks, so the
+            errors are correlated).
         encode: logical bytes per second of one core; None for a bound.
-        decode: likewise.
-        pairs: steps measured.
-        lowest, highest: the extremes of the stored fraction among them.
+        decode: as `encode`.
+        pairs: number of measured steps.
+        lowest, highest: the extremes of the stored fraction.
     """
 
     group: int
@@ -99,14 +99,14 @@ def _rate(parts: Sequence[tuple[int, float | None]]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class IntervalCost:
-    """What storing with one interval costs (form ``anchor`` of `ckptstore.write.policy.delta_interval`).
+    """The cost of storing with one interval (form ``anchor`` of `ckptstore.write.policy.delta_interval`).
 
     Attributes:
         interval: T: checkpoints that share a base; 0 for fulls only.
-        deltas: the longest chain between two fulls that keeps the restore bound.
-        mean: expected bytes per checkpoint, fulls and deltas alike.
+        deltas: length of the longest chain between two fulls that keeps the restore bound.
+        mean: expected bytes per checkpoint, over fulls and deltas.
         restore: bytes read by the most expensive restore.
-        times: the same as a multiple of a full.
+        times: `restore` as a multiple of a full.
     """
 
     interval: int
@@ -118,12 +118,12 @@ class IntervalCost:
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvice:
-    """For one group: the codec to use at the recommended interval.
+    """The codec to use for one group at the recommended interval.
 
     Attributes:
         group: position among the groups.
         method: the codec.
-        gap: the gap that was measured and is nearest to the interval's mean gap; None for a codec without a base.
+        gap: the measured gap that is nearest to the interval's mean gap; None for a codec without a base.
         estimate: what it stores.
         cost: the best interval for this group alone, and its cost; 0 for a codec without a base.
     """
@@ -141,14 +141,14 @@ class Advice:
 
     Attributes:
         best: the interval with the fewest bytes per checkpoint within the bound, and its cost.
-        alternatives: every interval considered, ascending, fulls only (0) first.
-        groups: for each group, its codec.
+        alternatives: every considered interval, ascending, fulls only (0) first.
+        groups: the codec of each group.
         nbytes: logical bytes of a checkpoint.
         full: stored bytes of a full.
         margin: half the width of the 95 % confidence interval of `best.mean` in bytes; None if unknown.
-        measured: the largest gap measured; what is beyond it is extrapolated.
+        measured: the largest measured gap; larger gaps are extrapolated.
         encode, decode: logical bytes per second of one core with these codecs.
-        limit: bytes that a restore may read; infinite for no bound.
+        limit: maximum bytes that a restore reads; infinite without a bound.
     """
 
     best: IntervalCost
@@ -164,7 +164,7 @@ class Advice:
 
 
 def interval_costs(sizes: DeltaSizes, limit: float, depth: int) -> list[IntervalCost]:
-    """The cost of fulls only, and of every interval that `best_interval` chooses among (`candidates`)."""
+    """The cost of fulls only, and of every interval among which `best_interval` chooses (`candidates`)."""
     return [
         IntervalCost(one.interval, one.deltas, one.mean, one.restore, one.restore / sizes.full if sizes.full else 1.0)
         for one in candidates(sizes, limit, depth)
@@ -181,15 +181,15 @@ def advise(
 ) -> Advice:
     """Choose codecs and the interval.
 
-    At every gap each group is stored by the smallest codec, as a writer does that chooses by sampling. The sizes of
-    whole deltas by gap decide the interval.
+    At every gap each group is stored by its smallest codec, as by a writer that chooses from samples. The sizes of
+    whole deltas by gap determine the interval.
 
     Args:
-        groups: what was measured.
-        summaries: `summarize`.
-        gaps: those to learn the sizes of deltas from, ascending.
-        bound: what a restore may cost; a bound in seconds counts decoding by one core at the rates measured.
-        compress_fulls: fulls are coded, too; otherwise they are raw.
+        groups: the measured groups.
+        summaries: result of `summarize`.
+        gaps: the gaps from which the sizes of deltas are learned, ascending.
+        bound: the maximum cost of a restore; a bound in seconds counts decoding by one core at the measured rates.
+        compress_fulls: fulls are encoded, too; otherwise they are raw.
     """
     cells = {(one.group, one.gap, one.method): one for one in summaries}
     fulls = [_smallest(cells, number, None) if compress_fulls else None for number in range(len(groups))]
@@ -203,7 +203,7 @@ def advise(
     nbytes = sum(group.nbytes for group in groups)
     decode = _combined(groups, choices[gaps[0]], lambda one: one.decode)
     stored = whole.sizes[gaps[0]]
-    limit = bound.limit(whole.full, decode * stored / nbytes)  # the bound counts stored bytes, decoders logical ones
+    limit = bound.limit(whole.full, decode * stored / nbytes)  # the bound is in stored bytes, rates are in logical ones
     costs = interval_costs(whole, limit, bound.depth)
     chosen = best_interval(whole, limit, bound.depth)
     best = next(one for one in costs if one.interval == chosen)
@@ -228,13 +228,13 @@ def advise(
 
 
 def _margin(groups: Sequence[Group], picked: Sequence[Summary | None], best: IntervalCost) -> float | None:
-    """See `Advice.margin`; groups were sampled independently."""
+    """See `Advice.margin`. Groups were sampled independently."""
     margins = [
         None if one is None or one.estimate.margin is None else group.nbytes * one.estimate.margin
         for group, one in zip(groups, picked, strict=True)
     ]
     known = [margin for margin in margins if margin is not None]
-    share = best.deltas * best.interval / (best.deltas * best.interval + 1)  # of the checkpoints, which are deltas
+    share = best.deltas * best.interval / (best.deltas * best.interval + 1)  # share of deltas among the checkpoints
     return share * math.sqrt(math.fsum(margin**2 for margin in known)) if len(known) == len(margins) else None
 
 
@@ -242,7 +242,7 @@ def _group_advice(
     number: int, one: Summary | None, nbytes: int, sizes: DeltaSizes, limit: float, depth: int
 ) -> GroupAdvice:
     method, estimate = ("raw", Estimate(1.0, 0.0)) if one is None else (one.method, one.estimate)
-    if one is None or method not in DELTAS:  # stored on its own every time: an interval changes nothing
+    if one is None or method not in DELTAS:  # stored without a base every time: the interval has no effect
         stored = nbytes * estimate.fraction
         return GroupAdvice(number, method, None, estimate, IntervalCost(0, 0, stored, stored, 1.0))
     costs = interval_costs(sizes, limit, depth)
@@ -284,8 +284,8 @@ class Shipping:
 
     Attributes:
         link: bits per second.
-        method: a method for all groups (those it does not apply to go raw), or ``recommended``.
-        nbytes: bytes that go over the link.
+        method: a method for all groups (groups to which it does not apply are sent raw), or ``recommended``.
+        nbytes: bytes sent.
         encode: time to encode.
         send: time on the link.
         decode: time to decode at the other end.
@@ -300,23 +300,23 @@ class Shipping:
 
     @property
     def serial(self) -> float:
-        """Encode, then send."""
+        """Time to encode and then send."""
         return self.encode + self.send
 
     @property
     def overlapped(self) -> float:
-        """Send each chunk while the next one is encoded: the slower of the two decides."""
+        """Time when each chunk is sent while the next one is encoded: the slower of the two."""
         return max(self.encode, self.send)
 
 
 def ship(
     groups: Sequence[Group], summaries: Sequence[Summary], advice: Advice, links: Sequence[float], cores: int = 1
 ) -> list[Shipping]:
-    """Every method over every link, deltas at the smallest gap measured.
+    """Times of every method over every link, with deltas at the smallest measured gap.
 
     Args:
         links: bits per second.
-        cores: encode and decode, at the rate of one core each.
+        cores: number of cores that encode and decode, each at the rate of one core.
     """
     cells = {(one.group, one.gap, one.method): one for one in summaries}
     nearest = min(one.gap for one in summaries if one.gap is not None)

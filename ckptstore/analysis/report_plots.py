@@ -1,6 +1,6 @@
-"""The plots of the report, drawn with matplotlib (extra ``plot``) as SVG. Colours are Okabe and Ito's.
+"""Draw the report's plots as SVG with matplotlib (extra ``plot``), in Okabe and Ito's colours.
 
-Each function returns one SVG text; matplotlib is imported when the first one is called.
+Each function returns one SVG text; matplotlib is imported at the first call.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ STYLE: Final[Any] = {  # Any: matplotlib types every key
 
 
 def need_matplotlib() -> None:
-    """Raise `MissingDependencyError` where matplotlib is not installed: before minutes of measuring, not after."""
+    """Raise `MissingDependencyError` if matplotlib is not installed, before minutes of measuring and not after."""
     try:
-        import matplotlib  # noqa: F401  # only whether it is there
+        import matplotlib  # noqa: F401 - only to check that it is installed
     except ModuleNotFoundError as error:
         raise MissingDependencyError("--report draws plots with matplotlib: pip install 'ckptstore[plot]'") from error
 
 
 def _grid(count: int, draw: Callable[[Axes, int], None], *, height: float = 2.9, legend: bool = False) -> str:
-    """`count` panels, three in a row, each drawn by `draw`; one legend for all of them."""
+    """Draw `count` panels, up to three in a row, each with `draw`, and one legend for all of them."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def _grid(count: int, draw: Callable[[Axes, int], None], *, height: float = 2.9,
 
 
 def _columns(count: int) -> int:
-    """Three panels to a row; two where that leaves no hole."""
+    """Three panels in a row; two if that leaves no empty cell."""
     return 2 if count in (2, 4) else min(_PER_ROW, count)
 
 
@@ -116,7 +116,7 @@ def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def _plain(axis: Any, ticks: Sequence[float]) -> None:
-    """Logarithmic axes with the ticks that there are data for, as plain numbers."""
+    """Label a logarithmic axis at the given ticks, as plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axis.set_major_locator(FixedLocator(list(ticks)))
@@ -134,7 +134,7 @@ def _drop_crowded(ticks: Sequence[float]) -> list[float]:
 
 
 def ratios(found: Analysis) -> str:
-    """Ratio of every codec, a panel for each group; deltas over `Analysis.gap`; the bounds as ticks."""
+    """Ratio of every codec, with a panel for each group; deltas over `Analysis.gap`; the bounds as ticks."""
     gap = found.gap
 
     def draw(axes: Axes, position: int) -> None:
@@ -169,7 +169,7 @@ def ratios(found: Analysis) -> str:
 
 
 def training(found: Analysis) -> str:
-    """Ratio at each step (the XOR paper's figure 6), deltas against the checkpoint before."""
+    """Ratio at each step (the XOR paper's figure 6), with deltas against the previous checkpoint."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes, position: int) -> None:
@@ -200,7 +200,7 @@ def _of(found: Analysis, group: int, method: str) -> list[Measurement]:
 
 
 def gaps(found: Analysis) -> str:
-    """Bits per value by gap: XOR against integer difference, their bounds dashed, the best without a base dotted."""
+    """Bits per value by gap: XOR and integer difference, their bounds dashed, the best codec without a base dotted."""
 
     def draw(axes: Axes, position: int) -> None:
         number = found.major[position]
@@ -211,7 +211,7 @@ def gaps(found: Analysis) -> str:
             axes.plot(
                 [one.gap or 1 for one in cells], [bits * one.estimate.fraction for one in cells], label=method, **style
             )
-            pairs = _of(found, number, method)  # of every gap: an uneven series has few that are the same
+            pairs = _of(found, number, method)  # of every gap, because few gaps of an uneven series are equal
             marks = [bits * one.estimate.fraction for one in pairs]
             axes.scatter([one.gap or 1 for one in pairs], marks, s=9, color=COLOURS[method], alpha=0.35, linewidths=0)
         for method, bound in BOUNDS.items():
@@ -255,14 +255,12 @@ def prefixes(found: Analysis) -> str:
             axes.plot(*zip(*points, strict=True), color=colour, marker="o")
             ends.append((points[-1][1], found.label(number), colour))
         axes.plot(range(7, 13), [2**bits for bits in range(7, 13)], color=_FAINT, linestyle=":")
-        axes.annotate(
-            "all there are", (9, 512), (0, 6), textcoords="offset points", color=_FAINT, rotation=27, ha="center"
-        )
+        axes.annotate("maximum", (9, 512), (0, 6), textcoords="offset points", color=_FAINT, rotation=27, ha="center")
         axes.plot([7, 9], [28, 101], color=_INK, linestyle="none", marker="*", markersize=9)
         axes.annotate("★ moments in Teng et al. 2026: 28, 101", (0.02, 0.95), xycoords="axes fraction")
         axes.set_yscale("log", base=2)
         _plain(axes.yaxis, [2**power for power in range(2, 13)])
-        places: list[float] = []  # labels at the lines' ends, pushed apart where lines meet
+        places: list[float] = []  # positions of the labels at the lines' ends, moved apart where lines meet
         for value, _, _ in sorted(ends):
             places.append(max(math.log2(value), places[-1] + 0.42 if places else 0.0))
         excess = sum(place - math.log2(end[0]) for place, end in zip(places, sorted(ends), strict=True))
@@ -276,7 +274,7 @@ def prefixes(found: Analysis) -> str:
 
 
 def speeds(found: Analysis) -> str:
-    """Ratio against encoding speed of one core: up and to the right is better."""
+    """Ratio against the encoding speed of one core; better is up and to the right."""
     gap = found.gap
 
     def draw(axes: Axes, position: int) -> None:
@@ -303,13 +301,13 @@ def speeds(found: Analysis) -> str:
 def shipping(found: Analysis) -> str:
     """Time to encode and send a checkpoint over each link (the XOR paper's figures 4 and 5)."""
     links = list(dict.fromkeys(one.link for one in found.shipping))
-    # One unit for all links, so that they can be compared.
+    # The same unit for all links, so that they can be compared.
     slowest = max(one.serial for one in found.shipping if one.method != "gzip")
     scale, unit = (1.0, "seconds") if slowest >= 1 else (1000.0, "milliseconds")
 
     def draw(axes: Axes, number: int) -> None:
         rows: list[Shipping] = [one for one in found.shipping if one.link == links[number]][::-1]
-        # gzip is so slow that beside it nothing else could be read off: its bar leaves the picture.
+        # gzip is so slow that it would hide all differences between the others: its bar is cut off.
         longest = max(one.serial for one in rows if one.method != "gzip")
         raw = next(one for one in rows if one.method == "raw").serial
         send, encode = [one.send * scale for one in rows], [one.encode * scale for one in rows]
@@ -338,7 +336,7 @@ def _below(axes: Axes, text: str, where: tuple[float, float]) -> None:
 
 
 def _number(axes: Axes, text: str, where: tuple[float, float], offset: float, **style: Any) -> None:
-    """A number beside a bar, on a ground that keeps lines from going through it."""
+    """Write a number beside a bar, on a white ground that covers lines."""
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
     axes.annotate(text, where, (offset, 0), textcoords="offset points", va="center", bbox=ground, zorder=4, **style)
 
@@ -348,7 +346,7 @@ def _three(value: float) -> str:
 
 
 def speed(link: float) -> str:
-    """``10 Gbit/s``."""
+    """Format a link speed: ``10 Gbit/s``."""
     for size, unit in ((1e12, "Tbit/s"), (1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
         if link >= size:
             return f"{link / size:g} {unit}"
@@ -356,7 +354,7 @@ def speed(link: float) -> str:
 
 
 def intervals(found: Analysis) -> str:
-    """Bytes per checkpoint and the dearest restore, by interval."""
+    """Bytes per checkpoint and the most expensive restore, by interval."""
     advice = found.advice
 
     def draw(axes: Axes, number: int) -> None:
@@ -379,14 +377,15 @@ def intervals(found: Analysis) -> str:
             where = (best.interval, value)
             axes.annotate(text, where, (0, 13), textcoords="offset points", bbox=box, **style)
         if number == 1:
-            for one, value in zip(costs, values, strict=True):  # why the curve falls where a chain loses a delta
+            for one, value in zip(costs, values, strict=True):  # explains where a chain loses a delta
                 _below(axes, str(one.deltas), (one.interval, value))
         if number == 1 and math.isfinite(advice.limit):
             axes.axhline(advice.limit / advice.full, color=_FAINT, linestyle="--", linewidth=1.2, label="restore bound")
         axes.set_xscale("log", base=2)
         _plain(axes.xaxis, _drop_crowded(steps))
         axes.margins(y=0.35)
-        axes.set_title("bytes per checkpoint" if number == 0 else "the dearest restore (small: deltas in its chain)")
+        title = "bytes per checkpoint" if number == 0 else "the most expensive restore (small: deltas in its chain)"
+        axes.set_title(title)
         axes.set_ylabel("% of raw" if number == 0 else "times a full")
         axes.set_xlabel("T: checkpoints that share one base")
 

@@ -1,9 +1,9 @@
-"""Which bytes are measured, and how far a measurement of some of them may be from all of them.
+"""Choose the bytes to measure, and estimate the error of measuring only a part.
 
-The unit is what the codecs code on its own: a block of 1 MiB of one tensor (a tensor's last one is shorter), or tensors
-below 64 KiB end to end. Blocks are drawn by simple random sampling without replacement, the same ones at every
-checkpoint, so that codecs, gaps and steps are compared on the same numbers. What a codec stores of all bytes is
-estimated by the ratio of sums (Cochran, Sampling Techniques, chapter 6), with the standard error of that estimator.
+The unit is what codecs encode separately: a block of 1 MiB of one tensor (its last block may be shorter), or tensors
+below 64 KiB end to end. Blocks are drawn by simple random sampling without replacement. Every checkpoint uses the same
+blocks, so that codecs, gaps and steps are compared on the same numbers. The stored share of all bytes is estimated by
+the ratio of sums (Cochran, Sampling Techniques, chapter 6), with the standard error of that estimator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["CONFIDENCE", "Estimate", "Group", "Piece", "Sums", "Unit", "group_te
 
 CONFIDENCE: Final = 0.95
 _FEWEST: Final = 8
-"""Blocks drawn of a group at least: fewer tell nothing of their spread."""
+"""Minimum number of blocks drawn from a group: fewer do not show their spread."""
 _STUDENT: Final = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is coded on its own: one piece, or tiny tensors end to end."""
+    """Bytes that are encoded separately: one piece, or tiny tensors end to end."""
 
     pieces: tuple[Piece, ...]
 
@@ -63,9 +63,9 @@ class Group:
         dtype: logical dtype.
         tensors: their names.
         nbytes: their logical bytes.
-        blocks: into how many units they are cut.
-        units: the units that are measured, in access order.
-        decided: what decided the class -> of how many tensors.
+        blocks: total number of units.
+        units: the units to measure, in access order.
+        decided: what determined the class -> number of tensors.
     """
 
     kind: TensorClass
@@ -85,12 +85,12 @@ class Group:
 def group_tensors(
     tensors: Mapping[str, TensorType], classes: Mapping[str, Classified], budget: int | float | None
 ) -> list[Group]:
-    """Group tensors by class and dtype, cut them into units and draw.
+    """Group tensors by class and dtype, cut them into units, and draw a sample.
 
     Args:
-        tensors: those to measure.
-        classes: class of each.
-        budget: bytes to draw of each group, or a share of it (a float up to 1); None for all.
+        tensors: the tensors to measure.
+        classes: class of each tensor.
+        budget: bytes to draw from each group, or a share of it (a float up to 1); None: all.
 
     Returns:
         Groups in the order of `CLASSES`, the largest dtype first.
@@ -127,9 +127,9 @@ def _draw(units: Sequence[Unit], nbytes: int, budget: int | float | None, seed: 
         return tuple(units)
     wanted = budget * nbytes if isinstance(budget, float) else budget
     count = max(_FEWEST, math.ceil(wanted * len(units) / nbytes))
-    if count >= 0.8 * len(units):  # nearly all: then all, and no error
+    if count >= 0.8 * len(units):  # nearly all: then measure all, without an error
         return tuple(units)
-    # Seeded by what is drawn from: the same checkpoints give the same numbers every time.
+    # The seed depends only on the population, so the same checkpoints give the same numbers every time.
     chosen = random.Random(zlib.crc32(f"{seed} {len(units)}".encode())).sample(range(len(units)), count)
     return tuple(units[index] for index in sorted(chosen))
 
@@ -143,12 +143,12 @@ def read_unit(unit: Unit, read: Read) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a codec stores of each byte, and how sure that is.
+    """The stored share of each byte, and its uncertainty.
 
     Attributes:
         fraction: stored bytes over logical bytes.
-        margin: half the width of the 95 % confidence interval of `fraction`; 0 where every byte was measured; None
-            where too little was measured to tell.
+        margin: half the width of the 95 % confidence interval of `fraction`; 0 if every byte was measured; None if too
+            little was measured to estimate it.
     """
 
     fraction: float
@@ -156,7 +156,7 @@ class Estimate:
 
     @property
     def ratio(self) -> float:
-        """Logical over stored bytes; infinite where nothing is stored."""
+        """Logical over stored bytes; infinite if nothing is stored."""
         return 1 / self.fraction if self.fraction else math.inf
 
     @property
@@ -182,7 +182,7 @@ class Sums:
     decode: float = 0.0
 
     def add(self, logical: int, stored: float, encode: float = 0.0, decode: float = 0.0) -> None:
-        """Take one unit in."""
+        """Add one unit."""
         self.count += 1
         self.logical += logical
         self.stored += stored
@@ -193,7 +193,7 @@ class Sums:
         self.decode += decode
 
     def estimate(self, blocks: int) -> Estimate:
-        """For a group of that many units."""
+        """The estimate for a group with `blocks` units."""
         fraction = self.stored / self.logical
         if self.count >= blocks:
             return Estimate(fraction, 0.0)

@@ -1,4 +1,4 @@
-"""The sentences that the command and the report share."""
+"""Format the sentences that the command and the report share."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STEP_BITS: Final = 27
 
 
 def ratio(estimate: Estimate) -> str:
-    """``1.62×``; nothing stored at all is ``free``."""
+    """``1.62×``; ``free`` if nothing is stored."""
     if not math.isfinite(estimate.ratio):
         return "free"
     return f"{estimate.ratio:.2f}×" if estimate.ratio < 99.5 else f"{estimate.ratio:,.0f}×"
 
 
 def percent(estimate: Estimate) -> str:
-    """The margin as a share of the estimate: ``0.4 %``; nothing where it is exact, ``?`` where it is unknown."""
+    """The margin as a share of the estimate: ``0.4 %``; empty if it is exact, ``?`` if it is unknown."""
     if estimate.margin is None:
         return "?"
     if not estimate.margin or not estimate.fraction:
@@ -43,7 +43,7 @@ def percent(estimate: Estimate) -> str:
 
 
 def headline(found: Analysis) -> str:
-    """What to do, in one sentence."""
+    """The recommendation in one sentence."""
     advice, best = found.advice, found.advice.best
     if not best.interval:
         return f"Store fulls: no delta pays within the restore bound ({size(advice.full)} per checkpoint)"
@@ -52,20 +52,20 @@ def headline(found: Analysis) -> str:
 
 
 def restore_line(found: Analysis) -> str:
-    """What that costs on restore, and by which codecs."""
+    """The cost of a restore, and the codecs."""
     advice, best = found.advice, found.advice.best
     codecs = ", ".join(f"{found.label(one.group)} by {one.method}" for one in advice.groups if one.group in found.major)
     if not best.interval:
         return f"Codecs that are smallest: {codecs}."
     beyond = "" if best.interval <= advice.measured else f" T is beyond the largest gap measured, {advice.measured}."
     return (
-        f"Chains of at most {best.deltas} deltas: the dearest restore reads {size(best.restore)}, "
+        f"Chains of at most {best.deltas} deltas: the most expensive restore reads {size(best.restore)}, "
         f"{best.times:.2f} times a full. {codecs[0].upper()}{codecs[1:]}.{beyond}"
     )
 
 
 def sample_line(found: Analysis) -> str:
-    """What was measured, and how sure it is."""
+    """What was measured, and the confidence level."""
     if found.exact:
         return "every byte of the compared checkpoints was measured"
     return (
@@ -75,10 +75,10 @@ def sample_line(found: Analysis) -> str:
 
 
 def what_to_do(found: Analysis) -> str:
-    """One sentence that can be followed as it stands."""
+    """One sentence that says what to do."""
     advice, best = found.advice, found.advice.best
     if not best.interval:
-        return "What to do: go on storing fulls (a writer without deltas=), for no delta pays within the restore bound."
+        return "What to do: keep storing fulls (a writer without deltas=): no delta pays within the restore bound."
     every = "step" if found.spacing == 1 else f"{found.spacing:,} steps"
     return (
         f"What to do: save every {every}, as here, with store.writer(deltas=DeltaOptions({_arguments(found)})): "
@@ -109,7 +109,7 @@ def to_copy(found: Analysis) -> list[str]:
 
 
 def other_mode(found: Analysis) -> str | None:
-    """That step diffs would be smaller still, where every step is saved and the state is Adam's; None: not so."""
+    """A hint that step diffs would be smaller, if every step is saved and the state is Adam's; else None."""
     sizes = {
         kind: sum(group.nbytes for group in found.groups if group.kind == kind and group.dtype == "F32")
         for kind in ("weight", "first_moment", "second_moment")

@@ -1,6 +1,6 @@
-"""A series of checkpoints to look at: files of other tools, folders and globs of them, or a store.
+"""Open a series of checkpoints for analysis: files of other tools, folders and globs of them, or a store.
 
-Nothing here holds a tensor: a checkpoint is opened while it is measured, and ranges of its tensors are read.
+Nothing here holds a tensor in memory: a checkpoint is open while it is measured, and ranges of its tensors are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ckptstore.store import open as open_store
 __all__ = ["Checkpoint", "Read", "Skipped", "TensorType", "open_series", "shared_tensors"]
 
 Read: TypeAlias = Callable[[str, int, int], Bytes]
-"""(tensor, first byte, length) -> those bytes (1-D uint8); from any thread."""
+"""(tensor, first byte, length) -> those bytes (1-D uint8); callable from any thread."""
 
 _WEIGHTS: Final = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _BESIDE: Final = ("optimizer.pt", "optimizer.bin", "optimizer.safetensors")
@@ -55,9 +55,10 @@ class Checkpoint:
 
     Attributes:
         label: file name or REF, for people.
-        step: what the name states, or the position in the series.
-        open: a context manager that gives a function to read with.
-        describe: finds its tensors. Of a store that takes as long as its chain, and only what is measured is asked.
+        step: the step in its name, or its position in the series.
+        open: returns a context manager that gives a read function.
+        describe: finds its tensors. For a store this takes as long as reading its chain, so it is called only if
+            needed.
     """
 
     label: str
@@ -68,12 +69,12 @@ class Checkpoint:
 
     @property
     def described(self) -> bool:
-        """Whether its tensors were asked for."""
+        """Whether its tensors have been looked up."""
         return bool(self._found)
 
     @property
     def tensors(self) -> Mapping[str, TensorType]:
-        """name -> type, in access order. Raises as `open_series`."""
+        """Name -> type, in access order. Raises as `open_series`."""
         if not self._found:
             self._found.append(self.describe())
         return self._found[0]
@@ -85,17 +86,17 @@ class Checkpoint:
 
 
 def open_series(inputs: Sequence[str], refs: Sequence[str] = (), progress: Progress | None = None) -> list[Checkpoint]:
-    """The checkpoints that the arguments of ``ckpt analyze`` name, by step.
+    """Open the checkpoints that the arguments of ``ckpt analyze`` name, sorted by step.
 
     Args:
         inputs: one store (path or URL); or ``.safetensors`` and ``.pt`` files, ``.index.json`` of shards, folders that
             hold one of these or a series of them, globs. An ``optimizer.pt`` beside a model belongs to its checkpoint.
-        refs: of a store, the checkpoints to take; none: all that lead to the latest.
-        progress: told how many files are opened (`ckptstore.host.progress.phase`).
+        refs: checkpoints of a store; empty: all that lead to the latest.
+        progress: called with the number of opened files (`ckptstore.host.progress.phase`).
 
     Returns:
-        At least two, ascending by the steps in their names; in the given order, numbered from 0, where the names do
-        not tell every step, or tell one twice.
+        At least two, ascending by the steps in their names. If a name states no step, or two state the same, they keep
+        the given order and are numbered from 0.
 
     Raises:
         UsageError: fewer than two, an argument that matches nothing, or a store among other arguments.
@@ -134,14 +135,14 @@ def _types(store: Store, info: CheckpointInfo) -> dict[str, TensorType]:
     tensors = store.tensors(info.ref)
     if cut := [name for name, entry in tensors.items() if isinstance(entry, ShardedEntry)]:
         raise UsageError(
-            f"checkpoint {info.ref} is stored in shards ({cut[0]!r} and {len(cut) - 1} others); analyze files that "
-            "`ckpt restore` makes of it"
+            f"checkpoint {info.ref} is stored in shards ({cut[0]!r} and {len(cut) - 1} others): write it to a file "
+            "with `ckpt restore` and analyze that"
         )
     return {name: TensorType(entry.dtype, tuple(entry.shape), entry.nbytes) for name, entry in tensors.items()}
 
 
 def _line(store: Store) -> list[CheckpointInfo]:
-    """The checkpoints on the way to the latest: other forks are other runs."""
+    """The checkpoints that lead to the latest; other forks belong to other runs."""
     infos = store.checkpoints()
     if not infos:
         return []
@@ -180,7 +181,7 @@ def _of_files(inputs: Sequence[str], progress: Progress | None) -> list[Checkpoi
     steps = [_step(paths[0]) for paths in members]
     joined: dict[tuple[Path, int], list[Path]] = {}
     if all(step is not None for step in steps):
-        # model.safetensors and optimizer.pt of one folder, named one by one, are one checkpoint.
+        # model.safetensors and optimizer.pt of one folder, passed as two arguments, are one checkpoint.
         for paths, step in zip(members, steps, strict=True):
             assert step is not None
             joined.setdefault((paths[0].parent, step), []).extend(paths)
@@ -196,7 +197,7 @@ def _of_files(inputs: Sequence[str], progress: Progress | None) -> list[Checkpoi
 
 
 def _numbered(found: list[Checkpoint]) -> list[Checkpoint]:
-    """By step where every step is known and none occurs twice; else in the given order."""
+    """Sort by step if every step is known and none occurs twice; else keep the given order."""
     steps = [one.step for one in found]
     if -1 not in steps and len(set(steps)) == len(steps):
         return sorted(found, key=lambda one: one.step)
@@ -204,20 +205,20 @@ def _numbered(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _expand(text: str) -> list[tuple[Path, ...]]:
-    """The checkpoints that one argument stands for, each as its files."""
+    """The checkpoints that one argument names, each as its files."""
     path = Path(text)
     if path.exists() or not glob.has_magic(text):
         if not path.exists():
             raise UsageError(f"{path} does not exist")
         return _series_in(path) if path.is_dir() else [(path,)]
-    matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # absolute patterns, too
+    matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 - supports absolute patterns
     if not matches:
         raise UsageError(f"{text!r} matches no file")
     return [paths for match in matches for paths in _expand(glob.escape(match) if glob.has_magic(match) else match)]
 
 
 def _series_in(folder: Path) -> list[tuple[Path, ...]]:
-    """What a folder holds: one checkpoint (with its optimizer), a series of files, or of folders."""
+    """The contents of a folder: one checkpoint (with its optimizer), a series of files, or a series of folders."""
     if indexes := sorted(folder.glob("*.index.json")):
         return [_with_optimizer((indexes[0],))] if len(indexes) == 1 else [(index,) for index in indexes]
     files = [file for file in sorted(folder.iterdir()) if file.is_file() and file.suffix.lower() in _WEIGHTS]
@@ -231,7 +232,7 @@ def _series_in(folder: Path) -> list[tuple[Path, ...]]:
     for inner in sorted(folder.iterdir()):
         if inner.is_dir() and _step(inner / "model.pt") is not None and _holds_weights(inner):
             found += _series_in(inner)
-    return found or [(survey(folder).weights,)]  # which says what is wrong with it
+    return found or [(survey(folder).weights,)]  # raises an error that explains what is wrong
 
 
 def _holds_weights(folder: Path) -> bool:
@@ -244,13 +245,13 @@ def _with_optimizer(paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 
 def _step(path: Path) -> int | None:
-    """As an import finds it; also a name that is nothing but a number."""
+    """The step in a file name, as an import finds it; also of a name that is only a number."""
     stem = path.name.split(".", 1)[0]
     return int(stem) if _DIGITS.fullmatch(stem) else step_of(path, series=True)
 
 
 def _labels(members: Sequence[tuple[Path, ...]]) -> list[str]:
-    """File names where they tell the checkpoints apart, else with the folder."""
+    """File names if they are distinct, else with their folders."""
     names = [paths[0].name for paths in members]
     if len(set(names)) == len(names):
         return names
@@ -277,7 +278,7 @@ def _file_checkpoint(label: str, step: int, paths: tuple[Path, ...]) -> Checkpoi
 
 @contextmanager
 def _sources(paths: Sequence[Path]) -> Iterator[dict[str, TensorSource]]:
-    """The tensors of one checkpoint's files; those of the second and later files under the file's name."""
+    """The tensors of one checkpoint's files; those of the second and later files get the file's name as a prefix."""
     found: dict[str, TensorSource] = {}
     with ExitStack() as stack:
         for number, path in enumerate(paths):
@@ -292,7 +293,7 @@ def _sources(paths: Sequence[Path]) -> Iterator[dict[str, TensorSource]]:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A tensor that was left out, and why."""
+    """A tensor that was left out, and the reason."""
 
     name: str
     reason: str
@@ -301,14 +302,14 @@ class Skipped:
 def shared_tensors(
     series: Sequence[Checkpoint], progress: Progress | None = None
 ) -> tuple[dict[str, TensorType], list[Skipped]]:
-    """The tensors that every checkpoint has, with one dtype and shape; and the others.
+    """The tensors that every checkpoint has with the same dtype and shape, and the others.
 
     Args:
         series: the checkpoints.
-        progress: told how many are planned.
+        progress: called with the number of planned checkpoints.
 
     Raises:
-        UsageError: there are none.
+        UsageError: they have none in common.
     """
     names: dict[str, None] = {}
     for number, checkpoint in enumerate(reversed(series)):
@@ -329,7 +330,7 @@ def shared_tensors(
     if not shared:
         error = UsageError(f"the {len(series)} checkpoints have no tensor in common")
         examples = [f"{one.label} has {next(iter(one.tensors), 'no tensor')}" for one in (series[0], series[-1])]
-        error.add_note(f"names, dtypes and shapes have to agree; {', '.join(examples)}")
+        error.add_note(f"names, dtypes and shapes must be equal; {', '.join(examples)}")
         raise error
     return shared, skipped
 

@@ -1,6 +1,6 @@
-"""What a tensor is to the optimizer: a weight, a first or second moment, a gradient, or something else.
+"""Classify tensors by their role for the optimizer: weight, first or second moment, gradient, or something else.
 
-Names decide where they say something; otherwise values do: what is never negative and tiny is a second moment.
+A telling name decides; otherwise the values do: tiny values that are never negative are a second moment.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ckptstore.reports.tensor_numbers import doubles
 __all__ = ["CLASSES", "Classified", "TensorClass", "by_name", "by_values", "classify", "parse_overrides"]
 
 _LOOKED_AT: Final = 1 << 14
-"""Bytes read at the beginning and in the middle of a tensor whose name says nothing."""
+"""Bytes read at the beginning and in the middle of a tensor without a telling name."""
 _TINY: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """A class, and what decided it: ``name``, ``values`` or ``override``."""
+    """A class, and what determined it: ``name``, ``values`` or ``override``."""
 
     kind: TensorClass
     by: Literal["name", "values", "override"]
 
 
 def parse_overrides(texts: Iterable[str]) -> list[tuple[str, TensorClass]]:
-    """``GLOB=CLASS`` -> pairs. Raises `UsageError`."""
+    """Parse ``GLOB=CLASS`` -> pairs. Raises `UsageError`."""
     found: list[tuple[str, TensorClass]] = []
     for text in texts:
         glob, _, name = text.rpartition("=")
@@ -49,12 +49,12 @@ def parse_overrides(texts: Iterable[str]) -> list[tuple[str, TensorClass]]:
 def classify(
     tensors: Mapping[str, TensorType], read: Read, overrides: Sequence[tuple[str, TensorClass]] = ()
 ) -> dict[str, Classified]:
-    """The class of every tensor.
+    """Determine the class of every tensor.
 
     Args:
         tensors: names and types.
-        read: reads the checkpoint in which values are looked at: at most 32 KiB of each tensor without a telling name.
-        overrides: (glob, class); the last that matches wins.
+        read: reads the checkpoint whose values are examined: at most 32 KiB of each tensor without a telling name.
+        overrides: (glob, class); the last match wins.
 
     Raises:
         UsageError: an override matches no tensor.
@@ -76,16 +76,16 @@ def classify(
 
 
 def by_name(name: str, tensor: TensorType) -> TensorClass | None:
-    """What the name and the dtype say; None for nothing (`class_by_name`)."""
+    """The class from name and dtype; None if they do not tell (`class_by_name`)."""
     return class_by_name(name, tensor.dtype, tensor.shape)
 
 
 def by_values(values: npt.NDArray[np.float64], *, optimizer: bool = False) -> TensorClass:
-    """What values look like.
+    """The class from sample values.
 
     Args:
-        values: some of the tensor's.
-        optimizer: the name places the tensor among an optimizer's, so that signed values are a first moment.
+        values: some of the tensor's values.
+        optimizer: the name shows that the tensor belongs to an optimizer, so that signed values are a first moment.
     """
     finite = values[np.isfinite(values)]
     if not len(finite) or not finite.any():

@@ -1,6 +1,7 @@
-"""Where a store lives: `open_backend` takes a path or a URL and returns the `Backend` for it.
+"""Open a store's medium: `open_backend` takes a path or a URL and returns the `Backend` for it.
 
-Imports `host` alone, and neither numpy nor obstore nor fsspec before a URL asks for it: ``ckpt`` shall start quickly.
+This package imports only `host`. It imports numpy, obstore and fsspec only when a URL needs them, so that ``ckpt``
+starts quickly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Backend", "open_backend"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ALMOST: Final = re.compile(rf"({'|'.join(schemes.SCHEMES)}):/*(?!/)", re.IGNORECASE)
-"""The beginning of a URL with another number of slashes than two."""
+"""The start of a URL that has one slash, or none, instead of two."""
 
 
 def _open_filesystem(path: str, filesystem: Any, storage_options: Mapping[str, Any] | None) -> Backend:
@@ -35,20 +36,20 @@ def open_backend(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
 ) -> Backend:
-    """The medium of the store at `url`. Whether a store is there is for the engine to find out.
+    """Open the medium of the store at `url`. This does not check whether a store is there: the engine does.
 
     Args:
         url: a path (``~`` is the user's home), ``file:///absolute/path``, ``pmem:///absolute/path``,
-            ``memory://name``, ``s3://bucket/prefix`` (``gs://``, ``az://``), or of a scheme that an installed package
-            declares (`ckptstore.backends.schemes`) or fsspec knows.
-        create: accept a place where nothing is yet; the first write makes it.
-        storage_options: how an object store, or fsspec's file system, is reached.
-        filesystem: an fsspec file system, in which `url` is a path.
+            ``memory://name``, ``s3://bucket/prefix`` (``gs://``, ``az://``), or a URL of a scheme that an installed
+            package declares (`ckptstore.backends.schemes`) or that fsspec knows.
+        create: accept a place that does not exist yet; the first write creates it.
+        storage_options: options of the object store or of the fsspec file system.
+        filesystem: an fsspec file system; `url` is then a path in it.
 
     Raises:
-        StoreNotFoundError: nothing is there, or a file is, and `create` does not help.
-        UsageError: the path or URL is malformed, its scheme or an option is unknown.
-        MissingDependencyError: an optional package is needed.
+        StoreNotFoundError: nothing is there and `create` is False, or a file is there.
+        UsageError: the path or URL is malformed, or its scheme or an option is unknown.
+        MissingDependencyError: an optional package is not installed.
         StorageError: the medium failed.
     """
     text = os.fsdecode(url)
@@ -62,7 +63,7 @@ def open_backend(
         raise UsageError(f"{text}: storage_options are for object stores and fsspec's URLs; this has none")
     if scheme is not None:
         return scheme.open(text, create, storage_options or {})
-    # Prevents: a run that is saved to a folder named ``s3:`` here, while everybody believes it in the bucket.
+    # Prevents: a run saved to a local folder named ``s3:`` while its owner believes that it is in the bucket.
     if isinstance(url, str) and (almost := _ALMOST.match(text)) is not None and not os.path.lexists(text):
         name = almost[1].lower()
         meant = f"{name}://{'/' if schemes.SCHEMES[name].path else ''}{text[almost.end() :]}"

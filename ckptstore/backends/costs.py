@@ -1,4 +1,4 @@
-"""What a store cost: its requests by kind, and the bytes that went either way. Object stores charge for both."""
+"""Count what a store costs: requests by kind, and bytes sent and received. Object stores charge for both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Spent:
     """Costs at one instant.
 
     Attributes:
-        requests: how many were sent, by kind: ``create`` (conditional PUT), ``put``, ``part`` (what one multipart
-            upload sends, its beginning and end included), ``get``, ``range``, ``head``, ``list`` (by 1,000 keys),
-            ``delete``.
-        sent, received: bytes of objects, without headers; what was sent again counts again.
-        repeated: requests that were sent again because the one before failed or gave no answer.
+        requests: number of requests sent, by kind: ``create`` (conditional PUT), ``put``, ``part`` (requests of a
+            multipart upload, its start and completion included), ``get``, ``range``, ``head``, ``list`` (one per 1,000
+            keys), ``delete``.
+        sent, received: bytes of objects, without headers; a repeated transfer counts again.
+        repeated: requests that were sent again because the previous one failed or got no answer.
     """
 
     requests: Mapping[str, int] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Spent:
         return sum(self.requests.values())
 
     def __sub__(self, earlier: Spent) -> Spent:
-        """What came between an earlier instant and this one."""
+        """Costs between an earlier instant and this one."""
         kinds = {kind: number - earlier.requests.get(kind, 0) for kind, number in self.requests.items()}
         return Spent(
             {kind: number for kind, number in kinds.items() if number},
@@ -47,25 +47,25 @@ class Costs:
     """Counters of one backend. Thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing spent yet."""
+        """Start with all counters at zero."""
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._sent = self._received = self._repeated = 0
 
     def count(self, kind: str, requests: int = 1, *, sent: int = 0, repeated: bool = False) -> None:
-        """Requests are about to be sent, with `sent` bytes of an object."""
+        """Count requests that are about to be sent, with `sent` bytes of an object."""
         with self._lock:
             self._requests[kind] += requests
             self._sent += sent
             self._repeated += repeated
 
     def receive(self, nbytes: int) -> None:
-        """So many bytes of an object came."""
+        """Count `nbytes` received bytes of an object."""
         with self._lock:
             self._received += nbytes
 
     @property
     def spent(self) -> Spent:
-        """The counters now."""
+        """The current counters."""
         with self._lock:
             return Spent(dict(self._requests), self._sent, self._received, self._repeated)

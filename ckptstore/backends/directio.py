@@ -1,8 +1,8 @@
-"""Segments on a local disk: files written and read past the page cache where the file system allows it.
+"""Read and write segments on a local disk, past the page cache where the file system allows it.
 
-Fresh preallocated files with O_DIRECT in blocks of 16 MiB are the fastest way we know to durable bytes, at a tenth of
-the CPU time of buffered writes, and they leave the page cache to the data loader. Every file is also open in the
-ordinary way: that descriptor takes what O_DIRECT refuses (tmpfs, some FUSE file systems, unaligned ends).
+New preallocated files, written with O_DIRECT in blocks of 16 MiB, are the fastest way we know to durable bytes. They
+need a tenth of the CPU time of buffered writes and leave the page cache to the data loader. Every file is also opened
+without O_DIRECT: that descriptor serves what O_DIRECT refuses (tmpfs, some FUSE file systems, unaligned ends).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ckptstore.errors import (
 from ckptstore.host.pages import BLOCK
 
 DIRECT_MINIMUM: Final = 1 << 20
-"""Reads below this many bytes profit more from the kernel's read-ahead than from going past the page cache."""
+"""Reads below this many bytes are faster with the kernel's read-ahead than past the page cache."""
 
 
 _NO_FILES: Final = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV})
-"""How the system refuses to open a link, a socket or a device without a driver."""
+"""Errors of the system when it refuses to open a link, a socket or a device without a driver."""
 _NO_LOCKS: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EBADF})
-"""How file systems that have no locks, or none for readers, say so."""
+"""Errors of file systems that have no locks, or no shared locks for readers."""
 
 
 def open_direct(posix: Posix, name: str, flags: int, folder: int) -> int | None:
-    """A second descriptor with O_DIRECT, or None where the file system (or the process's limits) refuses one."""
+    """A second descriptor with O_DIRECT; None if the file system (or a limit of the process) refuses it."""
     try:
         return posix.open(name, flags | os.O_DIRECT | os.O_NOFOLLOW, folder)
     except OSError:
@@ -51,17 +51,17 @@ def open_direct(posix: Posix, name: str, flags: int, folder: int) -> int | None:
 
 
 def open_file(posix: Posix, name: str, folder: int, path: str) -> tuple[int, os.stat_result]:
-    """Open a regular file to read it -> (descriptor, what fstat says). Never waits, as opening a pipe would.
+    """Open a regular file for reading -> (descriptor, result of fstat). Never blocks, as opening a pipe would.
 
     Args:
         posix: the system calls.
-        name: of the file.
+        name: name of the file.
         folder: handle of its folder.
-        path: names the file in errors.
+        path: path of the file, for errors.
 
     Raises:
-        ForeignObjectError: it is something else. A link is refused as well: what it leads to is not the store's.
-        OSError: as the system says.
+        ForeignObjectError: it is not a regular file. A link is refused, too: its target does not belong to the store.
+        OSError: from the system.
     """
     try:
         descriptor = posix.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, folder)
@@ -81,16 +81,16 @@ def open_file(posix: Posix, name: str, folder: int, path: str) -> tuple[int, os.
 
 
 class FileSink(SegmentSink):
-    """A new file, whose folder exists. Raises `KeyExistsError` if the name is taken.
+    """A new file in an existing folder. Raises `KeyExistsError` if the name is taken.
 
     Args:
-        folders: the store's, or those of another place with files to write.
-        key: the file's path from their root.
+        folders: the folders of the store, or of another place to write files in.
+        key: path of the file from their root.
         posix: the system calls.
-        size_hint: bytes to reserve; a poor guess costs nothing but time.
+        size_hint: bytes to reserve; a poor guess only costs time.
         direct: whether to try O_DIRECT.
-        spare: files whose blocks it may have.
-        room: makes space when the disk is full.
+        spare: spare files whose blocks the new file may reuse.
+        room: frees space when the disk is full.
     """
 
     _access = os.O_WRONLY
@@ -112,12 +112,12 @@ class FileSink(SegmentSink):
         self._posix = posix
         self._room = room
         self._save = None if room is None else room.sharing.here()
-        self._settled = False  # sealed or removed: nothing is left to give up
+        self._settled = False  # True once sealed or removed: then `abort` has nothing to do
         with writing(self._path), folders.opened(self._folder) as folder:
             try:
                 taken = None if spare is None else spare.take(folder, self._name, size_hint)
                 self._recycled = taken is not None
-                # O_EXCL without O_DIRECT: where that is refused, the refusal would come with the file already made.
+                # O_EXCL without O_DIRECT: if O_DIRECT is refused, the file would already have been created.
                 flags = self._access | os.O_CREAT | os.O_EXCL
                 self._buffered: int | None = posix.open(self._name, flags, folder) if taken is None else taken
             except FileExistsError as error:
@@ -128,11 +128,11 @@ class FileSink(SegmentSink):
 
     @property
     def recycled(self) -> bool:
-        """Whether it overwrites the blocks of a segment that was given up."""
+        """Whether the file overwrites the blocks of a released segment."""
         return self._recycled
 
     def _reserve(self, descriptor: int, size: int) -> None:
-        # With blocks and length known beforehand, writes from several threads need not extend the file one by one.
+        # With the blocks and the length reserved, parallel writes need not extend the file one after the other.
         try:
             before = self._posix.fstat(descriptor).st_size
             try:
@@ -144,14 +144,14 @@ class FileSink(SegmentSink):
             if self._room is not None:
                 self._room.sharing.allocated(self._save, size)
         except OSError:
-            # Only a hint: no such call here, or no space for a guess that was too high. What counts is what the writes
-            # say, and they shall find the disk as free as it was.
+            # Only a hint: this system has no such call, or the guess was too high for the free space. The writes
+            # themselves report a full disk, so give the space back before them.
             with suppress(OSError):
                 self._posix.ftruncate(descriptor, before)
 
     def _freed(self, error: OSError) -> bool:
-        """Whether the disk was full, and has space now: spare files, and what is retired, go before a save fails; and
-        other saves that are under way come first, whose commits may retire more."""
+        """Whether the disk was full and has space now. Before a save fails, spare files and retired checkpoints are
+        deleted, and the save waits for other running saves, whose commits may retire more."""
         room = self._room
         if error.errno not in FULL or room is None:
             return False
@@ -162,8 +162,8 @@ class FileSink(SegmentSink):
         view = data.cast("B")
         with writing(self._path):
             if self._recycled and offset == 0 and self._buffered is not None:
-                # Prevents: a header, which goes out last, over what was in the file before: a power cut may keep it and
-                # lose the data. (In a new file it would be over zeros.)
+                # Prevents: a header (written last) over the file's old data after a power cut that kept the header and
+                # lost the new data. (In a new file there would be zeros.)
                 self._posix.fdatasync(self._buffered)
             while view:
                 try:
@@ -182,7 +182,7 @@ class FileSink(SegmentSink):
             try:
                 return write_some(self._posix, direct, view, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # else: not aligned to this device's liking
+                if error.errno != errno.EINVAL:  # EINVAL: not aligned as this device requires
                     raise
         return write_some(self._posix, buffered, view, offset)
 
@@ -195,7 +195,7 @@ class FileSink(SegmentSink):
                 written = self._posix.fstat(self._buffered)
                 self._finish_contents(self._buffered, size)
             finally:
-                # Also after a failure: a failed fsync says nothing about what a second one would do, so there is none.
+                # Close after a failure, too: success of a second fsync would prove nothing, so it is never repeated.
                 self._close()
             with self._folders.opened(self._folder) as folder:
                 self._check_name(folder, written)
@@ -204,14 +204,14 @@ class FileSink(SegmentSink):
         self._settled = True
 
     def _finish_contents(self, descriptor: int, size: int) -> None:
-        # Cuts what was reserved and the last block's padding: safetensors refuses trailing bytes.
+        # Cuts off the reserved space and the last block's padding: safetensors refuses trailing bytes.
         self._posix.ftruncate(descriptor, size)
-        # Prevents: a committed segment whose blocks, block map or length a power cut takes back. O_DIRECT alone leaves
-        # the disk's own cache and the file's metadata in the air.
+        # Prevents: a committed segment that loses its blocks, block map or length in a power cut. O_DIRECT alone
+        # flushes neither the disk's cache nor the file's metadata.
         self._posix.fdatasync(descriptor)
 
     def _check_name(self, folder: int, written: os.stat_result) -> None:
-        """The store has this file under its name: a folder that was moved away meanwhile took it along."""
+        """Check that the name still refers to this file: its folder may have been moved away meanwhile."""
         found = self._posix.stat(self._name, folder, follow=False)
         if (found.st_dev, found.st_ino) != (written.st_dev, written.st_ino):
             raise StorageError(errno.ESTALE, "the segment was replaced while it was written", self._path)
@@ -224,11 +224,11 @@ class FileSink(SegmentSink):
         with suppress(OSError):
             self._close()
         with suppress(OSError, CkptError), self._folders.opened(self._folder) as folder:
-            self._posix.unlink(self._name, folder)  # what stays is named by no record: gc removes it
+            self._posix.unlink(self._name, folder)  # if this fails, no record names the file: gc removes it
 
     def _close(self) -> None:
         if self._recycled and self._buffered is not None:
-            # Prevents: a lock that lives on in a child forked meanwhile (a loader's worker), and keeps readers out.
+            # Prevents: a lock that survives in a child forked meanwhile (a loader's worker) and blocks readers.
             with suppress(OSError):
                 self._posix.flock(self._buffered, fcntl.LOCK_UN)
         descriptors, self._buffered, self._direct = (self._direct, self._buffered), None, None
@@ -241,12 +241,12 @@ class FileSource(SegmentSource):
     """A file of the store. Raises `KeyNotFoundError`, `ForeignObjectError`, `StorageError`.
 
     Args:
-        folders: the store's.
-        key: the file's path from their root.
+        folders: the store's folders.
+        key: path of the file from their root.
         posix: the system calls.
         direct: whether to try O_DIRECT.
-        hold: keep writers from overwriting the file while it is open or mapped. A file that is being overwritten,
-            because nobody needs what was in it, is then as good as absent.
+        hold: keep writers from overwriting the file while it is open or mapped. A file that is already being
+            overwritten, because nobody needs its old contents, then counts as absent.
     """
 
     def __init__(self, folders: Folders, key: str, posix: Posix, *, direct: bool = True, hold: bool = False) -> None:
@@ -275,7 +275,7 @@ class FileSource(SegmentSource):
         return opened, status
 
     def _lock(self, descriptor: int) -> bool:
-        """Take a lock that lives as long as the descriptor, and every mapping made of it; False where there is none."""
+        """Take a lock that lasts as long as the descriptor and its mappings; False if there are no locks."""
         try:
             self._posix.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -289,8 +289,8 @@ class FileSource(SegmentSource):
     def read_into(self, offset: int, out: memoryview) -> None:
         """See `SegmentSource.read_into`.
 
-        Fast from a cold disk: at least 1 MiB, with `offset` and the address of `out` equal modulo `BLOCK`. The aligned
-        middle then goes past the page cache, unless the cache has it.
+        Fastest from a cold disk with at least 1 MiB, and `offset` and the address of `out` equal modulo `BLOCK`. Then
+        the aligned middle is read past the page cache, unless the cache holds it.
         """
         view = out.cast("B")
         if offset < 0 or offset + len(view) > self.size:
@@ -311,10 +311,10 @@ class FileSource(SegmentSource):
             self._fill(self._buffered, offset + done, view[done:])
 
     def _past_the_cache(self, offset: int, middle: memoryview) -> int | None:
-        """The O_DIRECT descriptor, or None if there is none or if the page cache holds the end of `middle`.
+        """The O_DIRECT descriptor; None if there is none or if the page cache holds the end of `middle`.
 
-        A copy from the page cache is three times as fast as the disk, so the cache is asked first: one block, and the
-        last, because the kernel's read-ahead for what precedes `middle` may have cached the first.
+        A copy from the page cache is three times as fast as the disk, so check the cache first. One block is enough:
+        the last one, because the kernel's read-ahead for the bytes before `middle` may have cached the first.
         """
         with self._opening:
             if self._try_direct:
@@ -326,7 +326,7 @@ class FileSource(SegmentSource):
             last = len(middle) - BLOCK
             cached = self._posix.preadv_cached(self._buffered, middle[last:], offset + last)
         except OSError:
-            cached = 0  # not in the cache, or the system cannot say; an I/O error shows again in the read itself
+            cached = 0  # not cached, or the system cannot say; the read itself will report an I/O error
         return None if cached == BLOCK else self._direct
 
     def _open_direct(self) -> int | None:
@@ -338,13 +338,13 @@ class FileSource(SegmentSource):
             status = self._posix.fstat(descriptor)
             if (status.st_dev, status.st_ino) == (self._status.st_dev, self._status.st_ino):
                 return descriptor
-            self._posix.close(descriptor)  # another file has taken the name
+            self._posix.close(descriptor)  # another file has this name now
         except (OSError, CkptError):
             pass
         return None
 
     def _fill(self, descriptor: int, offset: int, out: memoryview, *, direct: bool = False) -> int:
-        """Read until `out` is full; with `direct`, until what is left is no longer aligned. Returns the bytes read."""
+        """Read until `out` is full; with `direct`, until the rest is not aligned. Returns the number of bytes read."""
         done = 0
         while done < len(out):
             try:

@@ -1,7 +1,7 @@
-"""One at a time: who works on a place that other threads and processes of this machine may work on, too.
+"""Exclusive access to a place that other threads and processes of this machine may also work on.
 
-A killed process lets go. On a file system without locks, and in a bucket, no other process is kept out: what is done
-there has to be right all the same.
+A killed process releases its lock. On a file system without locks, and in a bucket, other processes are not excluded:
+the protocol must be correct without this lock.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["alone", "root_of"]
 _local_locks: dict[str, threading.Lock] = {}
 _local_locks_lock = threading.Lock()
 _handles: set[int] = set()
-"""Of folders that are locked, or about to be."""
+"""Handles of folders that are locked or are about to be locked."""
 
 
 def root_of(backend: Backend) -> str | None:
-    """The folder that a store is in, whatever names it has; None: it is in none."""
+    """The real path of the folder that holds the store, whatever links lead to it; None if it is not in a folder."""
     return os.path.realpath(backend.root) if isinstance(backend, LocalBackend) else None
 
 
 @contextlib.contextmanager
 def alone(backend: Backend, patience: Callable[[], bool] = lambda: True, *, make: bool = False) -> Iterator[bool]:
-    """Be the only one of this machine that works here, for the length of the ``with``.
+    """Hold exclusive access to this place, on this machine, during the ``with``.
 
-    Two drains of a store at once, or two copies to one place, would write the same segments, and one might replace what
-    the other has just made known.
+    Two drains of one store, or two copies to one place, would write the same segments, and one could replace a segment
+    that the other has just published.
 
     Args:
-        patience: asked while somebody else is at work -> whether to go on waiting.
-        make: whether to make a folder that is not there, which is what is locked. May raise as `Backend.probe`.
+        patience: called while another thread or process holds the place -> whether to continue waiting.
+        make: create the folder if it is missing, because the folder is what is locked. May raise as `Backend.probe`.
 
     Yields:
-        whether nobody else is; False: patience is over.
+        True with exclusive access; False if `patience` returned False.
     """
     with _local_locks_lock:
         lock = _local_locks.setdefault(root_of(backend) or backend.url, threading.Lock())
@@ -58,8 +58,8 @@ def alone(backend: Backend, patience: Callable[[], bool] = lambda: True, *, make
             if handle in _handles:
                 _handles.discard(handle)
                 with contextlib.suppress(OSError):
-                    # Prevents: a process that was forked meanwhile (a worker of a DataLoader), which shares the handle,
-                    # keeps everybody out for as long as it lives.
+                    # Prevents: a process that was forked meanwhile (a worker of a DataLoader) shares the handle and
+                    # blocks all others for as long as it lives.
                     fcntl.flock(handle, fcntl.LOCK_UN)
                 os.close(handle)
     finally:
@@ -67,8 +67,8 @@ def alone(backend: Backend, patience: Callable[[], bool] = lambda: True, *, make
 
 
 def _forked() -> None:
-    """A child shares no lock of its parent: should that be killed, it would hold it alone."""
-    global _local_locks_lock  # its owner may be a thread that the child has not
+    """Drop the parent's locks in a child: if the parent were killed, the child would hold them alone."""
+    global _local_locks_lock  # its owner may be a thread that does not exist in the child
     _local_locks_lock = threading.Lock()
     _local_locks.clear()
     for handle in _handles:
@@ -101,7 +101,7 @@ def _locked(handle: int | None, patience: Callable[[], bool]) -> bool:
             time.sleep(0.05)
             if not patience():
                 return False
-        except OSError:  # no locks on this file system
+        except OSError:  # this file system has no locks
             break
         else:
             break

@@ -1,12 +1,13 @@
-"""The folders of a store: reached through handles, made, and synced.
+"""Open, create and sync the folders of a store through handles.
 
-**Handles.** The store's folder is opened once, and everything below it is reached from that descriptor, one folder at a
-time, never through a link. So a store that is moved away (``mv run run.old``) keeps who has it open, and a store that
-takes its place is never written to by mistake. A folder *below* that is moved or replaced is noticed: those in which
-this process has made something stay open, so that no other can have their number, and are compared.
+**Handles.** The store's folder is opened once. Everything below it is opened relative to that descriptor, one folder at
+a time, never through a link. So a store that is moved (``mv run run.old``) stays usable for processes that have it
+open, and they never write to another store that takes its place. If a folder *below* is moved or replaced, `Folders`
+detects it: folders in which this process has created something stay open, so that no other folder can get their inode
+number, and are compared.
 
-**Durability.** On POSIX a name is durable only once the folder that holds it was fsynced, that folder's own name only
-once *its* parent was, and so on up. `Folders` keeps that account for one backend.
+**Durability.** On POSIX a name is durable only once the folder that holds it was fsynced. The name of that folder is
+durable only once *its* parent was fsynced, and so on up. `Folders` keeps track of this for one backend.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 
 
 class Folders:
-    """The folders of the store at `root`. Thread-safe. Raises `OSError`, or one of our errors where it knows better.
+    """The folders of the store at `root`. Thread-safe. Raises `OSError`, or a `CkptError` with a better explanation.
 
-    A folder is named by its path from the root, ``""`` for the root itself. Handles are closed by `close`, or with this
-    object; they are shared with forked children, each of which closes its own.
+    A folder is named by its path from the root; the root is ``""``. Handles are closed by `close` or with this object.
+    Forked children share the handles and each child closes its own copy.
     """
 
     def __init__(self, root: str, posix: Posix) -> None:
@@ -48,7 +49,7 @@ class Folders:
         weakref.finalize(self, _close_all, posix, self._kept).atexit = False
 
     def close(self) -> None:
-        """Close the handles. Harmless a second time; whatever else is called afterwards raises `UsageError`."""
+        """Close the handles. A second call is harmless; any other call after it raises `UsageError`."""
         self._closed = True
         self._root = -1
         _close_all(self._posix, self._kept)
@@ -60,29 +61,29 @@ class Folders:
             raise UsageError(f"{self.root}: this Store was closed; open the store again")
 
     def attach(self) -> bool:
-        """Open the store's folder if it exists -> whether it is open. From then on it is this folder, for good."""
+        """Open the store's folder if it exists -> whether it is open. This object then keeps to that folder."""
         self._check_open()
         with self._opening:
             if self._root is None:
                 try:
-                    self._root = self._posix.open(self.root, _FOLDER)  # which may itself be reached by a link
+                    self._root = self._posix.open(self.root, _FOLDER)  # the root itself may be a link
                 except ABSENCES:
                     return False
                 self._kept.append(self._root)
             return True
 
     def writable(self) -> bool:
-        """Whether this process may write into the store's folder; True while there is none."""
+        """Whether this process may write to the store's folder; True if the folder does not exist."""
         return self._root is None or self._posix.writable(self._root)
 
     @contextmanager
     def opened(self, folder: str) -> Iterator[int]:
-        """A handle of a folder of the store, for the length of a ``with``.
+        """A handle of a folder of the store, valid during the ``with``.
 
         Raises:
-            FileNotFoundError, NotADirectoryError: there is none.
-            ForeignObjectError: it is a symbolic link, or reached through one.
-            StoreNotFoundError: the store was deleted, within the ``with`` as well.
+            FileNotFoundError, NotADirectoryError: there is no such folder.
+            ForeignObjectError: it is a symbolic link, or its path contains one.
+            StoreNotFoundError: the store was deleted, also if this happens within the ``with``.
         """
         try:
             handle = self._enter(folder)
@@ -96,15 +97,15 @@ class Folders:
             raise
 
     def entries(self, folder: str) -> list[tuple[str, bool]]:
-        """What a folder of the store holds, as `Posix.scandir` gives it. Raises as `opened`."""
+        """Entries of a folder of the store, as `Posix.scandir` returns them. Raises as `opened`."""
         with self.opened(folder) as handle:
-            own = self._posix.open(".", _FOLDER, handle)  # the root's handle is shared, and with it the place in a list
+            own = self._posix.open(".", _FOLDER, handle)  # the root's handle, and its read position, is shared
             try:
                 found = self._posix.scandir(own)
             finally:
                 self._posix.close(own)
         if not found:
-            self.check_present()  # listing a deleted folder is no error, it is only empty
+            self.check_present()  # listing a deleted folder returns nothing and no error
         return found
 
     def _enter(self, folder: str) -> int:
@@ -125,7 +126,7 @@ class Folders:
             try:
                 if error.errno in (errno.ENOTDIR, errno.ELOOP):
                     kind = self._posix.stat(name, above, follow=False).st_mode
-                    if not stat.S_ISREG(kind):  # below a file there is nothing, and nothing wrong with that
+                    if not stat.S_ISREG(kind):  # a regular file has nothing below it: the key is absent
                         raise ForeignObjectError(f"{self.root}: {name} is {kind_of(kind)}, not a folder") from error
             finally:
                 if above != self._root:
@@ -133,12 +134,12 @@ class Folders:
             raise
 
     def check_present(self) -> None:
-        """Raise `StoreNotFoundError` if the folder that was opened has been deleted."""
+        """Raise `StoreNotFoundError` if the opened folder was deleted."""
         if self.deleted():
             raise StoreNotFoundError(f"{self.root}: the folder of the store was deleted while it was open")
 
     def deleted(self) -> bool:
-        """Whether the folder that was opened is gone: no name leads to it. Moved is not deleted."""
+        """Whether the opened folder was deleted, so that no name leads to it. A moved folder is not deleted."""
         self._check_open()
         return self._root is not None and self._posix.fstat(self._root).st_nlink == 0
 
@@ -146,26 +147,26 @@ class Folders:
 
     @contextmanager
     def made(self, folder: str) -> Iterator[int]:
-        """A handle of a folder that exists and whose whole path survives a power cut; makes it if need be.
+        """A handle of a folder that exists and whose whole path survives a power cut. Creates it if it is missing.
 
-        Folders are made from the top down, each synced into its parent before the next. Those that exist are synced
-        once as well: the user's ``mkdir`` a moment ago is no safer than ours.
+        Folders are created from the top down, and each is synced into its parent before the next. Existing folders are
+        synced once, too: a folder that the user has just made with ``mkdir`` may not be durable yet.
 
         Raises:
-            StorageError: the folder in which this object made something before is not there any more, or another is.
+            StorageError: the folder in which this object created something was removed or replaced.
         """
         self._check_open()
         self._make(folder)
         if not self._is_still(folder):
             if "/" not in folder:
                 raise self._replaced(folder)
-            self._made.pop(folder, None)  # a term's folder, which someone removed: what was in it will be missed
+            self._made.pop(folder, None)  # someone removed a term's folder: reading its objects will fail later
             self._make(folder)
         with self.opened(folder) as handle:
             yield handle
 
     def _is_still(self, folder: str) -> bool:
-        """Whether this is the folder that this object made, or made durable."""
+        """Whether this is the folder that this object created or made durable."""
         if not folder:
             return True
         try:
@@ -179,7 +180,7 @@ class Folders:
         return StorageError(errno.ESTALE, why, f"{self.root}/{folder}")
 
     def check_still(self, folder: str, handle: int) -> None:
-        """Raise `StorageError` unless `folder` of the store is, by name, the folder that `handle` is of."""
+        """Raise `StorageError` unless the path `folder` leads to the folder of `handle`."""
         if folder and (not self._is_still(folder) or self._made.get(folder) != _identity(self._posix.fstat(handle))):
             raise self._replaced(folder)
 
@@ -193,8 +194,8 @@ class Folders:
         with self.made(parent) as above:
             with suppress(FileExistsError):
                 self._posix.mkdir(name, above)
-            # Prevents: a power cut that forgets this folder's name and with it every durable object inside. Also when
-            # the folder was there already: the process that made it may not have come to its fsync yet.
+            # Prevents: a power cut that removes this folder's name, and with it every durable object inside. Sync an
+            # existing folder, too: the process that created it may not have reached its fsync.
             self.sync(above, parent)
         handle = self._enter(folder)
         try:
@@ -202,14 +203,14 @@ class Folders:
         finally:
             if parent:
                 self._posix.close(handle)
-            else:  # held open: while it is, no other folder can have its number and pass for it
+            else:  # hold it open, so that no other folder can get its inode number and be mistaken for it
                 self._kept.append(handle)
 
     def _make_root(self) -> None:
         if self._above_synced:
             return
         existed = self.attach()
-        # A store that was moved meanwhile has other folders above it, which whoever moved it has to answer for.
+        # A store that was moved meanwhile has other parent folders; the one who moved it must make them durable.
         if not existed or self._in_place():
             self._make_above(self.root)
         self.attach()
@@ -239,7 +240,7 @@ class Folders:
                 return
             raise
         try:
-            # Prevents: a power cut that forgets the store's own name, as below.
+            # Prevents: a power cut that removes the store's own name.
             self.sync(handle, parent, ours=made)
         finally:
             self._posix.close(handle)
@@ -249,20 +250,20 @@ class Folders:
     def sync(self, handle: int, folder: str, *, ours: bool = True) -> None:
         """Make the names in a folder survive a power cut.
 
-        A failed fsync is never repeated: the system may drop what it could not write, and report success the next time.
-        The folder stays doubtful for the life of this object, and nothing more is acknowledged in it.
+        A failed fsync is never repeated: the system may drop the pages that it could not write and report success the
+        next time. The folder stays doubtful for the life of this object, and nothing more is acknowledged in it.
 
         Args:
-            handle: of the folder.
-            folder: its name from the root, or the absolute path of one above.
-            ours: False for a folder above the store in which we made nothing; if we may not sync it, it is passed over.
+            handle: handle of the folder.
+            folder: its path from the root, or the absolute path of a folder above the root.
+            ours: False for a folder above the store in which we created nothing; it is skipped if we may not sync it.
 
         Raises:
             StorageError: an earlier fsync of this folder failed.
             UnsupportedBackendError: the file system cannot sync folders.
         """
         path = folder if folder.startswith("/") else f"{self.root}/{folder}".rstrip("/")
-        with self._syncing:  # so that no thread's success overtakes another thread's failure
+        with self._syncing:  # one thread's success must not hide another thread's failure
             if folder in self._doubtful:
                 raise StorageError(errno.EIO, "an earlier fsync of this folder failed; open the store again", path)
             try:
@@ -277,7 +278,7 @@ class Folders:
 
 
 def kind_of(mode: int) -> str:
-    """What a file that is not what it should be is, for messages; `mode` as in `os.stat_result.st_mode`."""
+    """The kind of file in words, for messages; `mode` as in `os.stat_result.st_mode`."""
     kinds = {
         stat.S_IFLNK: "a symbolic link",
         stat.S_IFDIR: "a folder",

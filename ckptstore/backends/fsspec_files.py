@@ -1,18 +1,18 @@
-"""A store in a file system of fsspec's: another scheme than those that have a backend, or one that the user made.
+"""A store in an fsspec file system: for schemes that have no backend of their own, or in an object that the user made.
 
-It needs what most of them lack: an exclusive create. Three ways are tried, and the probe refuses the file system where
-none has exactly one winner:
+The store needs an exclusive create, which most of these file systems lack. Three ways are tried, and the probe refuses
+the file system if none has exactly one winner:
 
-1. Write the object beside, under a name that begins with a dot, and give it its name with a hard link, where the file
-   system has `link`. Nobody sees half of such an object.
-2. ``open("xb")``. Readers may see each prefix of the object (`log.partial_objects` waits for the rest).
-3. `pipe_file(mode="create")`. fsspec's own only looks before it writes, which the probe may fail to notice: it is not
-   tried at all.
+1. Write the object under a temporary name that begins with a dot, and give it its final name with a hard link, if the
+   file system has `link`. Nobody sees a part of such an object.
+2. ``open("xb")``. Readers may see a prefix of the object (`log.partial_objects` waits for the rest).
+3. `pipe_file(mode="create")`. fsspec's own implementation only looks before it writes, which the probe may fail to
+   notice: it is never used.
 
 A move is not among them: `mv` replaces what is there, and in most file systems copies and deletes. Reading works
 everywhere.
 
-What it makes is as durable as the file system says: fsspec has no sync.
+Objects are as durable as the file system makes them: fsspec has no sync.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ __all__ = ["FsspecBackend", "known_scheme", "opened"]
 _RACERS: Final = 4
 _RACES: Final = 16
 _PROBED: Final = 32
-"""Bytes of an object that is created for a probe."""
+"""Bytes of an object that the probe creates."""
 _TEMPORARY: Final = ".tmp-"
-"""An object that is being created. A killed process leaves it, and it harms nobody; listings pass over it."""
+"""Prefix of an object that is being created. A killed process leaves it; it is harmless, and listings omit it."""
 _NO_LINKS: Final = frozenset(
     {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL, errno.ENOTTY}
 )
-"""What a medium without hard links answers: nothing was created."""
+"""Errors of a medium without hard links: nothing was created."""
 _TRIES: Final = 3
-"""How often something is read that comes shorter than it is."""
+"""Maximum number of reads of an object whose data comes shorter than its size."""
 _T = TypeVar("_T")
 
 
 def known_scheme(scheme: str) -> bool:
-    """Whether fsspec has an implementation of a scheme."""
+    """Whether fsspec has an implementation of the scheme."""
     return scheme in fsspec.available_protocols()
 
 
 def opened(url: str, scheme: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it. Raises `UsageError`, `MissingDependencyError`."""
+    """fsspec's file system for a URL, and the path in it. Raises `UsageError`, `MissingDependencyError`."""
     failure = ""
     try:
         kind = fsspec.get_filesystem_class(scheme)
@@ -87,23 +87,23 @@ def opened(url: str, scheme: str, options: Mapping[str, Any]) -> tuple[Any, str]
         return kind(**{"use_listings_cache": False, "skip_instance_cache": True, **inferred, **options}), path
     except ImportError as error:
         missing = str(error)
-        raise MissingDependencyError(f"{scheme}:// needs a package of its own: {missing}") from None
-    except Exception as error:  # noqa: BLE001 - whatever a file system raises; its text may hold credentials
+        raise MissingDependencyError(f"{scheme}:// needs another package: {missing}") from None
+    except Exception as error:  # noqa: BLE001 - a file system raises anything; its text may hold credentials
         failure = type(error).__name__
-    raise UsageError(f"{shown(url)}: fsspec's file system cannot be made of this URL and these options ({failure})")
+    raise UsageError(f"{shown(url)}: fsspec cannot open this URL with these options ({failure})")
 
 
 def shown(url: str) -> str:
-    """A URL as it may be shown: without user, password and query, which some schemes carry credentials in."""
+    """The URL without user, password and query, which carry credentials in some schemes."""
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
 def anchored(filesystem: Any, path: str) -> str:
-    """A path in a file system that the user made. A relative one of this machine's files is of the folder of now.
+    """The path in a file system that the user made. A relative path of local files is made absolute now.
 
-    fsspec looks at each call which folder the process is in.
+    fsspec would resolve it against the current folder at every call.
     """
     return str(filesystem._strip_protocol(path)) if isinstance(filesystem, LocalFileSystem) else path
 
@@ -112,11 +112,11 @@ class FsspecBackend(Backend):
     """The store in folder `path` of an fsspec file system.
 
     Args:
-        filesystem: any. Caches of listings are asked to forget before each look.
-        path: of the folder.
-        url: it was opened by, for messages and other processes; None: of a file system that the user made, shown as its
-            protocol and `path`.
-        options: that the file system of `url` was made with.
+        filesystem: any fsspec file system. Its cache of listings is invalidated before each look.
+        path: path of the folder.
+        url: the URL that it was opened by, for messages and other processes; None for a file system that the user made,
+            which is shown as its protocol and `path`.
+        options: the options that the file system of `url` was made with.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class FsspecBackend(Backend):
         protocol = getattr(filesystem, "protocol", "fsspec")
         scheme = protocol if isinstance(protocol, str) else protocol[0]
         self.url = f"{scheme}://{path.lstrip('/')}" if url is None else shown(url)
-        # Prevents: another process that opens a store of its own by this URL: of its memory, of another account.
+        # Prevents: another process that opens a different store by this URL: in its own memory, or in another account.
         self._address = self.url if url == self.url else None
         self._options = dict(options or {})
         self._fs = filesystem
         self._root = path.rstrip("/")
         self._links = _linker(filesystem)
         self._replaces = isinstance(_innermost(filesystem), LocalFileSystem)
-        # Until a probe has found out. What another file system calls `link` may be anything.
+        # Until a probe has checked it. In another file system `link` may be anything.
         sure = getattr(type(_innermost(filesystem)), "link", None) is LocalFileSystem.link
         self._how: Callable[[str, bytes], None] = self._link if sure else self._open_exclusively
         self._lock = threading.Lock()
@@ -140,7 +140,7 @@ class FsspecBackend(Backend):
 
     @property
     def address(self) -> str | None:
-        """See `Backend.address`. None where the user made the file system, or where the URL says who comes."""
+        """See `Backend.address`. None if the user made the file system, or if the URL contains credentials."""
         return self._address
 
     @property
@@ -150,7 +150,7 @@ class FsspecBackend(Backend):
 
     @property
     def shows_parts(self) -> bool:
-        """See `Backend.shows_parts`: what is written beside, and gets its name by a hard link, is seen whole."""
+        """See `Backend.shows_parts`: False with hard links, which publish only complete objects."""
         return self._how != self._link
 
     def _path(self, key: str) -> str:
@@ -160,7 +160,7 @@ class FsspecBackend(Backend):
         return f"{self.url}: {key}" if key else self.url
 
     def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
-        """See `Backend.get`. A file that comes shorter than it is is read again, a bounded number of times."""
+        """See `Backend.get`. If the data comes shorter than the file's size, it is read again, up to a limit."""
         for _ in range(_TRIES):
             size = self.size(key)
             if size > limit:
@@ -185,7 +185,7 @@ class FsspecBackend(Backend):
         return self._asked(key, call)
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`, fewer only if the object is shorter. Raises as `get`."""
+        """Bytes `start` to `end`; fewer only if the object is shorter. Raises as `get`."""
         return self._asked(key, lambda path: bytes(self._fs.cat_file(path, start=start, end=end)))
 
     def create(self, key: str, data: bytes) -> None:
@@ -193,7 +193,7 @@ class FsspecBackend(Backend):
         self._written(key, lambda path: self._how(path, bytes(data)), make=True)
 
     def _ways(self) -> Sequence[Callable[[str, bytes], None]]:
-        """How an object may be created, best first."""
+        """The ways to create an object, best first."""
         ways = (self._link, self._open_exclusively, self._pipe)
         return ways if self._links is not None else ways[1:]
 
@@ -207,9 +207,9 @@ class FsspecBackend(Backend):
             except Exception as error:
                 raise _UnsentError(error) from error
             try:
-                # Prevents: a reader that takes the first half of a slot for a damaged one.
+                # Prevents: a reader that mistakes the first half of a slot for a damaged slot.
                 self._links(beside, path)
-            except FileNotFoundError as error:  # somebody removed it as a stray, or the store
+            except FileNotFoundError as error:  # someone removed it as a stray, or deleted the store
                 raise _UnsentError(OSError(ON_THE_WAY, "the temporary file is gone")) from error
             except (OSError, NotImplementedError) as error:
                 if not isinstance(error, NotImplementedError) and error.errno not in _NO_LINKS:
@@ -228,7 +228,7 @@ class FsspecBackend(Backend):
             file.write(data)
 
     def replace(self, key: str, data: bytes) -> None:
-        """See `Backend.replace`. Local files are moved over the old ones; elsewhere a reader may see a part."""
+        """See `Backend.replace`. Local files replace the old ones by a move; elsewhere a reader may see a part."""
         self._written(key, lambda path: self._replaced(path, bytes(data)), make=True)
 
     def _replaced(self, path: str, data: bytes) -> None:
@@ -238,7 +238,7 @@ class FsspecBackend(Backend):
         beside = f"{path.rpartition('/')[0]}/{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}"
         try:
             self._fs.pipe_file(beside, data)
-            if self._fs.isdir(path):  # Prevents: a move into it.
+            if self._fs.isdir(path):  # Prevents: a move into the folder.
                 raise IsADirectoryError(errno.EISDIR, "a folder", path)
             self._fs.mv(beside, path)
         except BaseException:
@@ -247,7 +247,7 @@ class FsspecBackend(Backend):
             raise
 
     def put(self, key: str, parts: Sequence[memoryview]) -> None:
-        """A segment, of its parts. Raises `KeyExistsError`, `StorageError`."""
+        """Write a segment from its parts. Raises `KeyExistsError`, `StorageError`."""
 
         def call(path: str) -> None:
             self._fs.invalidate_cache()
@@ -255,7 +255,7 @@ class FsspecBackend(Backend):
                 raise KeyExistsError(errno.EEXIST, "the segment exists already", self._name(key))
             with self._fs.open(path, "wb") as file:
                 for part in parts:
-                    file.write(bytes(part))  # not everybody takes a view
+                    file.write(bytes(part))  # some file systems accept no memoryview
 
         self._written(key, call, make=True)
 
@@ -281,7 +281,7 @@ class FsspecBackend(Backend):
         return sorted(key for key in keys if key != folder and not key.rpartition("/")[2].startswith("."))
 
     def settle(self, prefix: str) -> None:
-        """See `Backend.settle`: fsspec has nothing to settle with."""
+        """See `Backend.settle`: fsspec has no sync."""
         checked_folder(prefix)
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
@@ -293,7 +293,7 @@ class FsspecBackend(Backend):
         return _FsspecSource(self, checked_key(key))
 
     def probe(self) -> None:
-        """See `Backend.probe`: a second create has to fail, and of several at once one has to win, each time."""
+        """See `Backend.probe`: a second create must fail, and of several at once exactly one must win, each time."""
         failures: list[str] = []
         for how in self._ways():
             self._how = how
@@ -302,24 +302,24 @@ class FsspecBackend(Backend):
             if not why:
                 return
             failures.append(why)
-        failures = failures[-2:]  # a link that is none: the others say enough
+        failures = failures[-2:]  # without a working link: the other two reasons are enough
         raise UnsupportedBackendError(
             errno.EOPNOTSUPP,
             f"this file system does not create exclusively (open('xb'): {failures[0]}; mode='create': {failures[1]}), "
-            "so that two writers could not exclude each other; it can be read, not written; use a path, s3://, "
+            "so two writers could not exclude each other; the store can be read but not written; use a path, s3://, "
             "gs:// or az://",
             self.url,
         )
 
     def _looks(self) -> bool:
-        """Whether `pipe_file` is the one that any file system of fsspec's has, at the end of what wraps what."""
+        """Whether `pipe_file` is fsspec's default implementation, in the innermost of the wrapped file systems."""
         found = self._fs
         while isinstance(inner := getattr(found, "fs", None), fsspec.AbstractFileSystem):
             found = inner
         return getattr(type(found), "pipe_file", None) is fsspec.AbstractFileSystem.pipe_file
 
     def _not_exclusive(self) -> str:
-        """Why creating in the present way is not exclusive; empty: it is, as far as can be seen."""
+        """Why the current way of creating is not exclusive; empty if no test showed a fault."""
         start = threading.Barrier(_RACERS)
 
         def race(key: str, data: bytes) -> bool:
@@ -335,9 +335,9 @@ class FsspecBackend(Backend):
                 if won != 1:
                     return f"{won} of {_RACERS} won at once"
                 if len(set(self.get(key))) != 1 or self.size(key) != _PROBED:
-                    return "what was created is not there"  # a link that is a symbolic one, to what is gone by now
+                    return "the created object is missing"  # the link was a symbolic one, to a deleted file
                 if self._won(key, b"late"):
-                    return "a second one succeeded"
+                    return "a second create succeeded"
             except CkptError as error:
                 return str(error)
             finally:
@@ -355,7 +355,7 @@ class FsspecBackend(Backend):
         try:
             self.delete(key)
             self._fs.rmdir(f"{self._root}/probe")
-        except Exception:  # noqa: BLE001 - what is left is harmless, and another probe may be beside this one
+        except Exception:  # noqa: BLE001 - a leftover is harmless, and another probe may be running
             pass
 
     def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
@@ -372,7 +372,7 @@ class FsspecBackend(Backend):
         return f"fsspec ({type(self._fs).__name__})"
 
     def _written(self, key: str, call: Callable[[str], None], *, make: bool = False) -> None:
-        """Change something. The project's errors for whatever is raised."""
+        """Change something in the file system. Translates every error to the project's."""
         path = self._path(key)
 
         def change(_: str) -> None:
@@ -384,13 +384,13 @@ class FsspecBackend(Backend):
         self._asked(key, change, path, writing=True)
 
     def _asked(self, key: str, call: Callable[[str], _T], path: str | None = None, *, writing: bool = False) -> _T:
-        """Ask. The project's errors for whatever is raised, with no text of others': it may hold credentials."""
+        """Call the file system. Translates every error to the project's, without its text: it may hold credentials."""
         path = self._path(key) if path is None else path
-        # Its loop runs in a thread of the parent's. (Those without one work in a fork.)
+        # Its event loop runs in a thread of the parent. (File systems without a loop work in a fork.)
         if getattr(self._fs, "async_impl", False) and os.getpid() != self._process:
             raise UsageError(
                 f"{self.url}: this store was opened before a fork, and its file system has threads of the parent only: "
-                "open it anew in the child, with a file system made there, or after spawn or forkserver"
+                "open it again in the child, with a file system made there, or after spawn or forkserver"
             )
         failure: CkptError
         unsent = False
@@ -409,7 +409,7 @@ class FsspecBackend(Backend):
         except PermissionError as error:
             kind = ReadOnlyError if writing else StorageError
             failure = kind(error.errno or errno.EACCES, "not permitted", self._name(key))
-        except Exception as error:  # noqa: BLE001 - file systems raise what they like
+        except Exception as error:  # noqa: BLE001 - file systems raise anything
             code = error.errno if isinstance(error, OSError) and error.errno else ON_THE_WAY
             told = f"cannot {'write' if writing else 'read'} ({type(error).__name__})"
             failure = StorageError(code, told, self._name(key))
@@ -419,7 +419,7 @@ class FsspecBackend(Backend):
 
 
 class _UnsentError(Exception):
-    """An object was not created, and will not be by this attempt. Stays in this module."""
+    """The object was not created, and this attempt will not create it later. Not raised outside this module."""
 
     def __init__(self, why: Exception) -> None:
         super().__init__(str(why))
@@ -427,14 +427,14 @@ class _UnsentError(Exception):
 
 
 def _innermost(filesystem: Any) -> Any:
-    """The file system below those that only put a folder before each path."""
+    """The file system inside the wrappers that only put a folder before each path."""
     while isinstance(filesystem, DirFileSystem):
         filesystem = filesystem.fs
     return filesystem
 
 
 def _linker(filesystem: Any) -> Callable[[str, str], None] | None:
-    """What gives a file a second name if that is free; None: the file system has no such call."""
+    """The call that gives a file a second name unless that exists; None: the file system has no such call."""
     if isinstance(filesystem, DirFileSystem):
         inner = _linker(filesystem.fs)
         return None if inner is None else lambda one, other: inner(filesystem._join(one), filesystem._join(other))

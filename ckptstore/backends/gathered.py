@@ -1,4 +1,4 @@
-"""Segments that are collected in memory, block by block in any order, and put as a whole when they are complete."""
+"""Collect a segment's blocks in memory, in any order, and write the segment as a whole when it is complete."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ckptstore.host.buffers import Bytes, aligned
 __all__ = ["Blocks", "GatheredSink", "in_order"]
 
 _CLASS: Final = 1 << 20
-"""Blocks have a multiple of so many bytes. Shorter ones are not kept."""
+"""Block sizes are multiples of this many bytes. Shorter blocks are not kept."""
 
 _being_written: set[str] = set()
-"""Segments that this process is writing: a name is taken once, here at least. On the medium nobody gives one twice."""
+"""Segments that this process is writing. A name is used once in this process; on the medium it is unique (a UUID)."""
 _taking = threading.Lock()
 
 
 class Blocks:
-    """Memory of segments that were sent, kept for the next ones: its first touch costs more than what it is for.
+    """Pool of memory from sent segments, for new ones: touching new memory costs more than filling it.
 
     Thread-safe.
     """
@@ -35,7 +35,7 @@ class Blocks:
     def __init__(self, most: int) -> None:
         """
         Args:
-            most: bytes that are kept.
+            most: maximum bytes that the pool keeps.
         """
         self._most = most
         self._kept: deque[Bytes] = deque()
@@ -43,7 +43,7 @@ class Blocks:
         self._lock = threading.Lock()
 
     def take(self, length: int) -> Bytes:
-        """A page-aligned block of `length` bytes or more, with arbitrary contents; small ones are as they come."""
+        """A block of `length` bytes or more, not cleared; page-aligned unless below 1 MiB and no multiple of 4096."""
         if length < _CLASS:
             return np.empty(length, np.uint8) if length % 4096 else aligned(length)
         size = -(-length // _CLASS) * _CLASS
@@ -57,7 +57,7 @@ class Blocks:
             return block
 
     def give(self, blocks: Sequence[Bytes]) -> None:
-        """Blocks that `take` gave and nobody reads any more. The oldest are forgotten when there are too many."""
+        """Return blocks that came from `take` and that nobody reads. Drops the oldest blocks beyond the maximum."""
         with self._lock:
             for block in blocks:
                 if len(block) >= _CLASS:
@@ -68,16 +68,16 @@ class Blocks:
 
 
 class GatheredSink(SegmentSink):
-    """A segment of which the medium has nothing before it is sealed. Its memory is that of its blocks.
+    """A segment that the medium receives only when it is sealed. Until then its blocks are in memory.
 
     Args:
-        name: its URL and key, for errors.
-        memory: of its backend.
+        name: URL and key, for errors.
+        memory: the backend's pool.
 
     Attributes:
-        perhaps: whether something of it may be on the medium, although it is not sealed.
+        perhaps: whether the medium may hold a part of the segment although it is not sealed.
 
-    Raises `KeyExistsError` if this process is writing it already; if the medium has it, `seal` says so.
+    Raises `KeyExistsError` if this process already writes this segment. If the medium has it, `seal` raises.
     """
 
     refers = True
@@ -95,11 +95,11 @@ class GatheredSink(SegmentSink):
 
     @abstractmethod
     def put(self, parts: Sequence[memoryview], size: int) -> None:
-        """Make the whole segment durable. Sets `perhaps` while that is so. Raises as `SegmentSink.seal`."""
+        """Make the whole segment durable. Sets `perhaps` while a part may be there. Raises as `SegmentSink.seal`."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Delete what may be there. Raises `CkptError`."""
+        """Delete the object if it exists. Raises `CkptError`."""
 
     def write(self, offset: int, data: memoryview) -> None:
         """See `SegmentSink.write`."""
@@ -107,7 +107,7 @@ class GatheredSink(SegmentSink):
         given = np.frombuffer(data, np.uint8)
         if not any(np.may_share_memory(given, one) for one in list(self._taken)):
             memory = self._take(len(data))
-            np.copyto(memory, given)  # without the GIL, which training wants: `bytes` keeps it
+            np.copyto(memory, given)  # releases the GIL, which training needs; `bytes` would hold it
             data = memory.data
         blocks[offset] = data
 
@@ -141,7 +141,7 @@ class GatheredSink(SegmentSink):
             self._free()
         self.perhaps = False
         parts.clear()
-        # Not after an error: a request that was given up may read it still.
+        # Not after an error: an abandoned request may still read the blocks.
         self._memory.give(self._taken)
         self._taken = []
 
@@ -161,10 +161,10 @@ class GatheredSink(SegmentSink):
 
 
 def in_order(blocks: Mapping[int, memoryview], size: int) -> Iterator[memoryview]:
-    """The bytes of a segment of `size`: its blocks from the first on, what was not written as zeros.
+    """The bytes of a segment of `size`: its blocks in order of offset, with zeros for what was not written.
 
     Args:
-        blocks: by offset; they do not overlap. What lies beyond `size` is cut off.
+        blocks: by offset, without overlaps. Bytes beyond `size` are cut off.
     """
     at = 0
     for offset in sorted(blocks):

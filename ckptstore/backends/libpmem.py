@@ -1,6 +1,6 @@
-"""libpmem (PMDK) through ctypes: the stores, flushes and fences that persistent memory needs, and Python does not have.
+"""Call libpmem (PMDK) through ctypes: the stores, flushes and fences for persistent memory that Python does not have.
 
-The library chooses the instructions for the processor it finds. Calls through ctypes release the interpreter's lock.
+The library chooses the instructions for the processor. Calls through ctypes release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NONTEMPORAL: Final = 1 << 1
 
 
 class Libpmem:
-    """The functions that the backend uses, on memory that it has mapped."""
+    """The libpmem functions that the backend calls on memory that it has mapped."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -29,22 +29,22 @@ class Libpmem:
         self._drain = _function(library, "pmem_drain", None)
 
     def is_pmem(self, memory: memoryview) -> bool:
-        """Whether the library itself takes this for persistent memory.
+        """Whether the library itself considers this memory persistent.
 
-        Of memory that it has not mapped itself it only does where ``PMEM_IS_PMEM_FORCE=1`` tells it to: a test bed.
+        For memory that it has not mapped itself it does so only with ``PMEM_IS_PMEM_FORCE=1``, as on a test bed.
         """
         return bool(self._is_pmem(address_of(memory), len(memory)))
 
     def copy(self, target: memoryview, data: memoryview) -> None:
-        """Copy with non-temporal stores, past the caches. On the medium only after `drain`, by the same thread."""
+        """Copy with non-temporal stores, past the caches. Durable only after `drain` in the same thread."""
         self._memcpy(address_of(target), address_of(data), len(data), _NODRAIN | _NONTEMPORAL)
 
     def flush(self, memory: memoryview) -> None:
-        """Begin to write back what ordinary stores of any thread have left in the caches. Done after `drain`."""
+        """Begin to write back what ordinary stores of any thread left in the caches. Complete only after `drain`."""
         self._flush(address_of(memory), len(memory))
 
     def drain(self) -> None:
-        """Wait until what this thread has copied or flushed is in the persistence domain: a fence."""
+        """Wait until what this thread copied or flushed is in the persistence domain (a fence)."""
         self._drain()
 
 
@@ -57,7 +57,7 @@ def _function(library: ctypes.CDLL, name: str, result: object, *arguments: objec
 
 @functools.cache
 def load() -> Libpmem | None:
-    """The library, or None where it is not installed (or is not the one that we know)."""
+    """The library; None if it is not installed or lacks a function that we need."""
     try:
         return Libpmem(ctypes.CDLL(_NAME))
     except (OSError, AttributeError):

@@ -1,18 +1,18 @@
 """A store in a folder of a POSIX file system.
 
-Create-if-absent (design: COMMIT, step 2), which every log slot rests on:
+Create-if-absent (SPEC 10), on which every log slot depends:
 
 1. Write the bytes to a temporary file in the same folder and fsync it.
 2. `os.link` it to its name: atomic, and refused if the name exists. Without hard links: `renameat2(RENAME_NOREPLACE)`;
    without that: `UnsupportedBackendError`.
 3. fsync the folder. Only now is the slot acknowledged.
-4. Unlink the temporary.
+4. Unlink the temporary file.
 
-A segment is written under its own name, which nobody else uses (it holds a UUID), and counts once a record names it.
-Its blocks may be those of a segment that gc released (`spare_files`).
+A segment is written under its final name, which is unique (it contains a UUID). It counts once a record names it. Its
+blocks may be those of a segment that gc released (`spare_files`).
 
-What is not a regular file is no object of a store, whatever its name: it is refused, and opening it never waits. That
-goes for links as well, of files and of folders. Only the store's folder itself may be reached through one.
+Only regular files are objects of a store. Anything else is refused, whatever its name, and opening it never blocks.
+That includes links to files and folders. Only the store's folder itself may be reached through a link.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 _TEMPORARY: Final = ".tmp-"
 _DEEPEST: Final = 8
-"""Folders in each other that are listed; no key of the format has more than two."""
+"""Maximum depth of folders that are listed; no key of the format has more than two."""
 _in_flight: set[str] = set()
-"""Temporaries this process is using now; shared by all backends so that none takes another's for a stray."""
+"""Temporary files that this process is using. All backends share this set, so none takes another's file for a stray."""
 
 
 _TRIES: Final = 8
-"""How often what is retired is deleted for one save: others save, and delete, at the same time."""
+"""Maximum number of reclaims for one save: other saves write and delete at the same time."""
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root, as the system reads it. A link stays in it, unless ``..`` follows.
+    """The absolute path, as the system resolves it. Links stay in it, unless ``..`` follows one.
 
-    Behind a link ``..`` is the folder above the one where the link leads, not the one in which the link is.
+    ``..`` after a link is the parent of the link's target, not the folder that contains the link.
     """
     parts = Path(path).absolute().parts
-    # Prevents: a run that is saved beside the place that every other program finds by the same path.
+    # Prevents: a run that is saved to another place than the one that other programs find under the same path.
     if ".." in parts:
         last = len(parts) - parts[::-1].index("..")
         return str(Path(os.path.realpath(Path(*parts[:last])), *parts[last:]))
@@ -81,15 +81,15 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 class LocalBackend(Backend):
-    """The store in the folder `path`, which the first write makes if it is missing.
+    """The store in the folder `path`, which the first write creates if it is missing.
 
     Args:
         path: the folder, relative or absolute.
         posix: the system calls; crash tests pass their own.
-        url: what the user gave, for messages; `path` if None.
-        direct: whether segments go past the page cache where the file system allows it.
-        recycle: ``auto``: new segments overwrite deleted ones where a measurement shows that this pays; ``always``,
-            ``never``; None: what ``CKPTSTORE_RECYCLE`` says, else ``auto``. Raises `UsageError` for anything else.
+        url: the path or URL that the user passed, for messages; None: `path`.
+        direct: whether segments bypass the page cache where the file system allows it.
+        recycle: ``auto``: new segments overwrite deleted ones if a measurement shows that this is faster; ``always``,
+            ``never``; None: the value of ``CKPTSTORE_RECYCLE``, else ``auto``. Other values raise `UsageError`.
     """
 
     cheap_looks = True
@@ -126,7 +126,7 @@ class LocalBackend(Backend):
         return self._folders.deleted()
 
     def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
-        """See `Backend.above`. Where the folder really is: a link may lead into a store."""
+        """See `Backend.above`. Uses the real path of the folder: a link may lead into a store."""
         place = Path(self.root).resolve()
         within = [one for one in (place, *place.parents) if one != one.parent]
         return [(one.name, partial(self._beside, str(one.parent))) for one in within]
@@ -144,7 +144,7 @@ class LocalBackend(Backend):
 
     @property
     def address(self) -> str:
-        """See `Backend.address`. A path is where it led when the store was opened, whatever folder came since."""
+        """See `Backend.address`. A path is the real path at the time when the store was opened."""
         return self.url if "://" in self.url else os.path.realpath(self.root)
 
     @property
@@ -166,7 +166,7 @@ class LocalBackend(Backend):
         return False
 
     def _own_files(self) -> list[str]:
-        """Names of the files in the store's folder itself: of some objects, whichever they are. Raises `OSError`."""
+        """Names of the files in the store's folder itself: a sample of its objects. Raises `OSError`."""
         return sorted(name for name, is_folder in self._folders.entries("") if not (is_folder or name.startswith(".")))
 
     def _path(self, key: str) -> str:
@@ -211,21 +211,21 @@ class LocalBackend(Backend):
             attempt.naming()
             self._name(temporary, name, handle)
             crash_point("create.linked")
-            # Prevents: an acknowledged slot that a power cut forgets, whose number the next writer then uses again.
+            # Prevents: an acknowledged slot that a power cut removes, so that the next writer uses its number again.
             self._folders.sync(handle, folder)
             crash_point("create.synced")
-            # Prevents: an acknowledged slot in a folder that was moved out of the store meanwhile.
+            # Prevents: an acknowledged slot in a folder that was meanwhile moved out of the store.
             self._folders.check_still(folder, handle)
 
     @contextmanager
     def _temporary(self, folder: int) -> Iterator[str]:
-        """The name of a temporary file of ours, removed at the end if it is still there."""
+        """The name of a temporary file of this process, which is removed at the end if it still exists."""
         temporary = f"{_TEMPORARY}{os.getpid()}-{os.urandom(12).hex()}"
         _in_flight.add(temporary)
         try:
             yield temporary
         finally:
-            with suppress(OSError):  # a stray is harmless, and absent after a rename
+            with suppress(OSError):  # a stray is harmless; after a rename the file is gone
                 self._posix.unlink(temporary, folder)
             _in_flight.discard(temporary)
 
@@ -233,7 +233,7 @@ class LocalBackend(Backend):
         try:
             self._write_once(name, data, folder)
         except OSError as error:
-            # Spare files, and what is retired, go before a commit fails; a new file, because a sync may have failed.
+            # Free space before a commit fails, then write a new file: a sync of the old one may have failed.
             if error.errno not in FULL or not self._room.make():
                 raise
             self._posix.unlink(name, folder)
@@ -246,8 +246,8 @@ class LocalBackend(Backend):
             while done < len(view):
                 done += write_some(self._posix, descriptor, view[done:], done)
             crash_point("create.temp-written")
-            # Prevents: the name on disk before its bytes, an empty or torn slot that no one may ever replace, or such a
-            # pin, which looks like damage and stops gc. If it fails the file is abandoned: a second try begins anew.
+            # Prevents: a name on disk before its bytes: an empty or torn slot that can never be replaced, or a torn
+            # pin, which looks like damage and stops gc. If the sync fails, drop the file: a retry writes a new one.
             self._posix.fsync(descriptor)
         finally:
             self._posix.close(descriptor)
@@ -270,9 +270,9 @@ class LocalBackend(Backend):
             raise UnsupportedBackendError(error.errno, why, self.root) from error
 
     def _says_so_before(self, folder: int) -> bool:
-        """Whether a name for which there is no space certainly has not been made: ext4, XFS and tmpfs look before.
+        """Whether ENOSPC for a name proves that the name was not created: true of ext4, XFS and tmpfs.
 
-        (Btrfs may find out when the name is in its transaction already; what NFS and FUSE do, another machine knows.)
+        (Btrfs may detect it after the name is in its transaction; for NFS and FUSE the other machine decides.)
         """
         with suppress(OSError):
             return self._posix.file_system(folder) in LOCAL
@@ -308,14 +308,14 @@ class LocalBackend(Backend):
         return self._spare.nbytes()
 
     def check_space(self, nbytes: int) -> None:
-        """See `Backend.check_space`. Only where a byte takes a byte: on no file system that compresses."""
+        """See `Backend.check_space`. Checks only file systems that do not compress."""
         with writing(self.root), self._folders.made("") as handle:
             status = self._posix.statvfs(handle)
-            if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # a tmpfs without a limit has none
+            if self._posix.file_system(handle) not in LOCAL or not status.f_blocks:  # 0 blocks: a tmpfs without a limit
                 return
             if not self._has_space(handle, nbytes):
                 free = self._free(handle) + self._spare.nbytes()
-                why = f"{nbytes:,} bytes are needed at least and {free:,} are free; make space, or retire and collect"
+                why = f"{nbytes:,} bytes are needed at least and {free:,} are free; delete files, or run ckpt gc"
                 raise StorageError(errno.ENOSPC, why, self.root)
 
     def _has_space(self, handle: int, nbytes: int) -> bool:
@@ -330,14 +330,14 @@ class LocalBackend(Backend):
         tries = 0
         while not claimed():
             tries += 1
-            # Prevents: a save that fails because another one took what this one had freed.
+            # Prevents: a save that fails because another save took the space that this one had freed.
             if tries < _TRIES and self._room.collect():
                 continue
-            # Prevents: a save that fails beside another one whose commit retires what takes the space.
+            # Prevents: a save that fails while another is running whose commit retires what takes the space.
             if sharing.outlast(sharing.here()):
                 tries = 0
                 continue
-            # Prevents: a save that fails because another thread deleted first. What that left, this one has deleted.
+            # Prevents: a save that fails because another thread reclaimed first. Claim the space that it freed.
             return claimed()
         return True
 
@@ -346,7 +346,7 @@ class LocalBackend(Backend):
         return self._room.sharing.begin()
 
     def _free(self, handle: int) -> int:
-        """Bytes that are free. Root may have the blocks that are reserved for it."""
+        """Free bytes. For root they include the blocks that are reserved for root."""
         status = self._posix.statvfs(handle)
         return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
@@ -365,14 +365,14 @@ class LocalBackend(Backend):
             self._room.keep_reserve()
 
     def free_bytes(self) -> int | None:
-        """See `Backend.free_bytes`. As ``df`` has it: what is reserved for root is not free."""
+        """See `Backend.free_bytes`. As ``df`` reports it: blocks reserved for root are not free."""
         with suppress(OSError, CkptError), self._folders.opened("") as handle:
             status = self._posix.statvfs(handle)
             return status.f_bavail * status.f_frsize if status.f_blocks else None
         return None
 
     def list(self, prefix: str) -> list[str]:
-        """See `Backend.list`. Names that begin with a dot are not the store's, and links are not followed."""
+        """See `Backend.list`. Omits names that begin with a dot, and does not follow links."""
         names = (f"{folder}{name}" for folder, files in self._walk(checked_folder(prefix)) for name in files)
         return sorted(key for key in names if not key.rpartition("/")[2].startswith("."))
 
@@ -388,14 +388,14 @@ class LocalBackend(Backend):
         return sorted(name for name, is_folder in entries if is_folder)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Every folder below `prefix` ("" or ending in "/"), itself included, with the names of what is no folder."""
+        """Every folder below `prefix` ("" or ending in "/"), itself included, with the names of its non-folders."""
         with reading(f"{self.root}/{prefix}".rstrip("/")):
             try:
                 entries = self._folders.entries(prefix.rstrip("/"))
             except ABSENCES as error:
                 if isinstance(error, CkptError):
                     raise
-                return  # nothing was created there yet, or it was removed meanwhile
+                return  # nothing was created there yet, or it has been removed
         deep = prefix.count("/") >= _DEEPEST
         yield prefix, tuple(name for name, is_folder in entries if not is_folder or deep)
         for name, is_folder in entries:
@@ -407,7 +407,7 @@ class LocalBackend(Backend):
         for folder, _ in self._walk(checked_folder(prefix)):
             name = folder.rstrip("/")
             with writing(f"{self.root}/{name}"), self._folders.made(name) as handle:
-                # Prevents: acting on a name that a power cut takes back (gc deleting what a lost slot had dropped).
+                # Prevents: acting on a name that a power cut removes (gc deletes what a lost slot had dropped).
                 self._folders.sync(handle, name)
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:
@@ -425,7 +425,7 @@ class LocalBackend(Backend):
             raise CorruptSegmentError(str(error)) from error
 
     def probe(self) -> None:
-        """See `Backend.probe`. Uses a temporary name, which `list` leaves out."""
+        """See `Backend.probe`. Uses a temporary name, which `list` omits."""
         with writing(self.root), self._folders.made("") as handle, self._temporary(handle) as name:
             self._create(name, b"first")
             with suppress(KeyExistsError):
@@ -436,8 +436,9 @@ class LocalBackend(Backend):
     def stray_temporaries(self) -> tuple[str, ...]:
         """Keys of temporary files that a killed process left; `discard_stray` removes one.
 
-        They are harmless. A file that a live process of this machine is using is not listed. One of another machine may
-        be: if it is removed, that machine's create fails without effect, and is repeated by the commit protocol.
+        They are harmless. Files that a live process of this machine is using are not listed. A file that another
+        machine is using may be listed. If it is removed, that machine's create fails without effect, and the commit
+        protocol repeats it.
         """
         return tuple(sorted(f"{folder}{name}" for folder, files in self._walk("") for name in files if _is_stray(name)))
 

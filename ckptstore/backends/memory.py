@@ -1,6 +1,7 @@
-"""Stores in this process's memory, each under a name (``memory://name``): for tests, examples and notebooks.
+"""Keep stores in this process's memory, each under a name (``memory://name``): for tests, examples and notebooks.
 
-Every `MemoryBackend` of one name sees one store. It lives as long as the process, or until `MemoryBackend.forget`.
+Every `MemoryBackend` with the same name uses the same store. It lives until the process ends or
+`MemoryBackend.forget` is called.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckptstore.errors import CorruptSegmentError, KeyExistsError, KeyNotFoundErr
 
 
 class _Objects:
-    """One store: its objects, and the lock that makes checking and creating one step."""
+    """One store: its objects, and the lock that makes check and creation one step."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -41,7 +42,7 @@ _stores_lock = threading.Lock()
 
 
 class MemoryBackend(Backend):
-    """The store called `name`, made on first use. Thread-safe; not shared with other processes."""
+    """The store called `name`, created on first use. Thread-safe; not shared with other processes."""
 
     cheap_looks = True
     anchored = True
@@ -54,19 +55,19 @@ class MemoryBackend(Backend):
 
     @staticmethod
     def exists(name: str) -> bool:
-        """Whether a store of this name was made."""
+        """Whether a store of this name exists."""
         with _stores_lock:
             return name in _stores
 
     @staticmethod
     def names() -> list[str]:
-        """The stores that were made."""
+        """Names of the existing stores."""
         with _stores_lock:
             return sorted(_stores)
 
     @staticmethod
     def forget(name: str) -> None:
-        """Let the store go; backends that have it open keep theirs. No error if there is none."""
+        """Drop the store; backends that have it open keep it. No error if it does not exist."""
         with _stores_lock:
             _stores.pop(name, None)
 
@@ -108,7 +109,7 @@ class MemoryBackend(Backend):
             return sorted(key for key in self._objects.by_key if key.startswith(folder))
 
     def settle(self, prefix: str) -> None:
-        """See `Backend.settle`: there is nothing more durable to be had."""
+        """See `Backend.settle`: memory has nothing to sync."""
         checked_folder(prefix)
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
@@ -120,14 +121,14 @@ class MemoryBackend(Backend):
         return _MemorySource(key, self._object(key))
 
     def probe(self) -> None:
-        """See `Backend.probe`: a dictionary under a lock keeps the promise."""
+        """See `Backend.probe`: a dictionary with a lock creates exclusively."""
 
     def medium(self) -> str:
         """See `Backend.medium`."""
         return "memory of this process"
 
     def above(self) -> Sequence[tuple[str, Callable[[], Backend]]]:
-        """See `Backend.above`: as the names have it, so that memory refuses what a folder would."""
+        """See `Backend.above`. Uses the parts of the name, so that memory refuses the same places as a folder would."""
         names = self._name.split("/")
         return [(names[n], partial(_existing, "/".join(names[:n]))) for n in range(len(names) - 1, 0, -1)]
 

@@ -1,4 +1,4 @@
-"""A medium that keeps nothing: what is written to it is measured."""
+"""A medium that keeps no segments, to measure what would be written to it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["Nowhere"]
 
 class _Sink(SegmentSink):
     def write(self, offset: int, data: memoryview) -> None:
-        """Forget it."""
+        """Discard the data."""
 
     def seal(self, size: int) -> None:
-        """Nothing to keep."""
+        """Do nothing: no data was kept."""
 
     def abort(self) -> None:
-        """Nothing to remove."""
+        """Do nothing: there is nothing to remove."""
 
 
 class Nowhere(MemoryBackend):
-    """Segments written here leave no trace: a dry run does all the work, and knows the exact sizes."""
+    """A backend that discards segments: a dry run does all the work and gets the exact sizes."""
 
     def __init__(self) -> None:
-        """A medium of its own."""
+        """Create a private, empty medium."""
         name = uuid.uuid4().hex
         super().__init__(name)
         MemoryBackend.forget(name)
 
-    def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002  # as every backend
-        """A sink that forgets."""
+    def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - the signature of `Backend`
+        """A sink that discards everything."""
         return _Sink()

@@ -1,7 +1,7 @@
-"""From what obstore raises to the project's errors, without what a server or a header may have put into the text.
+"""Translate obstore's errors to the project's, without text that came from a server or a header.
 
-obstore's texts quote the server's answer, and a server's answer may quote an access key, a signature or anything else.
-So of an answer the status and the code alone are told, and no error has one of obstore's as its cause.
+obstore's texts quote the server's answer, and an answer may quote an access key, a signature or anything else. So our
+errors report only the status and the code of an answer, and no error has an obstore error as its cause.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ckptstore.errors import (
 __all__ = ["RAISED", "Failure", "understood"]
 
 RAISED: Final = (exceptions.BaseError, OSError, ValueError)
-"""What obstore raises."""
+"""Errors that obstore raises."""
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>([A-Za-z]{1,48})</Code>")
 _KIND: Final = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request)\b")
 _BROKEN_LIST: Final = "Got invalid list response"
-"""How obstore calls a listing that is no XML: one that was cut short, with a length that says so."""
+"""obstore's text for a listing that is not XML: one that was cut short and has a matching length."""
 _NO_RANGE: Final = 'CONTENT_RANGE header: "bytes 0--1/0'
-"""How azurite answers who asks for a range of an empty object; others say 416."""
+"""azurite's answer to a range request for an empty object; other servers answer 416."""
 _SERVER_BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DAMAGED: Final = frozenset(
     {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "IncompleteBody"}
 )
-"""How servers say that what came is not what was sent."""
+"""Server codes for a request body that arrived damaged."""
 _TOLD: Final = {
     "Timeout": "no answer in time",
     "Connect": "cannot connect",
@@ -55,11 +55,11 @@ class Failure:
     """Why a request failed.
 
     Attributes:
-        what: for people.
-        status: the server's; 0: there was no answer.
-        code: the server's word for it, if it gave one.
-        absent, exists: what the request says of the key.
-        kind: of a request without an answer.
+        what: the reason, for people.
+        status: the server's status; 0: there was no answer.
+        code: the server's error code, if any.
+        absent, exists: whether the answer says that the key is absent or exists.
+        kind: kind of failure without an answer.
     """
 
     what: str
@@ -71,16 +71,19 @@ class Failure:
 
     @property
     def passing(self) -> bool:
-        """Whether it is worth sending the request again."""
+        """Whether it is worth repeating the request."""
         return self.kind in _TOLD or self.status in _SERVER_BUSY or self.code in _DAMAGED
 
     @property
     def undone(self) -> bool:
-        """Whether the request certainly did nothing, and never will."""
+        """Whether the request certainly had no effect and never will."""
         return self.kind == "Connect" or (400 <= self.status < 500 and self.status not in (408, 409, 412, 425, 429))
 
     def error(self, name: str, more: str = "", *, writing: bool) -> CkptError:
-        """The project's error about the object or listing `name` (with the store's URL). `more`: where, how often."""
+        """The project's error for the object or listing `name` (which contains the store's URL).
+
+        `more` says where the request was sent and how often.
+        """
         if self.code == "NoSuchBucket":
             return StoreNotFoundError(f"{name.partition(': ')[0]}: there is no such bucket")
         if self.absent:
@@ -102,7 +105,7 @@ class Failure:
 
 
 def understood(error: BaseException) -> Failure:
-    """What obstore's error says."""
+    """Classify an error of obstore."""
     text = str(error)
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
     code = found[1] if (found := _CODE.search(text)) else ""
@@ -112,7 +115,7 @@ def understood(error: BaseException) -> Failure:
         return Failure("it exists already", status, code, exists=True)
     if isinstance(error, exceptions.InvalidPathError):
         named = text.partition("\n")[0][:200]
-        remedy = "nothing here can be listed while it is there: delete it with the tools of the bucket"
+        remedy = "this folder cannot be listed while it exists: delete it with the tools of the bucket"
         return Failure(f"a name that no store gives, {named!a}; {remedy}", kind="Path")
     if status:
         hint = _hint(status, code)
@@ -123,7 +126,7 @@ def understood(error: BaseException) -> Failure:
         return Failure("no such range", 416)
     if found := _KIND.search(text):
         return Failure(_TOLD[found[1]], kind=found[1])
-    # Without an answer: obstore's own words (a region, credentials that are not to be had), in one line.
+    # No answer from a server: obstore's own words (a missing region or credentials), in one line.
     return Failure(_own_words(text))
 
 
@@ -137,9 +140,9 @@ def _hint(status: int, code: str) -> str:
     if status == 301 or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         return " (the bucket is in another region: client_kwargs={'region_name': ...}, or AWS_REGION)"
     if code in ("SignatureDoesNotMatch", "InvalidAccessKeyId"):
-        return " (key and secret do not fit)"
+        return " (key and secret do not match)"
     if code in ("ExpiredToken", "InvalidToken", "TokenRefreshRequired"):
-        return " (the token is over)"
+        return " (the token has expired)"
     if status in (401, 403):
         return " (these credentials may not do that; see docs/object-stores.md for the rights that are needed)"
     return ""

@@ -1,6 +1,6 @@
-"""URLs and options of object stores, from fsspec's words to those of obstore. Imports neither.
+"""Translate URLs and fsspec options of object stores to obstore's options. Imports neither fsspec nor obstore.
 
-Nothing here may show a credential: places have no `repr` of what they hold, and no error quotes a value.
+Nothing here may show a credential: the `repr` of a place omits its options, and no error quotes a value.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["ObjectPlace", "place_of"]
 
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _SHORTEST: Final = 3
-"""Letters of a bucket's name, with every vendor."""
+"""Minimum length of a bucket's name, with every vendor."""
 _COMPONENT: Final = re.compile(r"(?!\.{1,2}(/|$))[A-Za-z0-9_.=+@:, -]+")
 _TRIES: Final = 5
 
 
 class Concealed(Mapping[str, Any]):
-    """Options that may hold credentials: whoever prints what holds them (``vars``, a debugger) sees none."""
+    """Options that may hold credentials. Printing them (``vars``, a debugger) shows only their number."""
 
     __slots__ = ("_held",)
 
@@ -50,20 +50,20 @@ class Concealed(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class ObjectPlace:
-    """Where a store is, and how it is reached.
+    """The place of a store and how to access it.
 
     Attributes:
-        url: what the user gave.
+        url: the URL that the user passed.
         scheme: one of `schemes.BUCKETS`.
         bucket, prefix: ``prefix`` is ``""`` for the bucket itself.
-        endpoint: the server's URL; None: the vendor's own.
-        config: what obstore's store takes; holds credentials.
-        client: what obstore's HTTP client takes.
-        tries: how often a request is sent at most.
-        profile: a profile of the vendor's files, which boto3 reads; None: none.
-        from_files: whether boto3 has to look for the credentials.
-        bandwidth: bytes in a second at most; None: as fast as it goes.
-        patience: seconds after which nothing more is sent again; None: the tries decide alone.
+        endpoint: the server's URL; None: the vendor's default.
+        config: options of obstore's store; holds credentials.
+        client: options of obstore's HTTP client.
+        tries: maximum number of times that a request is sent.
+        profile: a profile in the vendor's files, which boto3 reads; None: none.
+        from_files: whether boto3 must look for the credentials.
+        bandwidth: maximum bytes per second; None: unlimited.
+        patience: seconds after which nothing is sent again; None: only `tries` limits retries.
     """
 
     url: str
@@ -81,16 +81,16 @@ class ObjectPlace:
 
 
 def place_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectPlace:
-    """What a URL and fsspec's options say.
+    """Parse a URL and fsspec's options.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…`` or ``az://…``.
         options: `storage_options`.
 
     Raises:
-        UsageError: the URL is malformed or holds a credential, an option is unknown or no option's value. No value is
-            quoted.
-        MissingDependencyError: a profile is to be read, and boto3 is not installed.
+        UsageError: the URL is malformed or contains a credential, or an option or its value is invalid. The message
+            quotes no value.
+        MissingDependencyError: a profile must be read, and boto3 is not installed.
     """
     scheme = url.partition("://")[0].lower()
     rest = url.partition("://")[2]
@@ -135,7 +135,7 @@ def _take(given: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> An
 
 
 def _check_text(what: str, value: str) -> None:
-    """Refuse what no header can hold: secrets that are mounted as files end with a newline. Never says the value."""
+    """Refuse characters that no header may contain: a secret mounted as a file ends with a newline. Quotes no value."""
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in value):
         raise UsageError(f"{what}: it holds a control character (a newline at its end, perhaps)")
 
@@ -147,7 +147,7 @@ def _none_left(given: Mapping[str, Any], scheme: str, known: str, where: str = "
 
 
 def _connection(given: dict[str, Any], patience: float | None) -> tuple[dict[str, Any], int]:
-    """botocore's words for time-outs and tries (`config_kwargs`) -> options of the client, and tries."""
+    """Translate botocore's timeouts and tries (`config_kwargs`) -> options of the client, and tries."""
     words = dict(_take(given, "config_kwargs", Mapping) or {})
     client: dict[str, Any] = {}
     connect = _take(words, "connect_timeout", (int, float))
@@ -208,9 +208,9 @@ def _s3(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> Ob
         config["region"] = region
     if checksum is not False:
         config["checksum_algorithm"] = "crc64nvme"
-    # Over TLS the checksum protects the bytes, and a second pass over them would cost three times as much again.
+    # Over TLS the checksum protects the bytes; signing them in a second pass would cost three times as much.
     config["unsigned_payload"] = not plain and checksum is not False
-    config["disable_bulk_delete"] = True  # one by one: it is what gc deletes, and the least that servers know
+    config["disable_bulk_delete"] = True  # gc deletes one object at a time, and every server supports that
     profile, from_files = _profile(profile, config)
     config.pop("allow_http", None)
     client = {**place.client, **({"allow_http": True} if plain else {})}
@@ -220,7 +220,7 @@ def _s3(place: ObjectPlace, given: dict[str, Any], config: dict[str, Any]) -> Ob
 
 
 def _profile(profile: str | None, config: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Which profile boto3 is to read, and whether it is to look for credentials at all."""
+    """The profile that boto3 must read, if any, and whether boto3 must look for credentials at all."""
     if profile is None:
         if "access_key_id" in config or config.get("skip_signature") or _in_environment():
             return None, False
@@ -240,7 +240,7 @@ def _profile(profile: str | None, config: Mapping[str, Any]) -> tuple[str | None
 
 
 def _in_environment() -> bool:
-    """Whether the environment says where credentials are, in words that obstore reads by itself."""
+    """Whether the environment names credentials in variables that obstore reads itself."""
     names = (
         "AWS_ACCESS_KEY_ID",
         "AWS_WEB_IDENTITY_TOKEN_FILE",

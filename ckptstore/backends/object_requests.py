@@ -1,7 +1,7 @@
-"""Requests to one bucket through obstore: counted, sent again a bounded number of times, with the project's errors.
+"""Send requests to one bucket through obstore: counted, retried a bounded number of times, with the project's errors.
 
-obstore sends each request once (its own retries are off), so that every one is counted and a conditional create is not
-repeated behind our back; the parts of a multipart upload are the exception.
+obstore sends each request once (its own retries are off), so that every request is counted and no conditional create is
+repeated without our knowledge. The parts of a multipart upload are the exception.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PART: Final = 16 << 20
 """Bytes of a part of a multipart upload."""
 _PARTS_AT_ONCE: Final = 8
 _PAGE: Final = 1000
-"""Keys that one request lists."""
+"""Keys per list request."""
 _FIRST_PAUSE: Final = 0.05
 _LONGEST_PAUSE: Final = 5.0
 _MD5: Final = 32
@@ -45,20 +45,20 @@ _FROM_THE_START: Final = {"range": {"offset": 0}}
 
 _T = TypeVar("_T")
 _asked_by: int | None = None
-"""The process in which obstore's threads run: from the first request on, and never in its forks."""
+"""The process in which obstore's threads run: set by the first request, and wrong in its forks."""
 
 
 class Requests:
-    """What a backend asks its bucket. Thread-safe.
+    """Requests of a backend to its bucket. Thread-safe.
 
     Attributes:
-        costs: what was asked so far.
-        tries: how often a request is sent at most.
-        bandwidth: what objects' bytes wait for; None: nothing.
+        costs: requests and bytes so far.
+        tries: maximum number of times that a request is sent.
+        bandwidth: limits the rate of objects' bytes; None: no limit.
     """
 
     def __init__(self, place: ObjectPlace) -> None:
-        """Send nothing yet. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
+        """Prepare the clients; sends nothing. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
         self.costs = Costs()
         self.tries = place.tries
         self.bandwidth = None if place.bandwidth is None else Bandwidth(place.bandwidth)
@@ -73,32 +73,32 @@ class Requests:
         self._tags_are_md5 = place.scheme == "s3"
 
     def check_process(self) -> None:
-        """Raise `UsageError` in a forked child: obstore's threads are the parent's, and a request would never end."""
+        """Raise `UsageError` in a forked child: obstore's threads run in the parent, and a request would never end."""
         here = os.getpid()
-        # Prevents: a child that waits for ever, without a word.
+        # Prevents: a child that hangs forever, silently.
         if here != self._process:
             raise UsageError(
-                f"{self._url}: this store was opened before a fork, and its connections are the parent's: open it anew "
-                "in the child, after spawn or forkserver"
+                f"{self._url}: this store was opened before a fork, and its connections belong to the parent: open it "
+                "again in the child, after spawn or forkserver"
             )
         if _asked_by is not None and here != _asked_by:
             raise UsageError(
-                f"{self._url}: this process was forked from process {_asked_by}, which had used a bucket, and the "
-                "threads that send requests are that one's: start it with multiprocessing's spawn or forkserver (of a "
+                f"{self._url}: this process was forked from process {_asked_by}, which had used a bucket and has the "
+                "threads that send requests: start this process with multiprocessing's spawn or forkserver (for a "
                 "DataLoader: multiprocessing_context='spawn')"
             )
 
     def name(self, key: str) -> str:
-        """How errors call an object."""
+        """The name of an object in errors."""
         return f"{self._url}: {key}" if key else self._url
 
     def pause(self, done: int) -> None:
-        """Wait before a request is sent again, after `done` tries: longer each time, and never in step with others."""
+        """Sleep before a retry, after `done` tries: longer each time, with a random part that separates clients."""
         nap(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0**done) * random.SystemRandom().uniform(0.5, 1.0))
 
     @contextmanager
     def patient(self) -> Iterator[Callable[[], bool]]:
-        """What is asked for inside is one operation -> says whether there is time to send something of it again."""
+        """Treat the requests within as one operation -> a function that tells whether there is time for a retry."""
         before: float | None = getattr(self._now, "end", None)
         self._now.end = before or time.monotonic() + (self._patience or math.inf)
         end = self._now.end
@@ -110,25 +110,25 @@ class Requests:
     # -- reading
 
     def get(self, key: str, limit: int = OBJECT_LIMIT) -> bytes:
-        """The whole object. Raises as `Backend.get`.
+        """Read the whole object. Raises as `Backend.get`.
 
-        It is asked for as a range, because the answer then says of how many bytes the object is: a body that was cut
-        short on its way may come with a length that says so, and would be taken for damage in the store.
+        It is requested as a range, because the answer then contains the object's size. A body that was cut short on the
+        way may come with a matching Content-Length, and would be mistaken for damage in the store.
 
-        Where the server's ETag is the MD5 of the bytes they are compared with it, and asked for again if they differ:
-        so would a slot be of which a bit flipped on its way.
+        If the server's ETag is the MD5 of the bytes, the two are compared, and the object is requested again if they
+        differ. Otherwise a bit that flipped on the way would look like a damaged slot.
         """
         before: bytes | None = None
         for done in range(self.tries):
             data, tag = self._whole(key, limit)
             if not self._tags_are_md5 or len(tag) != _MD5 or _md5(data) == tag:
                 return data
-            if data == before:  # the same twice: the tag is something else (SSE-KMS)
+            if data == before:  # the same bytes twice: the tag is not an MD5 (SSE-KMS)
                 self._tags_are_md5 = False
                 return data
             before = data
             self.pause(done)
-        raise StorageError(ON_THE_WAY, "cannot read: other bytes each time", self.name(key))
+        raise StorageError(ON_THE_WAY, "cannot read: each answer had other bytes", self.name(key))
 
     def _whole(self, key: str, limit: int) -> tuple[bytes, str]:
         try:
@@ -136,7 +136,7 @@ class Requests:
         except StorageError as error:
             if error.errno != errno.ERANGE:
                 raise
-        # No byte of an empty object can be had as a range.
+        # An empty object has no byte that a range could name.
         return self._run("get", key, lambda: self._got(key, limit, {}))
 
     def _got(self, key: str, limit: int, options: Any) -> tuple[bytes, str]:
@@ -148,7 +148,7 @@ class Requests:
             return None if size > limit else bytes(result.bytes()), size, result.meta["e_tag"] or ""
 
         data, size, tag = cancellable(whole)
-        self._pay(0 if data is None else len(data))  # how long it is was not known before: the next one waits
+        self._pay(0 if data is None else len(data))  # its length was unknown before, so later requests wait for it
         if data is None:
             raise too_long(self.name(key), size, limit)
         self.costs.receive(len(data))
@@ -157,17 +157,17 @@ class Requests:
         return data, tag.strip('"')
 
     def get_range(self, key: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Raises `CorruptSegmentError` if there are fewer."""
+        """Fill `out` with the bytes from `start`. Raises `CorruptSegmentError` if the object has fewer."""
 
         def call() -> None:
             self._pay(len(out))
             self.costs.count("range")
-            # The bytes are copied here: a request that was given up must not write to memory that has another use.
+            # Copy the bytes here: a request that was abandoned must not write to memory that is in use again.
             data = memoryview(cancellable(lambda: obstore.get_range(self._once, key, start=start, length=len(out))))
             self.costs.receive(len(data))
-            if len(data) != len(out):  # a short body with an honest length is no error to anybody else
+            if len(data) != len(out):  # obstore accepts a short body with a matching Content-Length
                 raise _ShortError
-            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))  # without the GIL
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
 
         if not len(out):
             return
@@ -201,7 +201,7 @@ class Requests:
         return self._run("list", prefix, call)
 
     def folders(self, prefix: str) -> list[str]:
-        """Names directly below a folder that others are below. Raises as `keys`."""
+        """Names of the folders directly below a folder. Raises as `keys`."""
 
         def call() -> list[str]:
             self.costs.count("list")
@@ -213,11 +213,11 @@ class Requests:
     # -- writing
 
     def create(self, key: str, data: bytes | Sequence[memoryview]) -> None:
-        """One PUT with ``If-None-Match: *``; a second only where the one before certainly did nothing.
+        """Send one PUT with ``If-None-Match: *``, and a second only if the first certainly had no effect.
 
         Raises:
-            KeyExistsError: the server said 412 or 409. After 409 the key may still be absent.
-            StorageError: anything else; unknown, but for `unsent`.
+            KeyExistsError: the server answered 412 or 409. After 409 the key may still be absent.
+            StorageError: anything else; whether the object exists is unknown, except with `unsent`.
         """
         parts: list[bytes | memoryview] = [data] if isinstance(data, bytes) else list(data)
         size = sum(map(len, parts))
@@ -230,7 +230,7 @@ class Requests:
         self._run("create", key, call, writing=True, doubtful=False)
 
     def replace(self, key: str, data: bytes) -> None:
-        """One PUT, whatever was there. Raises `StorageError`."""
+        """Send one PUT that overwrites. Raises `StorageError`."""
 
         def call() -> None:
             self._pay(len(data))
@@ -240,7 +240,7 @@ class Requests:
         self._run("put", key, call, writing=True)
 
     def upload(self, key: str, parts: Sequence[memoryview], size: int) -> None:
-        """A multipart upload, once; each of its parts may be sent several times. Raises `CkptError`: unknown."""
+        """Send one multipart upload; each part may be sent several times. Raises `CkptError`: the result is unknown."""
 
         def call() -> None:
             self.costs.count("part", 2 + -(-size // PART), sent=size)
@@ -251,7 +251,7 @@ class Requests:
         self._run("part", key, call, writing=True, doubtful=False)
 
     def _paced(self, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-        """The bytes of an upload, piece by piece as they may go."""
+        """The bytes of an upload, in pieces that the bandwidth limit allows."""
         for part in parts:
             for start in range(0, len(part), PIECE):
                 piece = memoryview(part)[start : start + PIECE]
@@ -263,7 +263,7 @@ class Requests:
             self.bandwidth.take(nbytes)
 
     def delete(self, key: str) -> None:
-        """Remove; a missing key is no error. Raises `StorageError`."""
+        """Delete the object; a missing key is not an error. Raises `StorageError`."""
 
         def call() -> None:
             self.costs.count("delete")
@@ -278,10 +278,10 @@ class Requests:
     # -- both
 
     def _run(self, kind: str, key: str, call: Callable[[], _T], *, writing: bool = False, doubtful: bool = True) -> _T:
-        """Send a request, again while that is worth it.
+        """Send a request, and send it again while that is useful.
 
         Args:
-            doubtful: also after one that may have had its effect, or may still have it.
+            doubtful: retry also after a request that may have had an effect or may still have one.
         """
         global _asked_by
         self.check_process()
@@ -305,14 +305,14 @@ class Requests:
 
 
 class _ShortError(Exception):
-    """Fewer bytes came than were announced or asked for. Stays in this module."""
+    """The answer had fewer bytes than announced or requested. Not raised outside this module."""
 
 
 _SHORT: Final = Failure("fewer bytes came than were asked for", kind="Decode")
 
 
 def _tried(call: Callable[[], _T]) -> _T | Failure:
-    """What a request gave, or why it failed. Nothing of obstore's error lives on: its text may hold credentials."""
+    """The result of a request, or why it failed. Drops obstore's error, because its text may hold credentials."""
     try:
         return call()
     except CkptError:
@@ -328,7 +328,7 @@ def _md5(data: bytes) -> str:
 
 
 def _store(place: ObjectPlace, retries: int) -> Any:
-    """obstore's store of a place. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
+    """Make obstore's store for a place. Raises `UsageError`, `MissingDependencyError`, `StorageError`."""
     config: Any = dict(place.config)
     more: dict[str, Any] = {
         "prefix": place.prefix or None,
@@ -352,7 +352,7 @@ def _store(place: ObjectPlace, retries: int) -> Any:
 
 
 def _from_files(place: ObjectPlace, config: dict[str, Any]) -> Any:
-    """boto3's way to credentials: profile files, SSO, a process that gives them."""
+    """Credentials through boto3: from profile files, SSO, or an external process."""
     try:
         import boto3
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -363,7 +363,7 @@ def _from_files(place: ObjectPlace, config: dict[str, Any]) -> Any:
         if session.region_name:
             config.setdefault("region", session.region_name)
         return Boto3CredentialProvider(session)
-    except Exception as error:  # noqa: BLE001 - botocore's errors have no base of their own; none is quoted
+    except Exception as error:  # noqa: BLE001 - botocore's errors share no useful base class; none is quoted
         kind = type(error).__name__
     named = "the default profile" if place.profile is None else f"profile {place.profile!r}"
     raise UsageError(f"{place.url}: no credentials in {named} of ~/.aws ({kind})")

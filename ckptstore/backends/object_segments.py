@@ -1,8 +1,8 @@
-"""Segments of an object store: collected in memory and put as one object, read by ranges in parallel.
+"""Segments of an object store: collected in memory and written as one object, read by ranges in parallel.
 
-The header of a segment is final when everything else is, and the first part of an upload cannot be sent last through
-obstore; so the PUT of a segment begins when its header is final. Until then nothing is in the bucket, and giving a
-segment up costs no request.
+A segment's header is final only when everything else is, and obstore cannot send the first part of an upload last. So
+the PUT of a segment starts when its header is final. Until then nothing is in the bucket, and aborting a segment sends
+no request.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ckptstore.host.threads import run_all
 __all__ = ["RANGE", "SEGMENT_BYTES", "ObjectSink", "ObjectSource"]
 
 SEGMENT_BYTES: Final = 240 << 20
-"""Bytes of tensors in a segment, which is in memory as a whole before it is sent; with its header 256 MiB at most. (A
-tensor that is larger has a segment of its own, also here.)"""
+"""Maximum bytes of tensors in a segment, which is held in memory until it is sent; at most 256 MiB with its header. (A
+larger tensor has its own segment.)"""
 SINGLE: Final = 32 << 20
-"""Up to so many bytes a segment is one PUT, which creates it or does nothing; beyond, a multipart upload."""
+"""Maximum bytes of a segment that is sent as one PUT, which is atomic. Larger ones use a multipart upload."""
 RANGE: Final = 8 << 20
-"""Bytes of a range that is read at once."""
+"""Bytes of one range request."""
 
 
 class ObjectSink(GatheredSink):
-    """A segment on its way into a bucket.
+    """A segment that is being written to a bucket.
 
     Args:
-        requests: of its bucket.
-        key: its name, which holds a UUID.
-        pool: threads that read back, where an answer was lost.
-        memory: of its backend.
+        requests: requests to the bucket.
+        key: its name, which contains a UUID.
+        pool: threads that read the segment back after a lost answer.
+        memory: the backend's pool of blocks.
     """
 
     def __init__(self, requests: Requests, key: str, pool: Callable[[], ThreadPoolExecutor], memory: Blocks) -> None:
@@ -47,7 +47,7 @@ class ObjectSink(GatheredSink):
         self._pool = pool
 
     def put(self, parts: Sequence[memoryview], size: int) -> None:
-        """See `GatheredSink.put`. Whatever is not clear is looked up: length and bytes."""
+        """See `GatheredSink.put`. After an unclear answer, checks length and bytes in the bucket."""
         with self._requests.patient() as in_time:
             self._put(parts, size, in_time)
 
@@ -62,7 +62,7 @@ class ObjectSink(GatheredSink):
             try:
                 self._send(parts, size)
                 return
-            except (StorageError, KeyNotFoundError) as error:  # an upload that is done may be said not to exist
+            except (StorageError, KeyNotFoundError) as error:  # a completed upload may be reported as missing
                 if isinstance(error, StorageError) and error.unsent and doubt is None:
                     raise
                 self.perhaps = self.perhaps or not isinstance(error, KeyExistsError)
@@ -71,12 +71,12 @@ class ObjectSink(GatheredSink):
                 if self._is_there(parts, size):
                     return
             except KeyNotFoundError:
-                continue  # absent: again
+                continue  # absent: send again
             except StorageError:
-                continue  # no answer to that either
+                continue  # the check got no answer either
             if not self.perhaps:
                 raise KeyExistsError(errno.EEXIST, "the segment exists already", self.name)
-            raise StorageError(errno.EIO, "what is there is not what was sent", self.name)
+            raise StorageError(errno.EIO, "the object there differs from the segment that was sent", self.name)
         assert doubt is not None
         if type(doubt) is StorageError:
             raise doubt
@@ -89,7 +89,7 @@ class ObjectSink(GatheredSink):
             self._requests.upload(self._key, parts, size)
 
     def _is_there(self, parts: Sequence[memoryview], size: int) -> bool:
-        """Whether the bucket has exactly these bytes, and not others. Raises `KeyNotFoundError`, `StorageError`."""
+        """Whether the bucket holds exactly these bytes. Raises `KeyNotFoundError`, `StorageError`."""
         if self._requests.size(self._key) != size:
             return False
         try:
@@ -123,7 +123,7 @@ class ObjectSource(SegmentSource):
     """A segment in a bucket. Raises `KeyNotFoundError`, `StorageError`.
 
     Args:
-        requests: of its bucket.
+        requests: requests to the bucket.
         key: its name.
         pool: threads that read ranges.
     """
@@ -136,7 +136,7 @@ class ObjectSource(SegmentSource):
         self.size = requests.size(key)
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """See `SegmentSource.read_into`. Ranges of 8 MiB, several at once."""
+        """See `SegmentSource.read_into`. Reads ranges of 8 MiB, several in parallel."""
         view = out.cast("B")
         self._check_open()
         if offset < 0 or offset + len(view) > self.size:
@@ -157,7 +157,7 @@ class ObjectSource(SegmentSource):
             raise CorruptSegmentError(f"{error}: it was deleted while it was read") from None
 
     def map(self) -> memoryview | None:
-        """See `SegmentSource.map`: a bucket has no memory."""
+        """See `SegmentSource.map`: a bucket cannot be mapped."""
         self._check_open()
         return None
 

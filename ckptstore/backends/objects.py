@@ -1,10 +1,10 @@
-"""A store in a bucket of an object store: S3 and what speaks its language, Google Cloud Storage, Azure.
+"""A store in a bucket of an object store: S3 and compatible servers, Google Cloud Storage, Azure.
 
-Create-if-absent (design: COMMIT, step 2) is one PUT with ``If-None-Match: *``, never a multipart upload. Its answer is
-believed only if it is clear: 200 is ours. After anything else (412, 409, no answer, 500) the object is read back and
-its bytes are compared; if it is absent the same bytes are sent again, a bounded number of times.
+Create-if-absent (SPEC 10) is one PUT with ``If-None-Match: *``, never a multipart upload. Only a clear answer is
+trusted: 200 means that the object is ours. After any other answer (412, 409, none, 500) the object is read back and its
+bytes are compared. If it is absent, the same bytes are sent again, a bounded number of times.
 
-What is visible is durable here, so there is nothing to settle. No decision of the engine rests on listing ``log/``.
+Visible objects are durable here, so `settle` does nothing. No decision of the engine depends on listing ``log/``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ckptstore.host.threads import started_pool
 __all__ = ["NOT_EXCLUSIVE", "ObjectBackend"]
 
 _THREADS: Final = 8
-"""Ranges that are read at once."""
+"""Ranges that are read in parallel."""
 _VENDORS: Final = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure"}
 NOT_EXCLUSIVE: Final = (
     "creating an object twice succeeded: this store ignores If-None-Match, so that two writers could not exclude each "
@@ -54,18 +54,18 @@ NOT_EXCLUSIVE: Final = (
 
 
 class ObjectBackend(Backend):
-    """The store below a bucket's prefix. Thread-safe. Neither it nor another one works in a forked child.
+    """The store below a bucket's prefix. Thread-safe. No store in a bucket works in a child forked after its first use.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://…``, ``az://…``.
-        options: fsspec's words (`object_options`). They may hold credentials, and show nowhere.
+        options: options in fsspec's form (`object_options`). They may hold credentials and are never shown.
 
     Attributes:
         costs: requests and bytes so far.
 
     Raises:
-        UsageError: URL or options are wrong; or this process was forked from one that had used a bucket.
-        MissingDependencyError: a profile is to be read, and boto3 is not installed.
+        UsageError: the URL or an option is invalid, or this process was forked from one that had used a bucket.
+        MissingDependencyError: a profile must be read, and boto3 is not installed.
     """
 
     segment_bytes = SEGMENT_BYTES
@@ -91,7 +91,7 @@ class ObjectBackend(Backend):
         return dict(self._options)
 
     def _pool(self) -> ThreadPoolExecutor:
-        self._requests.check_process()  # a fork has the pool, and none of its threads
+        self._requests.check_process()  # a fork has the pool object but none of its threads
         with self._starting:
             if self._threads is None:
                 self._threads = started_pool(_THREADS, "ckptstore-ranges")
@@ -124,17 +124,17 @@ class ObjectBackend(Backend):
             except StorageError as error:
                 if error.unsent and doubt is None:
                     raise
-                # Refused at the first try: by somebody else's object. (Or a copy of this request was faster: who cares
-                # compares the bytes, as `log.term` does.)
+                # Refused at the first try: the object is someone else's. (Or it comes from a duplicate of this request:
+                # callers that care compare the bytes, as `log.term` does.)
                 theirs = not done and isinstance(error, KeyExistsError)
                 doubt = error if doubt is None or not error.unsent else doubt
             found: bytes | None = None
             try:
                 found = self._requests.get(key, len(data))
             except KeyNotFoundError:
-                continue  # 409 on an absent key, or nothing arrived yet: the same bytes again
+                continue  # 409 although the key is absent, or nothing has arrived yet: send the same bytes again
             except ForeignObjectError:
-                pass  # longer: not what was sent
+                pass  # longer than what was sent
             except StorageError:
                 continue
             if theirs or found != data:
@@ -142,7 +142,8 @@ class ObjectBackend(Backend):
             return
         assert doubt is not None
         if isinstance(doubt, KeyExistsError):
-            raise StorageError(errno.EIO, "it exists and does not, by turns", self._requests.name(key))
+            why = "the server reports the object as existing and as absent in turn"
+            raise StorageError(errno.EIO, why, self._requests.name(key))
         raise doubt
 
     def replace(self, key: str, data: bytes) -> None:
@@ -154,10 +155,10 @@ class ObjectBackend(Backend):
         self._requests.delete(checked_key(key))
 
     def list(self, prefix: str) -> list[str]:
-        """See `Backend.list`. The marker of a folder (an object ``log/``, which consoles make) is no object of it."""
+        """See `Backend.list`. Omits folder markers (an object ``log/``, which consoles create)."""
         folder = checked_folder(prefix)
         keys = {key for key in self._requests.keys(folder) if key.startswith(folder)}
-        # A marker is listed without its slash. Prevents: a new folder of a bucket that is called not empty.
+        # A marker is listed without its slash. Prevents: a new folder of a bucket that is reported as not empty.
         markers = {""}
         for key in keys:
             while (key := key.rpartition("/")[0]) not in markers:
@@ -169,11 +170,11 @@ class ObjectBackend(Backend):
         return sorted(set(self._requests.folders(checked_folder(prefix))))
 
     def settle(self, prefix: str) -> None:
-        """See `Backend.settle`: what a bucket shows is durable."""
+        """See `Backend.settle`: visible objects in a bucket are durable."""
         checked_folder(prefix)
 
     def open_sink(self, key: str, size_hint: int) -> SegmentSink:  # noqa: ARG002 - memory needs no reservation
-        """See `Backend.open_sink`. That the key is taken in the bucket is found out by `SegmentSink.seal`."""
+        """See `Backend.open_sink`. `SegmentSink.seal` detects that the key is taken in the bucket."""
         return ObjectSink(self._requests, checked_key(key), self._pool, self._memory)
 
     def open_source(self, key: str) -> SegmentSource:
@@ -181,11 +182,11 @@ class ObjectBackend(Backend):
         return ObjectSource(self._requests, checked_key(key), self._pool)
 
     def probe(self) -> None:
-        """See `Backend.probe`. Three requests."""
+        """See `Backend.probe`. Sends three requests."""
         key = f"probe/{uuid.uuid4().hex}"
         try:
             self.create(key, b"first")
-        except KeyExistsError:  # of a key that nobody else has: a copy of this request was faster, if it holds the same
+        except KeyExistsError:  # the key is unique: a duplicate of this request was faster, if the bytes are the same
             if self.get(key) != b"first":
                 raise
         try:
@@ -198,7 +199,7 @@ class ObjectBackend(Backend):
             self._forget(key)
 
     def _forget(self, key: str) -> None:
-        with contextlib.suppress(CkptError):  # a writer that may not delete: harmless, and not the store's
+        with contextlib.suppress(CkptError):  # the writer may lack the right to delete: the probe's object is harmless
             self.delete(key)
 
     def medium(self) -> str:
@@ -224,7 +225,7 @@ class ObjectBackend(Backend):
         return ObjectBackend(self.url, self._options)
 
     def close(self) -> None:
-        """See `Backend.close`. Connections end when nobody has them any more."""
+        """See `Backend.close`. Connections close when no object refers to them."""
         with self._starting:
             if self._threads is not None:
                 self._threads.shutdown(wait=False)

@@ -1,8 +1,8 @@
-"""Whether overwriting old files pays on a medium: asked for, forbidden, or measured once.
+"""Decide whether to overwrite old files on a medium: as the user chose, or after one measurement.
 
-On one machine overwriting allocated blocks was 4 to 5 times as fast as writing new files, on another one no faster. So
-it is measured where the segments will be written, in the way they are: O_DIRECT, 16 MiB a write, blocks reserved first.
-That takes 256 MiB of writes, once per process and medium, and only when a segment is deleted whose space would be kept.
+On one machine overwriting allocated blocks was 4 to 5 times as fast as writing new files, on another it was no faster.
+So it is measured where the segments will be written and in the same way: O_DIRECT, 16 MiB per write, blocks reserved
+first. This writes 256 MiB, once per process and medium, and only when a segment is deleted whose space would be kept.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["LOCAL", "MODES", "PAYS", "WORTH", "Recycling", "chosen_mode", "measu
 
 MODES: Final = ("auto", "always", "never")
 PAYS: Final = 1.3
-"""Times as fast as new files that overwriting has to be."""
+"""Minimum speed of overwriting, as a multiple of the speed of new files."""
 WORTH: Final = 16 << 20
-"""Bytes from which on a file is kept in the mode ``auto``."""
+"""Minimum bytes of a file that is kept in the mode ``auto``."""
 LOCAL: Final = frozenset({0xEF53, 0x58465342, 0x01021994})
-"""ext2 to ext4, XFS, tmpfs: what is written is overwritten in place and takes the space that it has, and locks and
-leases see everybody who has a file open. (On Btrfs and ZFS nothing is overwritten; with NFS and FUSE other machines may
-have a file open.)"""
+"""ext2 to ext4, XFS, tmpfs. They overwrite in place, in the space that the file already has, and their locks and leases
+cover everybody who has a file open. (Btrfs and ZFS never overwrite; with NFS and FUSE other machines may have a file
+open.)"""
 
 _BLOCK: Final = 16 << 20
 _BLOCKS: Final = 4
@@ -43,7 +43,7 @@ _measuring: Final = threading.Lock()
 
 
 def chosen_mode(mode: str | None) -> str:
-    """One of `MODES`: what was asked for, else what the environment says, else ``auto``. Raises `UsageError`."""
+    """One of `MODES`: `mode`, else the environment variable, else ``auto``. Raises `UsageError`."""
     chosen = mode or os.environ.get(_VARIABLE) or "auto"
     if chosen not in MODES:
         where = "recycle" if mode else _VARIABLE
@@ -55,9 +55,9 @@ class Recycling:
     """The decision for one store's medium. Thread-safe.
 
     Args:
-        folders: the store's.
+        folders: the store's folders.
         posix: the system calls.
-        mode: one of `MODES`. ``always`` skips the measurement and takes files of any size; it skips no lock.
+        mode: one of `MODES`. ``always`` skips the measurement and accepts files of any size; it skips no lock.
     """
 
     def __init__(self, folders: Folders, posix: Posix, mode: str) -> None:
@@ -69,15 +69,15 @@ class Recycling:
         self._asked = False
 
     def possible(self) -> bool:
-        """Whether files may be kept at all: nobody forbade it, and the file system's locks can be relied on."""
+        """Whether files may be kept at all: the mode allows it, and the file system's locks are reliable."""
         return self.mode != "never" and self._file_system() in LOCAL
 
     def enters(self, size: int) -> bool:
-        """Whether a new segment of `size` bytes should have the blocks of an old one, if there is one."""
+        """Whether a new segment of `size` bytes should reuse the blocks of an old one if there is one."""
         return size > 0 and (self.mode == "always" or size >= WORTH) and self.possible()
 
     def pays(self, size: int, folder: int) -> bool:
-        """Whether a released segment of `size` bytes should be kept. May measure, which takes a fraction of a second.
+        """Whether to keep a released segment of `size` bytes. May measure, which takes a fraction of a second.
 
         Args:
             folder: handle of a folder on the medium, for the files of the measurement.
@@ -88,7 +88,7 @@ class Recycling:
 
     @property
     def picky(self) -> bool:
-        """Whether a new segment takes only files of about its own size."""
+        """Whether a new segment takes only files of a similar size."""
         return self.mode == "auto"
 
     def _file_system(self) -> int | None:
@@ -109,36 +109,37 @@ class Recycling:
     def __str__(self) -> str:
         """For people: whether files are recycled, and why."""
         if self.mode == "never":
-            return "off: recycling was forbidden"
+            return "off: recycling is disabled (never)"
         if not self.possible():
             return "off: not on this file system"
         if self.mode == "always":
-            return "on: it was asked for"
+            return "on: recycling is forced (always)"
         if not self._asked:
             return f"undecided: to be measured when a segment of {WORTH >> 20} MiB or more is deleted"
         if self._ratio is None:
-            return "off: it could not be measured here"
+            return "off: the speed could not be measured here"
         verdict = "on" if self._ratio >= PAYS else "off"
         return f"{verdict}: overwriting is {self._ratio:.2f} times as fast as new files ({PAYS} pays)"
 
 
 def measure(posix: Posix, folder: int, clock: Callable[[], float] = time.perf_counter) -> float | None:
-    """How many times as fast overwriting is as writing new files; None where that cannot be found out.
+    """How many times as fast overwriting is as writing new files; None if it cannot be measured.
 
-    The best of two each, in turn. What it writes is gone when it returns; what a SIGKILL leaves is spare space.
+    The best of two runs each, alternating. Removes its files before it returns; after a SIGKILL they remain as spare
+    files.
 
     Args:
         folder: handle of the folder to write in.
     """
     status = posix.statvfs(folder)
     if status.f_blocks and status.f_bavail * status.f_frsize < 4 * _FILES * _BLOCKS * _BLOCK:
-        return None  # nearly full: what is measured there says little, and the space is needed
+        return None  # nearly full: a measurement would say little, and the space is needed
     block = memoryview(mmap.mmap(-1, _BLOCK))
-    block[:] = secrets.token_bytes(1 << 20) * (_BLOCK >> 20)  # touched, and nothing that a disk could take for a hole
+    block[:] = secrets.token_bytes(1 << 20) * (_BLOCK >> 20)  # touched, and not zeros, which could become a hole
     names = [f"measure-{os.getpid()}-{secrets.token_hex(8)}" for _ in range(_FILES)]
     fresh, over = [], []
     try:
-        for name in names:  # all of them are there until the end: none gets the blocks that another gave back
+        for name in names:  # keep all files until the end, so that none gets the blocks of another
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT
             descriptor = posix.open(name, flags, folder)
             try:

@@ -1,11 +1,11 @@
 """A store on persistent memory: ``pmem:///path``, a folder of a DAX file system whose segments are written by stores.
 
-Everything but the writing of segments is as in `LocalBackend`: names, slots, syncs of folders, and reading, which on
-such a file system passes no page cache, and where ``read(2)`` makes an error of what a mapping would make a SIGBUS.
+Only the writing of segments differs from `LocalBackend`. Names, slots, syncs of folders and reading are the same. Reads
+on such a file system bypass the page cache anyway, and ``read(2)`` reports an error where a mapping would get a SIGBUS.
 
-A segment's file is allocated first, then mapped, then stored to (`pmem_stores`), header last; then its contents
-are made durable, then its length, then its name. Allocated first, because a store into a hole of a full file system is
-no error but the end of the process.
+A segment's file is allocated first, then mapped, then written by stores (`pmem_stores`), the header last. Then its
+contents are made durable, then its length, then its name. The allocation comes first because on a full file system a
+store into a hole kills the process instead of returning an error.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ckptstore.host.pages import BLOCK
 __all__ = ["PmemBackend", "PmemSink"]
 
 _GROWTH: Final = 256 << 20
-"""Bytes by which a file that turns out longer than expected is allocated ahead, at most."""
+"""Maximum bytes by which a file that becomes longer than expected is allocated ahead."""
 _NO_ALLOCATION: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A mapped part of the file, from byte `begin` on."""
+    """A mapped part of the file, from byte `begin`."""
 
     begin: int
     memory: memoryview
@@ -49,31 +49,31 @@ class _Region:
         return self.begin + len(self.memory)
 
     def part(self, begin: int, end: int) -> memoryview:
-        """What it has of bytes `begin` to `end` of the file; may be empty."""
+        """The region's part of bytes `begin` to `end` of the file; may be empty."""
         return self.memory[max(begin - self.begin, 0) : max(end - self.begin, 0)]
 
 
 class PmemSink(FileSink):
-    """A new file that is written through mappings of it. See `FileSink`.
+    """A new file that is written through mappings. See `FileSink`.
 
     Args:
-        folders, key, posix, size_hint: as there; a size hint too small costs a further mapping.
-        library: gives libpmem, or None.
+        folders, key, posix, size_hint: see `FileSink`; a size hint that is too small costs another mapping.
+        library: returns libpmem, or None.
     """
 
     _access = os.O_RDWR
 
     def __init__(self, folders: Folders, key: str, posix: Posix, size_hint: int, library: Library) -> None:
         self._library = library
-        self._regions: list[_Region] = []  # neighbours, from the file's begin to `_allocated`
+        self._regions: list[_Region] = []  # contiguous, from the start of the file to `_allocated`
         self._allocated = 0
         self._growing = threading.Lock()
-        self._views: list[_Region] = []  # what `map` has given away where no region held it all
-        self._lent: list[tuple[int, int]] = []  # what `map` has given away and nobody has persisted yet
+        self._views: list[_Region] = []  # returned by `map` if no single region held the range
+        self._lent: list[tuple[int, int]] = []  # ranges that `map` returned and that are not yet persisted
         super().__init__(folders, key, posix, size_hint, direct=False)
 
     def _reserve(self, descriptor: int, size: int) -> None:
-        with suppress(OSError, CkptError):  # only a hint: what counts is what the writes find
+        with suppress(OSError, CkptError):  # only a hint: the writes report what is wrong
             self._grow(descriptor, size)
 
     def _opened(self) -> int:
@@ -82,7 +82,7 @@ class PmemSink(FileSink):
         return self._buffered
 
     def _grow(self, descriptor: int, end: int) -> None:
-        """Have the file's first `end` bytes allocated and mapped. Raises `OSError`, `UnsupportedBackendError`."""
+        """Allocate and map the file's first `end` bytes. Raises `OSError`, `UnsupportedBackendError`."""
         with self._growing:
             begin = self._allocated
             if end <= begin:
@@ -94,7 +94,7 @@ class PmemSink(FileSink):
             self._allocated = size
 
     def _allocate(self, descriptor: int, begin: int, sizes: set[int]) -> int:
-        """Allocate the largest of `sizes` for which there is space -> that."""
+        """Allocate the largest of `sizes` for which there is space -> that size."""
         for size in sorted(sizes, reverse=True):
             try:
                 self._fallocate(descriptor, size)
@@ -103,7 +103,7 @@ class PmemSink(FileSink):
                     why = "the file system cannot allocate ahead, and a store into a hole may end the process"
                     raise UnsupportedBackendError(error.errno, why, self._path) from error
                 with suppress(OSError):
-                    self._posix.ftruncate(descriptor, begin)  # others shall find the space as free as it was
+                    self._posix.ftruncate(descriptor, begin)  # give the space back to others
                 if size == min(sizes):
                     raise
             else:
@@ -122,7 +122,7 @@ class PmemSink(FileSink):
         """See `SegmentSink.write`. Alignment does not matter."""
         view = data.cast("B")
         if view.readonly:
-            view = memoryview(bytearray(view))  # whose address can be had
+            view = memoryview(bytearray(view))  # a copy whose address ctypes can take
         with writing(self._path):
             for region, target in self._parts(offset, len(view)):
                 self._posix.populate(target)
@@ -131,7 +131,7 @@ class PmemSink(FileSink):
                 region.stores.drain()
 
     def _parts(self, offset: int, length: int) -> Iterator[tuple[_Region, memoryview]]:
-        """The mapped memory of these bytes, in order, allocated if need be."""
+        """The mapped memory of these bytes, in order; allocates it if necessary."""
         self._grow(self._opened(), offset + length)
         for region in self._regions:
             if part := region.part(offset, offset + length):
@@ -185,8 +185,8 @@ class PmemBackend(LocalBackend):
     Args:
         path: the folder, relative or absolute.
         posix: the system calls; crash tests pass their own.
-        url: what the user gave, for messages; `path` if None.
-        library: gives libpmem, or None for msync throughout.
+        url: the path or URL that the user passed, for messages; None: `path`.
+        library: returns libpmem; if it returns None, only msync is used.
     """
 
     def __init__(
@@ -198,14 +198,14 @@ class PmemBackend(LocalBackend):
         library: Library = libpmem.load,
     ) -> None:
         self._library = library
-        super().__init__(path, posix, url=url, recycle="never")  # its files are mapped, and fresh ones cost no more
+        super().__init__(path, posix, url=url, recycle="never")  # its files are mapped, and new ones cost no more
 
     def reopened(self) -> PmemBackend:
         """See `Backend.reopened`."""
         return PmemBackend(self.root, self._posix, url=self.url, library=self._library)
 
     def medium(self) -> str:
-        """See `Backend.medium`. Maps one of the store's files to find out, and stores nothing."""
+        """See `Backend.medium`. Maps one of the store's files to find out, and stores nothing in it."""
         with suppress(OSError, CkptError), self._folders.opened("") as handle:
             for name in self._own_files():
                 descriptor = self._posix.open(name, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW, handle)
@@ -224,7 +224,7 @@ class PmemBackend(LocalBackend):
             return PmemSink(self._folders, key, self._posix, size_hint, self._library)
 
     def probe(self) -> None:
-        """See `Backend.probe`; also whether files can be allocated and mapped here."""
+        """See `Backend.probe`. Also checks that files can be allocated and mapped here."""
         super().probe()
         with writing(self.root), self._folders.made("") as handle, self._temporary(handle) as name:
             sink = PmemSink(self._folders, name, self._posix, 0, self._library)

@@ -1,10 +1,10 @@
-"""How stores into mapped files get past a power cut: by the processor's instructions, or by msync.
+"""Make stores into mapped files survive a power cut: with the processor's instructions or with msync.
 
-Where the file is on persistent memory (``MAP_SYNC`` says so) and libpmem is there, blocks are copied with non-temporal
-stores, and each thread ends its copy with a fence. A fence waits for the stores of its own processor alone: one by the
-thread that seals would leave those of the others in the air (PCcheck, on its algorithm: "The fence() is internal to
-each CPU, meaning that the main thread ... cannot call a fence to cover all data that was written"). Measured, it costs
-nothing beside 16 MiB of stores. Everywhere else: msync, which is right on any file system.
+If the file is on persistent memory (``MAP_SYNC`` succeeds) and libpmem is installed, blocks are copied with
+non-temporal stores, and each thread ends its copy with a fence. A fence waits only for the stores of its own processor.
+One fence by the thread that seals would not cover the stores of the others (PCcheck, on its algorithm: "The fence() is
+internal to each CPU, meaning that the main thread ... cannot call a fence to cover all data that was written").
+Measured, it costs nothing beside 16 MiB of stores. Everywhere else msync is used, which is correct on any file system.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from ckptstore.backends.posix import Posix, address_of
 __all__ = ["Library", "Stores", "mapped"]
 
 Library: TypeAlias = Callable[[], Libpmem | None]
-"""Gives libpmem, or None."""
+"""Returns libpmem, or None."""
 
 _NOT_SYNCED: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL})
-"""How MAP_SYNC is refused: not here; by a system that does not know it."""
+"""Errors that refuse MAP_SYNC: the file system has none, or the kernel does not know the flag."""
 
 
 class Stores(ABC):
-    """How bytes get into mapped memory, and past a power cut.
+    """Copy bytes to mapped memory and make them durable.
 
     Attributes:
-        text: for people.
+        text: the method in words, for people.
     """
 
     text: str
 
     @abstractmethod
     def copy(self, target: memoryview, data: memoryview) -> None:
-        """Copy, with the interpreter's lock released."""
+        """Copy, without holding the interpreter's lock."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Finish what the calling thread has copied, as far as that is done thread by thread."""
+        """Complete what the calling thread copied, if completion is per thread."""
 
     @abstractmethod
     def persist(self, memory: memoryview) -> None:
-        """Make durable what ordinary stores, of any thread, have left in `memory`."""
+        """Make durable what ordinary stores of any thread left in `memory`."""
 
     @abstractmethod
     def sync(self, memory: memoryview) -> None:
-        """Make durable what was copied into the mapping `memory`, as far as `drain` has not."""
+        """Make durable what was copied to the mapping `memory` and what `drain` does not cover."""
 
 
 class NonTemporal(Stores):
@@ -71,7 +71,7 @@ class NonTemporal(Stores):
         self._library.drain()
 
     def sync(self, memory: memoryview) -> None:
-        """Every thread has drained what it copied."""
+        """Do nothing: every thread has drained its copies."""
 
 
 class Synced(Stores):
@@ -83,19 +83,19 @@ class Synced(Stores):
         ctypes.memmove(address_of(target), address_of(data), len(data))
 
     def drain(self) -> None:
-        """The system knows what was stored, by whichever thread."""
+        """Do nothing: the system tracks the stores of all threads."""
 
     def persist(self, memory: memoryview) -> None:
         # Prevents: a committed segment whose pages were still in the page cache.
         self._posix.msync(memory)
 
     def sync(self, memory: memoryview) -> None:
-        # Prevents: the same. POSIX leaves what is stored through a mapping to msync: no fdatasync has to find it.
+        # Prevents: the same. POSIX assigns stores through a mapping to msync; fdatasync need not cover them.
         self._posix.msync(memory)
 
 
 def mapped(posix: Posix, library: Library, descriptor: int, offset: int, size: int) -> tuple[memoryview, Stores]:
-    """Map allocated bytes of a file -> the memory, and how it is to be stored to. Raises `OSError`."""
+    """Map allocated bytes of a file -> the memory, and the way to store to it. Raises `OSError`."""
     try:
         memory, sync = posix.map_shared(descriptor, offset, size, sync=True), True
     except OSError as error:

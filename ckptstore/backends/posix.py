@@ -1,11 +1,11 @@
 """The system calls of the local backend, as one plain object.
 
-`LocalBackend`, its sinks and its sources touch the disk through a `Posix` and nothing else. Crash tests replace it: by
-one that keeps everything in memory, records what was written, forgets what was not synced, or fails (``tools/crash``).
-Every method does what the call of its name does and raises `OSError`; what that means is for the backend to decide.
+`LocalBackend`, its sinks and its sources access the disk only through a `Posix`. Crash tests replace it with one that
+keeps everything in memory, records writes, forgets what was not synced, or fails (``tools/crash``). Every method does
+what the call of its name does and raises `OSError`; the backend interprets the error.
 """
 
-# System calls on plain strings are what this module is for.
+# This module works with plain strings, because system calls take them.
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Argument: TypeAlias = int | bytes | ctypes.c_int64 | ctypes.c_void_p | ctypes.c
 
 
 def _call(name: str, *arguments: _Argument) -> None:
-    """Call a function of libc that Python does not offer; `OSError` if it fails, ENOSYS if this libc has none."""
+    """Call a libc function that Python does not offer. Raises `OSError` if it fails, ENOSYS if libc lacks it."""
     function = getattr(_libc(), name, None)
     code = errno.ENOSYS
     if function is not None:
@@ -47,27 +47,27 @@ def _call(name: str, *arguments: _Argument) -> None:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where writable `memory`, which is not empty, begins in this process."""
+    """The address of writable, nonempty `memory` in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _call_on_pages(name: str, memory: memoryview, advice: int) -> None:
-    """`_call` with begin and length of the pages that hold `memory`."""
-    with memory[:1]:  # an export: nobody unmaps it meanwhile
+    """`_call` with address and length of the pages that hold `memory`."""
+    with memory[:1]:  # an export: prevents an unmap meanwhile
         address = address_of(memory)
         begin = address // mmap.PAGESIZE * mmap.PAGESIZE
         _call(name, ctypes.c_void_p(begin), ctypes.c_size_t(address + len(memory) - begin), advice)
 
 
 class Posix:
-    """The system itself. Descriptors are plain integers.
+    """The real system calls. Descriptors are plain integers.
 
-    Paths are absolute, or relative to the folder whose descriptor is `dir_fd` (``openat(2)`` and its kin): such a call
-    reaches that folder wherever it has been moved, and nothing that took its place.
+    Paths are absolute, or relative to the folder whose descriptor is `dir_fd` (``openat(2)`` and similar). A relative
+    call reaches that folder even after it was moved, and never a folder that took its place.
     """
 
     def open(self, path: str, flags: int, dir_fd: int | None = None) -> int:
-        """``openat(2)``, close-on-exec; the umask decides the mode."""
+        """``openat(2)``, close-on-exec; the umask determines the mode."""
         return os.open(path, flags | os.O_CLOEXEC, 0o666, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
@@ -75,7 +75,7 @@ class Posix:
         os.close(fd)
 
     def stat(self, path: str, dir_fd: int | None = None, *, follow: bool = True) -> os.stat_result:
-        """``fstatat(2)``; without `follow` of a symbolic link itself."""
+        """``fstatat(2)``; without `follow` it describes a symbolic link itself."""
         return os.stat(path, dir_fd=dir_fd, follow_symlinks=follow)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -83,19 +83,19 @@ class Posix:
         return os.fstat(fd)
 
     def writable(self, fd: int) -> bool:
-        """``faccessat(2)``: whether this process may write into the folder `fd` (permissions, read-only mounts)."""
+        """``faccessat(2)``: whether this process may write to the folder `fd` (permissions, read-only mounts)."""
         return os.access(".", os.W_OK, dir_fd=fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """``pwrite(2)``; returns the number of bytes written, perhaps fewer than given."""
+        """``pwrite(2)``; returns the number of bytes written, which may be less than `data` has."""
         return os.pwrite(fd, data, offset)
 
     def preadv(self, fd: int, out: memoryview, offset: int) -> int:
-        """``preadv(2)`` into one buffer; returns the number of bytes read, perhaps fewer than asked, 0 at the end."""
+        """``preadv(2)`` into one buffer; returns the number of bytes read: may be less than requested, 0 at the end."""
         return os.preadv(fd, [out], offset)
 
     def preadv_cached(self, fd: int, out: memoryview, offset: int) -> int:
-        """`preadv` of what the page cache holds; raises `BlockingIOError` where the disk would have to be asked."""
+        """`preadv` from the page cache only; raises `BlockingIOError` if the disk would be needed."""
         return os.preadv(fd, [out], offset, os.RWF_NOWAIT)
 
     def map(self, fd: int, size: int) -> memoryview:
@@ -103,29 +103,29 @@ class Posix:
         return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
 
     def map_shared(self, fd: int, offset: int, size: int, *, sync: bool) -> memoryview:
-        """``mmap(2)`` of `size` > 0 bytes that the file has, readable, writable, shared; see `unmap`.
+        """``mmap(2)`` of `size` > 0 bytes of the file, readable, writable, shared; see `unmap`.
 
         Args:
             fd: open for reading and writing.
             offset: a multiple of the page size.
-            sync: with MAP_SYNC, which only persistent memory has: what is mapped is at its place in the file after a
-                power cut. Elsewhere this raises EOPNOTSUPP (EINVAL before Linux 4.15).
+            sync: with MAP_SYNC, which only persistent memory supports: mapped blocks keep their place in the file after
+                a power cut. Elsewhere this raises EOPNOTSUPP (EINVAL before Linux 4.15).
         """
         flags = _MAP_SHARED_VALIDATE | _MAP_SYNC if sync else mmap.MAP_SHARED
         try:
             return memoryview(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset))
-        except ValueError as error:  # Python has looked at the length first
+        except ValueError as error:  # Python checks the length before it maps
             raise OSError(errno.ESTALE, "the file has been cut short") from error
 
     def unmap(self, memory: memoryview) -> None:
-        """Let a mapping go; where parts of it are still in use, it goes with the last of them."""
+        """Release a mapping; if parts of it are still in use, it is released with the last of them."""
         with suppress(BufferError):
             memory.release()
 
     def populate(self, memory: memoryview) -> None:
-        """``madvise(2)`` with MADV_POPULATE_WRITE: have the pages of mapped `memory` ready to be stored to.
+        """``madvise(2)`` with MADV_POPULATE_WRITE: prepare the pages of mapped `memory` for stores.
 
-        Raises EFAULT where a store would end the process by SIGBUS. Does nothing before Linux 5.14.
+        Raises EFAULT where a store would kill the process with SIGBUS. Does nothing before Linux 5.14.
         """
         while True:
             try:
@@ -148,7 +148,7 @@ class Posix:
     def fallocate(self, fd: int, size: int) -> None:
         """``fallocate(2)`` of bytes [0, size), extending the file.
 
-        Not ``posix_fallocate``: where the file system cannot, that one writes a byte into every block instead.
+        Not ``posix_fallocate``: on a file system without the call, that writes a byte into every block instead.
         """
         _call("fallocate", fd, 0, ctypes.c_int64(0), ctypes.c_int64(size))
 
@@ -157,7 +157,7 @@ class Posix:
         os.fsync(fd)
 
     def fdatasync(self, fd: int) -> None:
-        """``fdatasync(2)``: contents, length and block map, not the times."""
+        """``fdatasync(2)``: contents, length and block map, but not the times."""
         os.fdatasync(fd)
 
     def link(self, source: str, target: str, dir_fd: int | None = None) -> None:
@@ -179,17 +179,17 @@ class Posix:
         _call("renameat2", source_fd, names[0], target_fd, names[1], _RENAME_NOREPLACE)
 
     def flock(self, fd: int, operation: int) -> None:
-        """``flock(2)``; with LOCK_NB raises `BlockingIOError` where another holds it.
+        """``flock(2)``; with LOCK_NB raises `BlockingIOError` if another holder has it.
 
-        It belongs to what ``open`` gave, not to the process: to forked children and mappings as well, until the last of
-        them is gone or one says LOCK_UN.
+        The lock belongs to the open file description, not to the process. Forked children and mappings share it, until
+        the last of them is gone or one calls LOCK_UN.
         """
         fcntl.flock(fd, operation)
 
     def set_lease(self, fd: int, kind: int) -> None:
-        """``fcntl(F_SETLEASE)``: F_WRLCK raises `BlockingIOError` while anybody else has the file open, or mapped."""
-        # Who opens a leased file has a signal sent to the holder: SIGIO, which would end this process, unless it is
-        # told to send another. Nobody minds SIGURG.
+        """``fcntl(F_SETLEASE)``: F_WRLCK raises `BlockingIOError` while anyone else has the file open or mapped."""
+        # When someone opens a leased file, the holder gets a signal. The default is SIGIO, which would kill this
+        # process, so choose SIGURG, which is ignored by default.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
 
@@ -198,8 +198,8 @@ class Posix:
         return os.fstatvfs(fd)
 
     def file_system(self, fd: int) -> int:
-        """``fstatfs(2)``: which kind of file system this file or folder is on, as in ``linux/magic.h``."""
-        status = ctypes.create_string_buffer(512)  # no libc has more; the kind comes first
+        """``fstatfs(2)``: the kind of file system of this file or folder, as in ``linux/magic.h``."""
+        status = ctypes.create_string_buffer(512)  # enough for every libc; the kind is the first field
         _call("fstatfs", fd, status)
         return ctypes.c_ulong.from_buffer(status).value & 0xFFFFFFFF
 
@@ -212,13 +212,13 @@ class Posix:
         os.mkdir(path, dir_fd=dir_fd)
 
     def scandir(self, folder: str | int) -> list[tuple[str, bool]]:
-        """``readdir(3)`` of a path or descriptor: names in no order, and whether each is a folder (no link is)."""
+        """``readdir(3)`` of a path or descriptor: names in any order, and whether each is a folder (links are not)."""
         with os.scandir(folder) as entries:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
 def write_some(posix: Posix, fd: int, data: memoryview, offset: int) -> int:
-    """`Posix.pwrite` for a loop: 0 when interrupted, an error instead of writing nothing for ever."""
+    """`Posix.pwrite` for use in a loop: returns 0 if interrupted, and raises instead of writing 0 bytes forever."""
     try:
         count = posix.pwrite(fd, data, offset)
     except InterruptedError:
@@ -229,4 +229,4 @@ def write_some(posix: Posix, fd: int, data: memoryview, offset: int) -> int:
 
 
 SYSTEM: Final = Posix()
-"""The one that every `LocalBackend` uses unless a test gives it another."""
+"""The `Posix` that every `LocalBackend` uses unless a test passes another."""

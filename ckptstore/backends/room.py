@@ -1,8 +1,8 @@
-"""Space on a medium that is full: what gives way before a save fails, and a reserve for those who make space.
+"""Free space on a full medium before a save fails, and keep a reserve for operations that free space.
 
-Retiring and collecting free space, but each needs a record in the log first, for which a full medium has none. So a
-store keeps a small file, `RESERVE`, whose blocks are allocated. It is deleted when a record of upkeep does not fit
-(`Room.upkeep`), never for a save, and made again when there is space.
+Retiring and collecting free space, but each first needs a record in the log, for which a full medium has no space. So a
+store keeps a small file, `RESERVE`, with allocated blocks. It is deleted when a record of upkeep does not fit
+(`Room.upkeep`), never for a save, and created again when there is space.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ckptstore.host.pages import BLOCK
 __all__ = ["LEAST_RESERVE", "RESERVE", "RESERVE_BYTES", "Room"]
 
 RESERVE: Final = ".reserve"
-"""In the store's folder. `LocalBackend.list` passes over names that begin with a dot."""
+"""In the store's folder. `LocalBackend.list` omits names that begin with a dot."""
 RESERVE_BYTES: Final = 256 << 10
-"""For a few records of 256 retirements each, their names, and a new term."""
+"""Enough for a few records of 256 retirements each, their names, and a new term."""
 LEAST_RESERVE: Final = 32 << 10
-"""For a new term, a pin, and one such record: eight blocks."""
+"""Enough for a new term, a pin, and one such record: eight blocks."""
 _ENOUGH: Final = 16
-"""The reserve takes no more than this part of what is free: a medium of next to nothing shall not lose that."""
+"""The reserve takes at most this fraction (1/16) of the free space, because a tiny medium needs the rest."""
 _NO_RESERVE: Final = (
     f". Records that free space need a few KiB, and this store has no reserve left ({RESERVE}: made by a writer or gc "
     f"where {_ENOUGH * LEAST_RESERVE >> 10} KiB are free): delete something else on this file system first"
@@ -38,19 +38,19 @@ _NO_RESERVE: Final = (
 
 
 class Room:
-    """What makes space in one store. Thread-safe.
+    """Frees space in one store. Thread-safe.
 
     Attributes:
-        reclaim: deletes what nothing needs any more -> the bytes of it; None: nobody said how.
-        sharing: the saves that are under way.
+        reclaim: deletes unneeded data -> its bytes; None: not set.
+        sharing: the saves that are running.
     """
 
     def __init__(self, folders: Folders, posix: Posix, spare: SpareFiles) -> None:
         """
         Args:
-            folders: the store's.
+            folders: the store's folders.
             posix: the system calls.
-            spare: files that go first.
+            spare: spare files, which are deleted first.
         """
         self.reclaim: Callable[[], int] | None = None
         self.sharing = Sharing()
@@ -58,29 +58,29 @@ class Room:
         self._posix = posix
         self._spare = spare
         self._lock = threading.Lock()
-        self._freed = 0  # how often something was
+        self._freed = 0  # number of times that something was freed
         self._here = threading.local()
 
     def make(self) -> bool:
-        """The medium is full: delete spare files, or else what nothing needs -> whether it is worth another try."""
+        """On a full medium, delete spare files, or else unneeded data -> whether to try again."""
         return self._spare.shrink(0) > 0 or self.collect()
 
     def collect(self) -> bool:
-        """Delete what nothing needs -> whether it is worth another try."""
+        """Delete unneeded data -> whether to try again."""
         if self.reclaim is None or getattr(self._here, "reclaiming", False):
             return False
         before = self._freed
         with self._lock:
-            if self._freed != before:  # another thread has done so, while this one waited for it
+            if self._freed != before:  # another thread freed space while this one waited for the lock
                 return True
             self._here.reclaiming = True
             try:
                 freed = self.reclaim()
-            except CkptError:  # the save that found no space says that
+            except CkptError:  # the save without space reports its own error
                 return False
             finally:
                 self._here.reclaiming = False
-            self._spare.shrink(0)  # what was deleted may have been kept as a spare file
+            self._spare.shrink(0)  # deleted segments may have been kept as spare files
             self._freed += freed > 0
         return freed > 0
 
@@ -88,7 +88,7 @@ class Room:
 
     @contextmanager
     def upkeep(self) -> Iterator[None]:
-        """What this thread creates within may take the reserve: it leads to more space."""
+        """Objects that this thread creates within may use the reserve, because they lead to more space."""
         depth = getattr(self._here, "upkeep", 0)
         self._here.upkeep = depth + 1
         try:
@@ -97,9 +97,9 @@ class Room:
             self._here.upkeep = depth
 
     def give_up_reserve(self, error: OSError) -> bool:
-        """Whether what failed is worth another try, because it was upkeep, and the reserve is given up for it.
+        """Delete the reserve for a failed operation of upkeep -> whether to try the operation again.
 
-        Raises `OSError`, in place of `error`: it was upkeep, and there is no reserve.
+        Raises `OSError` in place of `error` if it was upkeep and there is no reserve.
         """
         if error.errno not in FULL or not getattr(self._here, "upkeep", 0):
             return False
@@ -111,9 +111,9 @@ class Room:
         raise told from error
 
     def keep_reserve(self) -> None:
-        """Make the reserve, if there is none and space enough. Raises nothing: without it the store works as well.
+        """Create the reserve if it is missing and there is enough space. Never raises: the store works without it.
 
-        On a small medium it is smaller than `RESERVE_BYTES`; below `LEAST_RESERVE` there is none.
+        On a small medium it is smaller than `RESERVE_BYTES`; below `LEAST_RESERVE` none is created.
         """
         with suppress(OSError, CkptError), self._folders.opened("") as root:
             with suppress(FileNotFoundError):
@@ -131,7 +131,7 @@ class Room:
         descriptor = self._posix.open(RESERVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, root)
         try:
             self._posix.fallocate(descriptor, nbytes)
-        except OSError:  # no such call here, and an empty file is no reserve
+        except OSError:  # no such call here, and an empty file reserves nothing
             self._posix.unlink(RESERVE, root)
         finally:
             self._posix.close(descriptor)

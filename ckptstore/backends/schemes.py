@@ -1,4 +1,4 @@
-"""Schemes of URLs, and what opens each: the table of this package, then entry points ``ckptstore.backends``.
+"""Find the opener of a URL's scheme: in the table of this package, then in the entry points ``ckptstore.backends``.
 
 A third party's package declares in its ``pyproject.toml``::
 
@@ -29,17 +29,17 @@ __all__ = ["BUCKETS", "SCHEMES", "Opener", "Scheme", "find", "open_path"]
 GROUP: Final = "ckptstore.backends"
 
 Opener = Callable[[str, bool, Mapping[str, Any]], Backend]
-"""``(url, create, options) -> Backend``: `create` accepts a place where nothing is yet; `options` are the caller's
+"""``(url, create, options) -> Backend``: `create` accepts a place that does not exist yet; `options` are the caller's
 ``storage_options``. Raises `StoreNotFoundError`, `UsageError`, `MissingDependencyError`, `StorageError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What opens the URLs of one scheme.
+    """The opener of the URLs of one scheme.
 
     Attributes:
         open: the opener.
-        options: whether ``storage_options`` say how the medium is reached; if not, passing some is an error.
+        options: whether the scheme accepts ``storage_options``; if not, passing some is an error.
         path: whether an absolute path follows the two slashes.
     """
 
@@ -49,15 +49,15 @@ class Scheme:
 
 
 def _at_home(path: str) -> Path:
-    """The path, with a ``~`` or ``~name`` at its beginning expanded: scripts pass what no shell has seen."""
-    expanded = os.path.expanduser(path)  # noqa: PTH111  # `Path` takes "./~" for "~"
+    """The path with a leading ``~`` or ``~name`` expanded: a path from a script has not passed through a shell."""
+    expanded = os.path.expanduser(path)  # noqa: PTH111 - `Path` treats "./~" as "~"
     if expanded == path and path.startswith("~"):
-        raise UsageError(f"{path}: nobody of this name has a home here; ./{path} is a folder of that name")
+        raise UsageError(f"{path}: there is no user of this name; write ./{path} for a folder of that name")
     return Path(expanded)
 
 
 def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backend:
-    """The folder `path`, which the user called `url`. Raises as `ckptstore.backends.open_backend`."""
+    """Open the folder `path`, which the user passed as `url`. Raises as `ckptstore.backends.open_backend`."""
     from ckptstore.backends.local import LocalBackend, absolute
 
     there: int | None = None
@@ -65,7 +65,7 @@ def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backe
         folder = _at_home(path)
         try:
             folder = Path(absolute(folder))
-        except FileNotFoundError as error:  # of the folder that the process is in
+        except FileNotFoundError as error:  # from the current working directory
             raise StorageError(error.errno, "the working directory was deleted: give an absolute path", url) from error
         there = folder.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -95,7 +95,7 @@ def _path_of(url: str) -> str:
     return unquote(parts.path)
 
 
-def _open_file_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001  # as every opener
+def _open_file_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001 - same signature
     return open_path(_path_of(url), url, create)
 
 
@@ -152,7 +152,7 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
     "gs": _BUCKET,
     "az": _BUCKET,
 }
-"""What this package opens itself. No entry point takes their place."""
+"""Schemes that this package opens itself. Entry points cannot replace them."""
 
 BUCKETS: Final = tuple(name for name, scheme in SCHEMES.items() if scheme is _BUCKET)
 
@@ -160,13 +160,13 @@ _FSSPEC: Final = Scheme(_open_fsspec_url)
 
 
 def find(scheme: str) -> Scheme:
-    """What opens ``scheme://``: this package, an installed package that declares it, else fsspec.
+    """The opener of ``scheme://``: from this package, else from an installed package that declares it, else fsspec.
 
-    Raises `UsageError`: two packages declare it, or what is declared cannot be imported.
+    Raises `UsageError`: two packages declare it, or the declared object cannot be imported.
     """
     if (known := SCHEMES.get(scheme)) is not None:
         return known
-    from importlib.metadata import entry_points  # half of what `ckpt --version` takes
+    from importlib.metadata import entry_points  # importing it takes half the time of `ckpt --version`
 
     declared = list({entry.value: entry for entry in entry_points(group=GROUP, name=scheme)}.values())
     if not declared:

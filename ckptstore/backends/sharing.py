@@ -1,8 +1,8 @@
-"""Several saves of one process that share a medium which is nearly full: none takes another's space, nor fails for it.
+"""Let several saves of one process share a nearly full medium: none takes another's space or fails because of it.
 
-A save that is committed may retire another checkpoint, whose space is free then. So a save that is short of space waits
-while others are under way. Space is claimed before a segment is begun: else two that both find enough begin both, and
-both fail.
+A committed save may retire another checkpoint, which frees space. So a save that is short of space waits while others
+are running. Space is claimed before a segment is begun. Otherwise two saves that both find enough space for one would
+both begin, and both fail.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ __all__ = ["SaveSpace", "Sharing"]
 
 
 class SaveSpace:
-    """What one save has of a medium, from before its first byte until it is committed or has failed."""
+    """A save's share of a medium, from before its first byte until it is committed or has failed."""
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """What this thread writes within belongs to the save."""
+        """What this thread writes within counts for this save."""
         yield
 
     def end(self) -> None:
-        """It is committed, or has failed. May be repeated."""
+        """The save is committed or has failed. May be called again."""
 
 
 class Sharing:
-    """The saves under way in one store. Thread-safe."""
+    """The saves that are running in one store. Thread-safe."""
 
     def __init__(self) -> None:
         self._claims: dict[_Save, int] = {}
         self._waiting: Counter[_Save] = Counter()
-        self._ended = 0  # how many have
+        self._ended = 0  # number of saves that have ended
         self._changed = threading.Condition()
         self._here = threading.local()
 
     def begin(self) -> SaveSpace:
-        """A save begins."""
+        """Begin a save."""
         with self._changed:
             save = _Save(self, self._ended)
             self._claims[save] = 0
         return save
 
     def here(self) -> _Save | None:
-        """The save that this thread writes for; None: for none."""
+        """The save that this thread writes for; None: no save."""
         save: _Save | None = getattr(self._here, "save", None)
         return save
 
     def claim(self, nbytes: int, free: Callable[[], int]) -> bool:
-        """Whether so many bytes are free that nobody else has claimed; then this thread's save has claimed them.
+        """Claim `nbytes` for this thread's save -> False if they are not free beside the claims of other saves.
 
         Args:
-            free: gives the bytes that are free.
+            free: returns the number of free bytes.
         """
         here = self.here()
         with self._changed:
             claimed = sum(claim for save, claim in self._claims.items() if save is not here)
-            # Prevents: two saves that both find enough space for one, and both run out of it half-way.
+            # Prevents: two saves that both find enough space for one, and both run out of it halfway.
             if nbytes > free() - claimed:
                 return False
             if here in self._claims:
@@ -66,24 +66,24 @@ class Sharing:
             return True
 
     def allocated(self, save: _Save | None, nbytes: int) -> None:
-        """So much of what a save has claimed is its own now: the medium counts it as used."""
+        """Reduce a save's claim by bytes that are now allocated: the medium itself counts them as used."""
         with self._changed:
             if save in self._claims:
                 self._claims[save] = max(0, self._claims[save] - nbytes)
 
     def outlast(self, save: _Save | None) -> bool:
-        """A save is short of space: wait until another one has ended -> whether one has, so that it may try again.
+        """Wait, for a save that is short of space, until another save ends -> whether one ended, to try again.
 
-        An end since the last call counts. False if no other save is under way, or if all others wait as well: then this
-        one gives way.
+        A save that ended since the last call counts. Returns False if no other save is running, or if all others wait
+        as well: then this save fails.
         """
         with self._changed:
             if save not in self._claims:
                 return False
-            if save.seen != self._ended:  # while it looked for space: it may not have seen what that has freed
+            if save.seen != self._ended:  # one ended while this save looked for space: it may have freed more
                 save.seen = self._ended
                 return True
-            # Prevents: saves that wait for each other for ever.
+            # Prevents: saves that wait for each other forever.
             if len({*self._waiting, save}) >= len(self._claims):
                 return False
             self._waiting[save] += 1
@@ -115,7 +115,7 @@ class Sharing:
 class _Save(SaveSpace):
     def __init__(self, sharing: Sharing, seen: int) -> None:
         self._sharing = sharing
-        self.seen = seen  # how many had ended when it last looked
+        self.seen = seen  # value of `_ended` when this save last looked
 
     @contextmanager
     def within(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""From the system's errors to the project's."""
+"""Translate the system's errors to the project's."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Final, Self
 from ckptstore.errors import CkptError, KeyNotFoundError, ReadOnlyError, StorageError
 
 REFUSALS: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-"""What the system says when it could but may not."""
+"""Errors of an operation that is possible but not permitted."""
 ABSENCES: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What the system raises when nothing, or no file, has this name."""
+"""Errors of the system when nothing, or no file, has this name."""
 
 ON_THE_WAY: Final = errno.EREMOTEIO
-"""What fails between this machine and a medium elsewhere (a server, a network, a file system of fsspec's): it says
-nothing of what is there, as EIO does."""
+"""Error number for failures between this machine and a remote medium (a server, a network, an fsspec file system).
+Unlike EIO, it says nothing about the stored data."""
 _BAD_MEDIUM: Final = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN})
-"""What a system says when it got through to the medium and this place of it cannot be read any more: a bad sector, or
-a checksum of the file system's own that differs."""
+"""Error numbers for damage of the medium itself: the system reached it and cannot read this place (a bad sector), or a
+checksum of the file system differs."""
 
 
 def is_bad_medium(error: StorageError) -> bool:
-    """Whether what could not be read is lost, as far as anybody can tell. Everything else may be there tomorrow."""
+    """Whether the unreadable data is lost, as far as the error shows. After other errors it may be readable later."""
     return error.errno in _BAD_MEDIUM
 
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Raise `KeyNotFoundError` for absence and `StorageError` for every other `OSError`."""
+    """Raise `KeyNotFoundError` for an absent file and `StorageError` for every other `OSError`."""
     try:
         yield
     except CkptError:
@@ -43,7 +43,7 @@ def reading(path: str) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Raise `ReadOnlyError` for refusals and `StorageError` for every other `OSError`."""
+    """Raise `ReadOnlyError` if permission is refused and `StorageError` for every other `OSError`."""
     try:
         yield
     except CkptError:
@@ -56,16 +56,16 @@ def writing(path: str) -> Iterator[None]:
 
 
 class Attempt:
-    """Creating an object, of which it matters when it fails whether its name may have come into being.
+    """Track whether a failed create may have made the object's name.
 
-    Used in a ``with``: what is raised within before `naming` is called has `StorageError.unsent`.
+    Used in a ``with``: errors raised within it before the call of `naming` have `StorageError.unsent` set.
     """
 
     def __init__(self) -> None:
         self._named = False
 
     def naming(self) -> None:
-        """From now on the object may exist, whatever is raised."""
+        """From now on the object may exist, whatever error is raised."""
         self._named = True
 
     def __enter__(self) -> Self:

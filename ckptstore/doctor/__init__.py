@@ -1,4 +1,4 @@
-"""What works on this machine and on this medium, what is slow, and what to do about it (``ckpt doctor``).
+"""Report what works on this machine and medium, what is slow, and what to do about it (``ckpt doctor``).
 
-Imports `store` and what is below it; torch through `frameworks.bridge` alone.
+Imports `store` and the rooms below it; torch only through `frameworks.bridge`.
 """

@@ -1,4 +1,4 @@
-"""A bucket, or what fsspec opens: where credentials come from, whether commits are safe there, how fast it is."""
+"""Examine a bucket or an fsspec file system: source of the credentials, safety of commits, speed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ _OWN: Final = {
     "gs": "https://storage.googleapis.com",
     "az": "https://login.microsoftonline.com",
 }
-"""Who is asked for the time where no endpoint is given."""
+"""Servers whose clock is compared if no endpoint is given."""
 
 
 def examine_bucket(url: str, *, quick: bool) -> Iterator[Finding]:
-    """The medium behind a URL. Three requests for the probe; unless `quick` an object of 8 MiB goes there and back.
+    """Examine the medium behind a URL.
 
-    What is written is deleted again. Raises nothing: what does not work is a finding.
+    Sends three requests for the probe; unless `quick`, also writes and reads an object of 8 MiB. Deletes what it wrote.
+    Raises nothing: a failure is a finding.
     """
     scheme = urlsplit(url).scheme.lower()
     if scheme in BUCKETS:
@@ -82,7 +83,7 @@ def _failed(name: str, error: CkptError) -> Finding:
 
 
 def _credentials(url: str, scheme: str) -> Finding:
-    """Where they come from. Raises `UsageError`, `MissingDependencyError`."""
+    """Where the credentials come from. Raises `UsageError`, `MissingDependencyError`."""
     from ckptstore.backends.object_options import place_of
 
     place = place_of(url)
@@ -103,13 +104,13 @@ def _credentials(url: str, scheme: str) -> Finding:
     if place.from_files:
         named = "the default profile" if place.profile is None else f"profile {place.profile!r}"
         return Finding("medium", "credentials", "works", f"from {named} of the vendor's files{at}", None, values)
-    what = f"none in the environment{at}: the machine's own service is asked, which only machines in a cloud have"
+    what = f"none in the environment{at}: the cloud's metadata service is used, which only machines in a cloud have"
     do = f"set {_VARIABLES[scheme][0]}{' and AWS_SECRET_ACCESS_KEY' if scheme == 's3' else ''}, if the probe fails"
     return Finding("medium", "credentials", "careful", what, do, values)
 
 
 def _probed(backend: Backend) -> Finding:
-    """Whether an object can be created, and cannot be created twice: what every commit rests on."""
+    """Check that an object can be created, and that a second create of it fails: every commit depends on this."""
     begin = time.perf_counter()
     try:
         backend.probe()
@@ -119,7 +120,7 @@ def _probed(backend: Backend) -> Finding:
         do = "check the bucket's name, the credentials, the endpoint and the network"
         return Finding("medium", "conditional writes", "fails", str(error), do)
     seconds = time.perf_counter() - begin
-    what = f"an object is created once and no second time (the probe took {span(seconds)})"
+    what = f"a second create of an object is refused (the probe took {span(seconds)})"
     return Finding("medium", "conditional writes", "works", what, None, {"seconds": seconds})
 
 
@@ -137,10 +138,10 @@ def _speed(backend: Backend) -> Finding:
         with suppress(CkptError):
             backend.delete(key)
     if not same:
-        return Finding("medium", "speed", "fails", "other bytes came back than were sent", "do not store anything here")
+        return Finding("medium", "speed", "fails", "the bytes read differ from those written", "store nothing here")
     write, read = _OBJECT / (middle - begin), _OBJECT / (end - middle)
     values = {"write_bytes_per_second": write, "read_bytes_per_second": read, "bytes": _OBJECT}
-    what = f"one object of 8 MiB goes at {bandwidth(write)} and comes at {bandwidth(read)}; several go side by side"
+    what = f"one object of 8 MiB: writes {bandwidth(write)}, reads {bandwidth(read)}; several run in parallel"
     if write < _SLOW:
         do = "save to a local disk and copy from there, or store steps as diffs: DiffOptions(batch=20)"
         return Finding("medium", "speed", "slow", what, do, values)

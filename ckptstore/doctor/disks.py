@@ -1,4 +1,4 @@
-"""A folder's disk: O_DIRECT, fsync, speed, overwriting, persistent memory. What is written is removed again."""
+"""Examine a folder's disk: O_DIRECT, fsync, speed, overwriting, persistent memory. Removes what it writes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["examine_disk", "probe_folder"]
 PREFIX: Final = ".ckpt-doctor-"
 _BLOCK: Final = 16 << 20
 _MOST: Final = 16
-"""Blocks that are written at most."""
+"""Maximum number of blocks to write."""
 _SECONDS: Final = 0.6
-"""How long writing, and how long reading, is measured: a block more may be under way."""
+"""Seconds of measuring for writes and for reads; one more block may be running at the end."""
 _SYNCS: Final = 12
 _SLOW_DISK: Final = 100 << 20
 _SLOW_SYNC: Final = 0.02
@@ -36,27 +36,27 @@ _LITTLE: Final = 5 << 30
 
 @contextmanager
 def probe_folder(where: Path) -> Iterator[Path]:
-    """A folder of our own in `where`, which is gone with what is in it when the ``with`` ends. Raises `OSError`.
+    """A new folder in `where`, which is deleted with its contents when the ``with`` ends. Raises `OSError`.
 
-    What a SIGKILL leaves is a hidden folder ``.ckpt-doctor-*``, which may be deleted.
+    After a SIGKILL a hidden folder ``.ckpt-doctor-*`` remains, which may be deleted.
     """
     import secrets
     import shutil
 
     folder = where / f"{PREFIX}{secrets.token_hex(8)}"
     try:
-        folder.mkdir(0o700)  # within the try: a signal that comes right after it finds what is to be deleted
+        folder.mkdir(0o700)  # within the try, so that a signal right after it still deletes the folder
         yield folder
     finally:
         try:
             shutil.rmtree(folder, ignore_errors=True)
-        except BaseException:  # a signal that comes while it is deleted: what it has cut short is done again
+        except BaseException:  # a signal interrupted the deletion: delete again
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
 def examine_disk(folder: Path, where: Path, *, quick: bool) -> Iterator[Finding]:
-    """The disk below `folder`, a folder of our own in `where`. Writes up to 512 MiB; if `quick`, some pages.
+    """Examine the disk of `folder`, a folder of our own in `where`. Writes up to 512 MiB; if `quick`, a few pages.
 
     Raises:
         OSError: not even a small file can be written.
@@ -83,12 +83,12 @@ def _space(where: Path) -> Finding:
             "medium",
             "space",
             "careful",
-            f"{what}, but no more than {status.f_favail} files can be made",
+            f"{what}, but only {status.f_favail} more files can be created",
             "delete small files",
             values,
         )
     if free < _LITTLE:
-        do = "ckpt stats, ckpt prune and ckpt gc say what can go; `store.keep` keeps it so"
+        do = "`ckpt stats`, `ckpt prune` and `ckpt gc` show what can be deleted; `store.keep` deletes it regularly"
         return Finding("medium", "space", "careful", what, do, values)
     return Finding("medium", "space", "works", what, None, values)
 
@@ -112,7 +112,7 @@ def _takes_direct(folder: Path) -> Finding:
 
 
 def _syncs(folder: Path) -> Finding:
-    """fdatasync of a page that was just appended, as a commit does it, and fsync of the folder that names it."""
+    """Time fdatasync of an appended page, as in a commit, and fsync of its folder."""
     times, path = [], folder / "sync"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -133,13 +133,13 @@ def _syncs(folder: Path) -> Finding:
     values = {"seconds": middle, "worst": max(times), "measured": len(times)}
     what = f"a small file is durable after {span(middle)} (the slowest of {len(times)}: {span(max(times))})"
     if middle > _SLOW_SYNC:
-        do = "DiffOptions(batch=20): one commit for many steps; saves at larger distances"
+        do = "DiffOptions(batch=20): one commit for many steps; or save less often"
         return Finding("medium", "fsync", "slow", what, do, values)
     return Finding("medium", "fsync", "works", what, None, values)
 
 
 def _timed(step: Callable[[int], None], last: Callable[[], None]) -> float:
-    """Bytes per second of blocks until the time is over, `last` included."""
+    """Bytes per second of as many blocks as fit into the time, `last` included."""
     begin, done = time.perf_counter(), 0
     while done < _MOST and (not done or time.perf_counter() - begin < _SECONDS):
         step(done)
@@ -149,9 +149,9 @@ def _timed(step: Callable[[int], None], last: Callable[[], None]) -> float:
 
 
 def _speed(folder: Path, *, direct: bool) -> Finding:
-    """A new file in blocks of 16 MiB until they are durable, and the same file read back."""
+    """Write a new file in blocks of 16 MiB until they are durable, and read it back."""
     path, block = folder / "speed", memoryview(mmap.mmap(-1, _BLOCK))
-    block[:] = secrets.token_bytes(1 << 20) * (_BLOCK >> 20)  # nothing that a disk could take for a hole
+    block[:] = secrets.token_bytes(1 << 20) * (_BLOCK >> 20)  # not zeros, which a disk could store as a hole
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
     descriptor = os.open(path, flags, 0o600)
     try:
@@ -187,19 +187,19 @@ def _fill(descriptor: int, block: memoryview, offset: int) -> None:
 
 
 def _recycling(folder: Path, write: float) -> Finding:
-    """Whether new segments should overwrite the blocks of deleted ones: the measurement that gc makes."""
+    """Whether new segments should overwrite the blocks of deleted ones: the same measurement as in gc."""
     name = "recycling"
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if (mode := overwriting.chosen_mode(None)) == "never":
             return Finding("medium", name, "works", "off: CKPTSTORE_RECYCLE=never")
         if SYSTEM.file_system(handle) not in overwriting.LOCAL:
-            return Finding("medium", name, "absent", "deleted segments are not used again on this file system")
+            return Finding("medium", name, "absent", "deleted segments are not reused on this file system")
         if mode == "always":
             return Finding("medium", name, "works", "on: CKPTSTORE_RECYCLE=always")
         if _RECYCLED / write > 1.5:
             what = (
-                f"not measured: it would take about {span(_RECYCLED / write)} here; `ckpt gc` does it when it is needed"
+                f"not measured: it would take about {span(_RECYCLED / write)} here; `ckpt gc` measures it when needed"
             )
             return Finding("medium", name, "works", what)
         ratio = overwriting.measure(SYSTEM, handle)

@@ -1,4 +1,4 @@
-"""The order of an examination: software, machine, medium, and the store itself."""
+"""Run an examination in order: software, machine, medium, and the store itself."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _FOLDERS = frozenset({"", "file", "pmem"})
 
 
 def examine(place: str | None = None, *, quick: bool = False, tell: Tell = lambda _: None) -> Diagnosis:
-    """Say what works here, what is slow, and what to do about it.
+    """Report what works here, what is slow, and what to do about it.
 
     Args:
-        place: path or URL of a store, or of a place where one shall be; None: the working folder. Files are written in
-            its folder (or the nearest one above that exists), or objects below its prefix, and removed again.
+        place: path or URL of a store, existing or planned; None: the working folder. Files are written in its folder
+            (or the nearest existing folder above), or objects below its prefix, and removed again.
         quick: measure no speeds, and import neither torch nor numba: under half a second.
-        tell: told what is examined next.
+        tell: called with the name of the next part.
 
     Returns:
-        the findings. What does not work is one of them: nothing of it is raised.
+        the findings. A failure is a finding, too: it is not raised.
     """
     begin = time.perf_counter()
     findings: list[Finding] = []
@@ -47,7 +47,7 @@ def examine(place: str | None = None, *, quick: bool = False, tell: Tell = lambd
     scheme = "" if place is None or "://" not in place else urlsplit(place).scheme.lower()
     tell("disk" if scheme in _FOLDERS else "medium")
     if scheme == "memory":
-        findings.append(Finding("medium", "medium", "careful", "the memory of one process: gone when it ends"))
+        findings.append(Finding("medium", "medium", "careful", "the memory of one process: lost when it ends"))
     elif scheme in _FOLDERS:
         findings += _folder(place if place is not None else ".", scheme, quick=quick)
     else:
@@ -67,12 +67,12 @@ def _folder(place: str, scheme: str, *, quick: bool) -> Iterator[Finding]:
             yield against_files(folder)
     except OSError as error:
         what = f"nothing can be written in {where}: {error.strerror or error}"
-        do = "give this user the folder, or another folder to the store; what is there can be read all the same"
+        do = "give this user the folder, or use another folder for the store; existing checkpoints can still be read"
         yield Finding("medium", "writing", "fails", what, do)
 
 
 def _store(place: str) -> Finding:
-    """Whether a store is there, and how its log is. Reads the log, and no segment."""
+    """Whether a store is there, and the state of its log. Reads the log, and no segment."""
     try:
         store = Store(open_backend(place, create=False))
         view = read(store.journal, tell=False)
@@ -80,20 +80,20 @@ def _store(place: str) -> Finding:
     except StoreNotFoundError as error:
         if Path(place).is_file():
             return Finding("store", "store", "fails", str(error), "name the folder of a store")
-        return Finding("store", "store", "absent", "none here yet: the first writer makes one")
+        return Finding("store", "store", "absent", "none here yet: the first writer creates one")
     except (CkptError, OSError) as error:
-        do = "`ckpt verify` says what is damaged, `ckpt repair` makes a store of what is intact"
+        do = "`ckpt verify` lists the damage, `ckpt repair` makes a store of the intact checkpoints"
         return Finding("store", "store", "fails", str(error), do)
     values = {"checkpoints": len(infos), "latest": infos[-1].ref if infos else None, "damage": damage}
     if damage:
         what = f"{counted(damage, 'object')} of its log {'is' if damage == 1 else 'are'} damaged or missing"
-        return Finding("store", "store", "fails", what, "`ckpt verify` says what that costs", values)
+        return Finding("store", "store", "fails", what, "`ckpt verify` lists the lost checkpoints", values)
     if not infos:
         return Finding("store", "store", "works", "a store without checkpoints", None, values)
     newest = max(infos, key=lambda info: info.time)
     ahead = newest.time - time.time()
     what = f"{counted(len(infos), 'checkpoint')}, the newest {newest.ref}"
     if ahead > 2:
-        what += f", which comes {span(ahead)} from the future: the writer's clock and this one differ"
+        what += f", whose time is {span(ahead)} in the future: the clocks of the writer and of this machine differ"
         return Finding("store", "store", "careful", what, "synchronise the clocks (chrony, NTP)", values)
     return Finding("store", "store", "works", what, None, values)

@@ -1,4 +1,4 @@
-"""What an examination finds: one finding for each thing that was looked at, and the verdict over all of them."""
+"""Results of an examination: one finding for each thing that was checked, and the overall verdict."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Final, Literal
 __all__ = ["GROUPS", "Diagnosis", "Finding", "Tell", "Verdict"]
 
 Verdict = Literal["works", "slow", "careful", "absent", "fails"]
-"""``slow``: works, and costs time. ``careful``: works, with a limit to know of. ``absent``: optional, and not here."""
+"""``slow``: works, but costs time. ``careful``: works, with a limitation. ``absent``: optional, and not here."""
 GROUPS: Final = ("software", "machine", "medium", "store")
 Tell = Callable[[str], None]
-"""Told what is examined next."""
+"""Called with the name of the next part of the examination."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         group: one of `GROUPS`.
-        name: of the thing, the same in every examination: ``O_DIRECT``.
+        name: what was checked, the same in every examination: ``O_DIRECT``.
         verdict: see `Verdict`.
-        what: what was seen, for people. Never a credential.
+        what: what was found, for people. Never contains a credential.
         do: what to do about it; None: nothing.
-        values: what was measured: bytes, seconds, bytes per second, words.
+        values: measured values: bytes, seconds, bytes per second, words.
     """
 
     group: str
@@ -38,13 +38,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All of an examination.
+    """The results of an examination.
 
     Attributes:
-        place: path or URL that was examined; where none was given, the folder in which files were written.
+        place: path or URL that was examined; if none was given, the folder in which files were written.
         quick: whether speeds were left out.
         findings: in the order of `GROUPS`.
-        seconds: how long it took.
+        seconds: duration of the examination.
     """
 
     place: str
@@ -54,11 +54,11 @@ class Diagnosis:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing fails."""
+        """Whether no check failed."""
         return not any(finding.verdict == "fails" for finding in self.findings)
 
     def of(self, name: str) -> Finding:
-        """The finding of this name. Raises `KeyError`."""
+        """The finding with this name. Raises `KeyError`."""
         for finding in self.findings:
             if finding.name == name:
                 return finding

@@ -1,4 +1,4 @@
-"""The processor, memory, and what the system allows this process."""
+"""Examine the processor, memory, and the limits that the system sets for this process."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["examine_machine", "usable_cores"]
 
 _BLOCK: Final = 32 << 20
 _SECONDS: Final = 0.15
-"""How long each roof is measured."""
+"""Seconds of measuring for each maximum speed."""
 _FEW_FILES: Final = 256
 _LITTLE: Final = 1 << 30
 _MANY_ROOTS: Final = 0.01
-"""The share of square roots from which on a remark is worth its words (docs/optimizer.md)."""
+"""Share of inexact square roots from which a remark is useful (docs/optimizer.md)."""
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "busybox", "zsh"})
 
 
 def examine_machine(*, quick: bool) -> Iterator[Finding]:
-    """Cores and roofs, square roots, memory, descriptors, SIGTERM.
+    """Check cores and maximum speeds, square roots, memory, descriptors, SIGTERM.
 
-    Measures for less than a second, and not at all if `quick`.
+    Measures for less than a second; if `quick`, not at all.
     """
     yield _processor(quick=quick)
     if not quick:
@@ -42,7 +42,7 @@ def examine_machine(*, quick: bool) -> Iterator[Finding]:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: those that it may run on, or what a container's quota leaves of them."""
+    """Cores that this process may use: its affinity, or a container's quota if that is lower."""
     cores = float(len(os.sched_getaffinity(0)))
     for path in (Path("/sys/fs/cgroup/cpu.max"),):
         with suppress(OSError, ValueError):
@@ -53,7 +53,7 @@ def usable_cores() -> float:
 
 
 def _best(work: Callable[[], object], nbytes: int) -> float:
-    """Bytes per second of the fastest of several calls; the first one warms up."""
+    """Bytes per second of the fastest of several calls; the first call is a warm-up."""
     work()
     fastest, end = 0.0, time.perf_counter() + _SECONDS
     while True:
@@ -66,7 +66,7 @@ def _best(work: Callable[[], object], nbytes: int) -> float:
 
 
 def _roofs(threads: int) -> tuple[float, float]:
-    """What no save can be faster than, in bytes per second of all threads: copying memory, and hashing it."""
+    """Upper bounds for the speed of a save, in bytes per second of all threads: copying memory, and hashing it."""
     import numpy as np
     import xxhash
 
@@ -98,22 +98,22 @@ def _processor(*, quick: bool) -> Finding:
         values |= {"copy_bytes_per_second": copy, "hash_bytes_per_second": digest}
         what += f"; {counted(default_threads(), 'thread')} copy {bandwidth(copy)} and hash {bandwidth(digest)}"
     if cores < 2:
-        do = "give the job a second core: coding and writing run beside training, and share its core here"
+        do = "give the job a second core: compressing and writing run beside training, and share its core here"
         return Finding("machine", "processor", "slow", what, do, values)
     return Finding("machine", "processor", "works", what, None, values)
 
 
 def _roots() -> Iterator[Finding]:
-    """Whether torch's square roots are those that step diffs predict; without torch nothing."""
+    """Check that torch's square roots are those that step diffs predict; without torch there is no finding."""
     from ckptstore.frameworks import bridge
 
     try:
         share = bridge.torch_roots()
-    except Exception:  # noqa: BLE001 - no torch, or a broken one: the finding "torch" says so
+    except Exception:  # noqa: BLE001 - no torch, or a broken one: the finding "torch" reports it
         return
     what = f"torch rounds {'all' if not share else f'all but {share:.2%}'} of the square roots to nearest"
     if share >= _MANY_ROOTS:
-        what += "; step diffs of Adam take up to 0.1 bits a number more, but none with fused=True"
+        what += "; step diffs of Adam take up to 0.1 bits more per number, but no more with fused=True"
     yield Finding("machine", "roots", "works", what, None, {"inexact": share})
 
 
@@ -125,13 +125,13 @@ def _memory() -> Finding:
             fields[name] = int(rest.split()[0]) << 10
     available, limit = fields.get("MemAvailable", 0), None
     with suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" is no number
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" raises ValueError: no limit
         available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     total = min(fields.get("MemTotal", 0), limit) if limit else fields.get("MemTotal", 0)
     values = {"total": total, "available": available}
     what = f"{size(available)} available of {size(total)}{' (the limit of this container)' if limit else ''}"
     if available < _LITTLE:
-        do = "bound the writer's copies (store.writer(memory=...)): each save in flight holds a copy of the state"
+        do = "limit the writer's copies (store.writer(memory=...)): each save in flight holds a copy of the state"
         return Finding("machine", "memory", "careful", what, do, values)
     return Finding("machine", "memory", "works", what, None, values)
 
@@ -147,18 +147,18 @@ def _open_files() -> Finding:
 
 
 def _sigterm() -> Finding:
-    """Whether the signal that schedulers send before they kill reaches a training script that is started here."""
+    """Check that SIGTERM, which schedulers send before they kill, reaches a training script started here."""
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []):
-        what = "blocked in this process and in what it starts: steps that wait for their batch are lost to a kill"
+        what = "blocked in this process and its children: a kill loses steps that wait for their batch"
         return Finding(
-            "machine", "SIGTERM", "fails", what, "find who blocks it (the launcher), or flush with writer.wait()"
+            "machine", "SIGTERM", "fails", what, "find out what blocks it (the launcher), or call writer.wait()"
         )
     first = ""
     with suppress(OSError):
         first = Path("/proc/1/comm").read_text().strip()
     if first in _SHELLS:
-        what = f"process 1 is a shell ({first}), which hands no signal on to what it has started"
+        what = f"process 1 is a shell ({first}), which forwards no signal to its children"
         do = "start the training script with `exec python ...`, or the container with an init (docker run --init)"
         return Finding("machine", "SIGTERM", "careful", what, do, {"process_1": first})
-    what = "reaches what is started here; a writer with diffs then writes what waits, others leave it to the script"
+    what = "reaches processes started here; writers with diffs then write pending steps, others leave it to the script"
     return Finding("machine", "SIGTERM", "works", what, None, {"process_1": first})

@@ -1,4 +1,4 @@
-"""Which file system a folder is on, and what that means for a store."""
+"""Find the file system of a folder, and judge it as a place for a store."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Mount:
     """A mounted file system.
 
     Attributes:
-        kind: as the kernel calls it: ``ext4``, ``nfs4``, ``fuse.sshfs``; empty: the system does not say.
+        kind: the kernel's name: ``ext4``, ``nfs4``, ``fuse.sshfs``; empty: unknown.
         point: where it is mounted.
-        dax: whether files on it are mapped without a page cache, as on persistent memory.
+        dax: whether its files are mapped without a page cache, as on persistent memory.
     """
 
     kind: str
@@ -35,12 +35,12 @@ class Mount:
 
     @property
     def network(self) -> bool:
-        """Whether other machines may write to it, or another machine holds it."""
+        """Whether another machine holds it or may write to it."""
         return self.kind in _NETWORK or self.kind.startswith("fuse")
 
 
 def mount_of(folder: Path) -> Mount:
-    """The file system that `folder` lies on."""
+    """The file system that contains `folder`."""
     device, best = None, Mount("", "")
     with suppress(OSError):
         number = folder.stat().st_dev
@@ -52,7 +52,7 @@ def mount_of(folder: Path) -> Mount:
             fields, kinds = before.split(), after.split()
             point = fields[4].encode().decode("unicode_escape")  # a space is \040
             inside = real == point or real.startswith(point.rstrip("/") + "/")
-            # Of what is mounted on one another the last counts; an overlay's device is its own, so the place decides.
+            # Of mounts on top of each other the last one counts. An overlay has its own device: there the path decides.
             if inside and len(point) >= len(best.point) and (fields[2] == device or len(point) > len(best.point)):
                 options = f"{fields[5]},{kinds[-1]}".split(",")
                 best = Mount(
@@ -62,24 +62,24 @@ def mount_of(folder: Path) -> Mount:
 
 
 def judged(mount: Mount) -> Finding:
-    """What is to be known of a store on this file system."""
+    """The finding about a store on this file system."""
     values = {"kind": mount.kind, "mounted_at": mount.point}
     where = f"{mount.kind or 'unknown'}, mounted at {mount.point or '?'}"
     if mount.network:
-        what = f"{where}: a network or user-space file system: a store is as safe as its link() and fsync() are"
+        what = f"{where}: a network or user-space file system: a store is only as safe as its link() and fsync()"
         do = "save to a local disk, and `ckpt copy` from there; or to a bucket. Let one machine write at a time"
         return Finding("medium", "file system", "careful", what, do, values)
     if mount.kind in ("tmpfs", "ramfs"):
-        what = f"{where}: this is memory, and everything on it is gone when the machine restarts"
+        what = f"{where}: this is memory: everything on it is lost when the machine restarts"
         return Finding(
-            "medium", "file system", "careful", what, "save to a disk: a power cut takes all of this", values
+            "medium", "file system", "careful", what, "save to a disk: a power cut loses everything here", values
         )
     if mount.kind in ("overlay", "aufs"):
-        what = f"{where}: a container's own layer, which goes with the container"
+        what = f"{where}: a container's own layer, which is deleted with the container"
         return Finding("medium", "file system", "careful", what, "mount a volume, and save there", values)
     if mount.kind in _LOCAL:
         return Finding("medium", "file system", "works", where, None, values)
-    what = f"{where}: never tried with a store; it needs link() or renameat2(), and an fsync() that means it"
+    what = f"{where}: never tested with a store; it needs link() or renameat2(), and a reliable fsync()"
     return Finding(
         "medium", "file system", "careful", what, "try `ckpt doctor` without --quick, and keep a copy", values
     )

@@ -1,4 +1,4 @@
-"""Numbers in the sentences of findings."""
+"""Format numbers for the texts of findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python, the packages that are needed, and those that are optional: which version, and does it load."""
+"""Check Python and the required and optional packages: their versions, and whether they load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONAL: Final = {
 
 
 def examine_software(*, quick: bool) -> Iterator[Finding]:
-    """What is installed. Imports torch and numba, unless `quick`: that takes seconds."""
+    """Check what is installed. Imports torch and numba, which takes seconds, unless `quick`."""
     yield Finding(
         "software", "python", "works", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
@@ -35,7 +35,7 @@ def examine_software(*, quick: bool) -> Iterator[Finding]:
 
 
 def _required(extra: str | None) -> dict[str, str]:
-    """Packages that ckptstore asks for (in an extra), each with the least version; ``""``: any."""
+    """Packages that ckptstore (or an extra) requires, each with its minimum version; ``""``: any."""
     found = {}
     for line in metadata.requires("ckptstore") or []:
         match = _REQUIREMENT.match(line)
@@ -57,7 +57,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _wanting(extra: str | None) -> tuple[dict[str, str | None], list[str]]:
-    """The versions of an extra's packages, and those of them that are absent or too old, for people."""
+    """The versions of an extra's packages, and for people a list of those that are missing or too old."""
     found: dict[str, str | None] = {}
     wanting = []
     for package, least in _required(extra).items():
@@ -93,7 +93,7 @@ def _extra(extra: str, purpose: str) -> Finding:
 def _torch(*, quick: bool) -> Finding:
     version = _version("torch")
     if version is None:
-        what = "not installed: training and .pt files need it, looking into stores and restoring does not"
+        what = "not installed: training and .pt files need it; inspecting and restoring stores do not"
         return Finding("software", "torch", "absent", what, "pip install torch, then pip install 'ckptstore[torch]'")
     least = _required("torch").get("torch", "")
     if least and _numbers(version) < _numbers(least):
@@ -106,7 +106,7 @@ def _torch(*, quick: bool) -> Finding:
 
     try:
         seen = bridge.torch_devices()
-    except Exception as error:  # noqa: BLE001 - a broken build raises whatever it likes, and that is the finding
+    except Exception as error:  # noqa: BLE001 - a broken build may raise anything, and that is the finding
         what = f"{version} does not load: {type(error).__name__}: {error}"
         return Finding("software", "torch", "fails", what.splitlines()[0], "install torch again", {"version": version})
     devices = f", {seen['devices']} x {seen['gpu']}" if seen["devices"] else ", no GPU"
@@ -118,7 +118,7 @@ def _numba(*, quick: bool) -> Finding:
     version = _version("numba")
     values = {"version": version}
     if version is None:
-        what = "not installed: deltas and step diffs are coded by numpy, at about half the speed, to the same bytes"
+        what = "not installed: numpy encodes deltas and step diffs at about half the speed, to the same bytes"
         return Finding("software", "numba", "slow", what, "pip install 'ckptstore[fast]'", values)
     if quick:
         return Finding("software", "numba", "works", f"{version} (not imported)", None, values)
@@ -134,5 +134,5 @@ def _numba(*, quick: bool) -> Finding:
         )
     what = f"{version} is not used: hot loops run in numpy, at about half the speed"
     unset = f"unset {kernel_choice.VARIABLE} and NUMBA_DISABLE_JIT"
-    do = f"{unset}, or install versions of numba and numpy that fit each other"
+    do = f"{unset}, or install compatible versions of numba and numpy"
     return Finding("software", "numba", "slow", what, do, values | {"kernels": kind})

@@ -1,6 +1,6 @@
-"""How often to save (PCcheck's Eq. (3)), to store a full, and how many diffs to put in one write (LowDiff's model).
+"""Tune how often to save (PCcheck's Eq. (3)), how often to store a full, and how many diffs to write at once (LowDiff).
 
-`docs/tuning.md` derives the models and their units; both have a controller. Imports `store` and what is below it.
+`docs/tuning.md` derives the models and their units; both have a controller. Imports `store` and the rooms below it.
 """
 
 from ckptstore.tuning.frequency_controller import Change, Controller

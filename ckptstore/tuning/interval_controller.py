@@ -1,13 +1,13 @@
-"""How often to save, while training runs: f* for what iterations and saves take now (PCcheck §3.4: planned there).
+"""Adapt the interval between saves during training: f* for the current times of iterations and saves (PCcheck §3.4).
 
-The interval is raised at once when a save or the iterations beside it cost more than `slowdown` allows, a little
-further than needed, and lowered only when it could be clearly shorter, by half at most: so noise does not move it, and
-the bound comes first.
+PCcheck only plans such a controller. This one raises the interval at once when a save, or the iterations beside it,
+cost more than `slowdown` allows, and a little further than needed. It lowers the interval only when it could be clearly
+shorter, and by half at most. So noise does not move it, and the bound has priority.
 
-T_w is that of N saves at once, but at the interval that Eq. (3) finds for it fewer are under way, and they are quicker:
-taken for T_w, they would ask for an interval at which it is longer again, and so on for ever. So each save is measured
-with how many were under way beside it, T_w is taken to grow in a straight line with that number, and how steep the line
-is (0: saves do not disturb each other, 1: N of them take N times as long) is remembered.
+T_w is defined for N saves at once. At the interval that Eq. (3) finds for it fewer saves run, and they are faster. If
+their time were taken for T_w, the interval would become shorter, T_w longer again, and so on forever. So each save is
+measured together with the number of saves that ran beside it. T_w is assumed to be linear in that number, and the slope
+(0: saves do not disturb each other, 1: N of them take N times as long) is remembered.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ckptstore.tuning.save_interval import Setting, Timing, least_interval, slow
 __all__ = ["IntervalController"]
 
 _SHRINK: Final = 2
-"""One change makes the interval at most this much shorter."""
+"""Maximum factor by which one change shortens the interval."""
 _ALONE: Final = 1.25
-"""A save beside which fewer were under way, itself included, counts as alone."""
+"""A save counts as alone if fewer saves than this ran on average, itself included."""
 _AMONG: Final = 1.5
-"""A save beside which so many were under way shows how they disturb each other."""
+"""A save shows how saves disturb each other if at least this many ran on average."""
 _FEW: Final = 4
-"""Fewer numbers than this have no spread to speak of."""
+"""With fewer numbers than this the spread is not estimated."""
 _MEDIAN_ERROR: Final = 1.4826 * 1.2533
 """Standard error of the median of n normal values, times sqrt(n), over the median distance to the median."""
 
 
 class _Pending(Protocol):
-    """What `Writer.save_async` returns, as far as it is looked at."""
+    """The part of `Writer.save_async`'s result that is used."""
 
     def when_done(self, call: Callable[[bool], None], /) -> None:
-        """Have `call` told whether the checkpoint is durable, once that is known."""
+        """Call `call` with whether the checkpoint is durable, once that is known."""
 
 
 _P = TypeVar("_P", bound=_Pending)
@@ -50,49 +50,49 @@ _P = TypeVar("_P", bound=_Pending)
 
 @dataclass(slots=True)
 class _Averages:
-    """The newest numbers of each kind, in seconds."""
+    """The newest values of each kind, in seconds."""
 
     quiet: deque[float]
-    """Iterations with no save under way."""
+    """Iterations during which no save was running."""
     beside: deque[float]
-    """Iterations during which a save was under way."""
+    """Iterations during which a save was running."""
     writes: deque[tuple[float, float]]
-    """T_w of each save, and how many were under way meanwhile, on average, itself included."""
+    """T_w of each save, and the mean number of saves that ran meanwhile, itself included."""
     calls: deque[float]
 
 
 class _Crowd:
-    """How many saves were under way, summed over time."""
+    """Number of running saves, integrated over time."""
 
     def __init__(self) -> None:
         self._sum = 0.0
         self._at = 0.0
 
     def change(self, under_way: int, now: float) -> float:
-        """So many were under way until now -> the sum in seconds."""
+        """Record that `under_way` saves ran until now -> the integral, in seconds."""
         self._sum += under_way * (now - self._at)
         self._at = now
         return self._sum
 
 
 class IntervalController:
-    """Says after which steps to save, so that saving slows training by at most `slowdown`. One thread asks it.
+    """Decides after which steps to save, so that saving slows training by at most `slowdown`. Called by one thread.
 
     Args:
-        slowdown: q, above 1: the time of the loop with saves over that without.
-        in_flight: N, as the writer has it (``max_in_flight``).
+        slowdown: q, above 1: time of the loop with saves over the time without.
+        in_flight: N, the writer's ``max_in_flight``.
         first: iterations before the first save, which measure the pace without saves; at least 1.
         shortest, longest: bounds of the interval in iterations.
-        hysteresis: how much shorter (0.15: 15 %) the interval has to become for that to be done. It is raised by half
-            as much more than needed.
-        memory: how many iterations and how many saves (a fourth as many) are remembered.
-        clock: seconds, for `save`.
+        hysteresis: minimum relative decrease of the interval (0.15: 15 %) before it is lowered. When it is raised, half
+            of this is added to what is needed.
+        memory: number of iterations that are remembered; of saves, a fourth as many.
+        clock: returns seconds, for `save`.
 
     Attributes:
         interval: iterations from one save to the next; None until the first save is durable.
 
     Raises:
-        UsageError: an argument out of range.
+        UsageError: an argument is out of range.
 
     Example:
         >>> controller = IntervalController(slowdown=1.05, in_flight=2, first=3)
@@ -138,9 +138,9 @@ class IntervalController:
         self._seen = _Averages(deque(maxlen=memory), deque(maxlen=memory), deque(maxlen=saves), deque(maxlen=saves))
         self._steepness = 0.0
         self._last: int | None = None
-        """The step of the newest save, or the one before the first that was asked about."""
+        """Step of the newest save, or the step before the first call of `due`."""
         self._asked = False
-        # What the threads of the writer tell, under the condition's lock.
+        # Written by threads of the writer, under the condition's lock.
         self._changed = threading.Condition()
         self._under_way = 0
         self._crowd = _Crowd()
@@ -149,13 +149,13 @@ class IntervalController:
 
     @property
     def estimated_slowdown(self) -> float | None:
-        """What saving costs by what was measured and the present interval (1: nothing); None before the first save."""
+        """The estimated slowdown at the present interval (1: none); None before the first save."""
         if self.interval is None:
             return None
         return slowdown(self._timing(), self.interval, self._pace())
 
     def iterated(self, seconds: float) -> None:
-        """An iteration took so long, without what its save took. Raises `UsageError` unless that is above 0."""
+        """Record an iteration's duration, without that of its save. Raises `UsageError` unless it is above 0."""
         if not seconds > 0:
             raise UsageError(f"an iteration of {seconds:g} s: more than 0 is needed")
         with self._changed:
@@ -163,13 +163,13 @@ class IntervalController:
         (self._seen.beside if busy else self._seen.quiet).append(seconds)
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step`. Asked once after every step; steps may go back, as after a rollback."""
+        """Whether to save after `step`. Call it once after every step; steps may go back, as after a rollback."""
         self._take_finished()
         if self._last is None or step < self._last:
             self._last = step - 1
         if self.interval is None:
             due = not self._asked and step - self._last >= self._first and bool(self._seen.quiet or self._seen.beside)
-            # One save at a time until there is something to go by.
+            # One save at a time until the first one is measured.
             self._asked = self._asked or due
         else:
             due = step - self._last >= self.interval
@@ -180,11 +180,11 @@ class IntervalController:
     def save(self, begin: Callable[[], _P]) -> _P:
         """Begin a save (``lambda: writer.save_async(state, step)``), and measure it.
 
-        Waits until fewer than `in_flight` of these are under way, as the writer itself would: so that the call's time
-        is the copy's, and the wait is none of it.
+        Waits until fewer than `in_flight` of these saves are running, as the writer itself would. So the duration of
+        the call is that of the copy, without the wait.
 
         Raises:
-            what `begin` raises.
+            any error of `begin`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._under_way < self._in_flight)
@@ -206,34 +206,34 @@ class IntervalController:
         return pending
 
     def saved(self, write: float, call: float = 0.0, crowd: float = 1.0) -> None:
-        """Take note of a save that `save` did not begin.
+        """Record a save that `save` did not begin.
 
         Args:
             write: seconds from its beginning until it was durable.
-            call: seconds of that for which the loop stood still.
-            crowd: how many saves were under way meanwhile, on average, itself included.
+            call: seconds of these for which the loop stood still.
+            crowd: mean number of saves that ran meanwhile, itself included.
 
         Raises:
-            UsageError: `write` is not above 0, `call` below, or `crowd` below 1.
+            UsageError: `write` is not above 0, `call` is below 0, or `crowd` is below 1.
         """
         if not write > 0 or not call >= 0 or not crowd >= 1:
             raise UsageError(
-                f"a save of {write:g} s, {call:g} of them in its call, one of {crowd:g}: more than 0, 0 or more, and "
-                "at least 1 are needed"
+                f"a save of {write:g} s with {call:g} s in its call and a crowd of {crowd:g}: write must be above 0, "
+                "call at least 0, crowd at least 1"
             )
         self._seen.writes.append((write, crowd))
         self._seen.calls.append(call)
         self._adapt()
 
     def _done(self, began: float, before: float, call: float, durable: bool) -> None:
-        """On a thread of the writer's. `before`: the crowd's sum when it began."""
+        """Record the end of a save, on a thread of the writer. `before`: the crowd's integral at its beginning."""
         now = self._clock()
         write = max(now - began, call)
         with self._changed:
             after = self._crowd.change(self._under_way, now)
             self._under_way -= 1
             crowd = max(1.0, (after - before) / write) if write > 0 else 1.0
-            # What a failed save took says nothing.
+            # The duration of a failed save is not used.
             self._finished.append((write, call, crowd) if durable and write > 0 else None)
             self._changed.notify_all()
 
@@ -244,23 +244,23 @@ class IntervalController:
             if one is not None:
                 self.saved(*one)
             elif self.interval is None:
-                self._asked = False  # the first save may be tried again
+                self._asked = False  # the first save may be repeated
 
     def _pace(self) -> float:
-        """t: an iteration with no save beside it, by the newest of those. A save beside them makes none shorter."""
+        """t: the median of the newest iterations with no save beside them. A save never makes an iteration shorter."""
         return min(median(some) for some in (self._seen.quiet, self._seen.beside) if some)
 
     def _timing(self) -> Timing:
         full = 1 + self._steepness * (self._in_flight - 1)
         write = _risen([one * full / (1 + self._steepness * (crowd - 1)) for one, crowd in self._seen.writes])
         pace = self._pace()
-        # Each iteration beside a save is longer by so much, and a save alone is beside T_w / t of them.
+        # Each iteration beside a save is longer by this much, and a save alone is beside T_w / t of them.
         beside = _excess(self._seen.beside, self._seen.quiet) * (write / pace)
         return Timing(Setting(self._in_flight, 1, 0), write, _risen(self._seen.calls) + beside)
 
     def _adapt(self) -> None:
         if not self._seen.quiet and not self._seen.beside:
-            return  # no iteration was told: nothing to go by
+            return  # no iteration was recorded: there is nothing to estimate from
         alone = [write for write, crowd in self._seen.writes if crowd < _ALONE]
         among = [(write, crowd) for write, crowd in self._seen.writes if crowd >= _AMONG]
         if alone and among:
@@ -278,7 +278,7 @@ class IntervalController:
 
 
 def _excess(beside: Sequence[float], quiet: Sequence[float]) -> float:
-    """By how much more one median is above the other than chance would put it (two standard errors); at least 0."""
+    """How far the median of `beside` is above that of `quiet`, beyond two standard errors; at least 0."""
     if len(beside) < _FEW or len(quiet) < _FEW:
         return 0.0
     errors = math.hypot(*(_MEDIAN_ERROR * _deviation(some) / math.sqrt(len(some)) for some in (beside, quiet)))
@@ -286,11 +286,11 @@ def _excess(beside: Sequence[float], quiet: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The median of the distances to the median: an outlier does not count."""
+    """Median absolute deviation: an outlier has no weight."""
     middle = median(values)
     return median(abs(value - middle) for value in values)
 
 
 def _risen(values: Sequence[float]) -> float:
-    """The median, or more as soon as the newest two are above it: a rise must not take half a window to be seen."""
+    """The median, or more as soon as the newest two are above it, so that a rise shows before half a window."""
     return max(median(values), min(list(values)[-2:]))

@@ -1,4 +1,4 @@
-"""What was measured and what the model makes of it, as a picture: T_w over N, slowdown over the interval."""
+"""Plot the measurements and the model: T_w over N, and slowdown over the interval."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptstore.tuning.save_interval import Choice, Limits, Timing, slowdown
 __all__ = ["draw", "need_matplotlib"]
 
 _COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
-"""Okabe and Ito's: told apart with any colour vision."""
+"""Okabe and Ito's colours, which are distinct with any colour vision."""
 _STAR: Final[dict[str, Any]] = {
     "marker": "*",
     "color": "#d55e00",
@@ -25,7 +25,7 @@ _STAR: Final[dict[str, Any]] = {
 
 
 def need_matplotlib() -> None:
-    """Raise `MissingDependencyError` where nothing can be drawn."""
+    """Raise `MissingDependencyError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -35,14 +35,14 @@ def need_matplotlib() -> None:
 def draw(
     timings: Sequence[Timing], choice: Choice, iteration: float, limits: Limits, path: str | os.PathLike[str]
 ) -> None:
-    """Write a picture, the format by its suffix.
+    """Write a picture; its suffix determines the format.
 
-    Left: T_w and T_w / N of every N with the threads that were chosen, and of every number of threads at N = 1. Right:
-    the slowdown over the interval (the shape of PCcheck's Fig. 8) by the model, with q and f*.
+    Left: T_w and T_w / N for every N with the chosen threads, and for every number of threads at N = 1. Right: the
+    model's slowdown over the interval (the shape of PCcheck's Fig. 8), with q and f*.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        UsageError: the suffix names no kind of picture, or the path is inside a checkpoint store.
+        UsageError: matplotlib cannot write this suffix, or the path is inside a checkpoint store.
         OSError: the picture cannot be written.
     """
     refuse_store(Path(path).resolve())
@@ -62,7 +62,7 @@ def draw(
 
 
 def _finish(axes: Any) -> None:
-    """What both pictures have. The numbers that a legend would hide stay in sight: it stands below."""
+    """Finish either plot. The legend stands below, where it hides no numbers."""
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

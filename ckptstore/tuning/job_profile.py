@@ -1,4 +1,4 @@
-"""What a store tells about the job that writes it: sizes, times of commits, cost of restoring."""
+"""Measure from a store the job that writes it: sizes, times of commits, cost of restoring."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Measurement", "measure", "seconds_per_step"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """See `Job` for the terms. None: the store does not tell.
+    """Measurements of a job. See `Job` for the terms. None: unknown from the store.
 
     Attributes:
         ref: the checkpoint whose restore was measured.
-        fulls, diffs: how many there are.
+        fulls, diffs: their numbers.
         full_bytes: median of the fulls' stored bytes.
-        diff_bytes: median of what a checkpoint that is no full takes.
-        write_floor: bytes per second; the medium wrote at least as fast (bytes of a checkpoint over the time since the
-            one before it, which includes training). No estimate of the bandwidth unless training was bound by it.
-        iteration: seconds per step: the median over neighbouring checkpoints of a term; includes what saving stalled.
+        diff_bytes: median of the stored bytes of checkpoints that are not fulls.
+        write_floor: bytes per second; the medium wrote at least this fast (bytes of a checkpoint over the time since
+            the previous one, which includes training). It estimates the bandwidth only if training was bound by it.
+        iteration: seconds per step: median over neighbouring checkpoints of a term; includes stalls by saves.
         load_full: seconds to read and decode the full.
         merge_batch: seconds to open one segment of diffs, or None without diffs.
         replay_diff: seconds to read and decode one diff, or None without diffs.
@@ -47,11 +47,13 @@ class Measurement:
 
 
 def measure(store: Store) -> Measurement:
-    """Measure the newest checkpoint that is no full (the newest of all if there is none), and the history.
+    """Measure the newest checkpoint that is not a full (or the newest full if there is none), and the history.
+
+    Reads headers and at most 32 MiB.
 
     Raises:
         CheckpointNotFoundError: the store holds no full.
-        CorruptionError, StorageError: what has to be read cannot be. Reads headers and at most 32 MiB.
+        CorruptionError, StorageError: an object cannot be read.
     """
     infos = store.checkpoints()
     fulls = [info for info in infos if info.kind == "full"]
@@ -61,7 +63,7 @@ def measure(store: Store) -> Measurement:
     ref = (diffs or fulls)[-1].ref
     steps = explain(store.journal, ref).steps
     replays = [step.seconds for step in steps if step.base is not None]
-    opening = min(_opening_seconds(store, ref) for _ in range(3))  # the least disturbed
+    opening = min(_opening_seconds(store, ref) for _ in range(3))  # the minimum is the least disturbed
     neighbours = list(_neighbours(infos))
     return Measurement(
         ref=ref,
@@ -78,19 +80,19 @@ def measure(store: Store) -> Measurement:
 
 
 def seconds_per_step(infos: Sequence[CheckpointInfo]) -> float | None:
-    """The median over neighbouring checkpoints of a term, saving included; None where there are no two."""
+    """The median over neighbouring checkpoints of a term, saves included; None without such a pair."""
     return _median([(b.time - a.time) / (b.step - a.step) for a, b in _neighbours(infos)])
 
 
 def _opening_seconds(store: Store, ref: str) -> float:
-    """Seconds per segment to find, pin, open and describe what restoring `ref` reads."""
+    """Seconds per segment to find, pin, open and describe the data for a restore of `ref`."""
     began = time.perf_counter()
     with opened(store.journal, ref) as found:
         return (time.perf_counter() - began) / len(found.readers)
 
 
 def _neighbours(infos: Sequence[CheckpointInfo]) -> Iterable[tuple[CheckpointInfo, CheckpointInfo]]:
-    """Pairs of checkpoints one after the other in a term. Clocks may have been set back: such pairs tell nothing."""
+    """Pairs of consecutive checkpoints of a term. Omits pairs whose time does not increase (a clock set back)."""
     return (pair for pair in pairwise(infos) if pair[0].term == pair[1].term and pair[0].time < pair[1].time)
 
 

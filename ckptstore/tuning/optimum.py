@@ -1,8 +1,8 @@
-"""Where the wasted time is least: Eq. (10), the continuous optimum, and the best pair of integers.
+"""Minimize the wasted time: Eq. (10), the continuous optimum, and the best pair of integers.
 
 With x = log(1/f) and y = log(b) every term of the model is convex (exp of a linear form, or log2(1 + exp(x - y))), and
 so is the region 1 <= b <= 1/f. So along b, with the best 1/f for each, the wasted time falls and then rises
-(docs/tuning.md, which also treats replay that is slower than training). That makes the searches below exact.
+(docs/tuning.md, which also treats replay that is slower than training). Therefore the searches below are exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """What a trainer is told: a full every `interval` (1/f) iterations, `batch` (b) diffs per write."""
+    """A trainer's configuration: a full every `interval` (1/f) iterations, `batch` (b) diffs per write."""
 
     interval: int
     batch: int
@@ -28,16 +28,16 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A place of the (1/f, b) plane that need not be integer."""
+    """A point of the (1/f, b) plane; need not be integer."""
 
     interval: float
     batch: float
 
 
 def paper_optimum(model: Model) -> Point:
-    """Eq. (10): 1/f* and b* where both derivatives (Eq. (9)) vanish; 1 <= b <= 1/f is not looked at.
+    """Eq. (10): 1/f* and b* where both derivatives (Eq. (9)) vanish; ignores the constraint 1 <= b <= 1/f.
 
-    It knows Eq. (8) only: `replay_diff`, `batch_write` and parallel recovery are left out. `merge_batch` is not 0.
+    It covers only Eq. (8): `replay_diff`, `batch_write` and parallel recovery are ignored. `merge_batch` must not be 0.
     """
     # f* = cbrt(R_D W^2 / (4 S^2 M^2)) and b* = cbrt(2 S R_D M / W), with S/W and R_D in iterations.
     product = model.full_write * model.mtbf
@@ -45,7 +45,7 @@ def paper_optimum(model: Model) -> Point:
 
 
 def continuous(model: Model) -> Point:
-    """The real (1/f, b) of least wasted time under 1 <= b <= 1/f."""
+    """The real (1/f, b) with the minimum wasted time under 1 <= b <= 1/f."""
 
     def lowest(log_batch: float) -> float:
         batch = math.exp(log_batch)
@@ -59,12 +59,12 @@ def continuous(model: Model) -> Point:
 
 
 def best(model: Model) -> Configuration:
-    """The integers 1 <= b <= 1/f of least wasted time."""
+    """The integers 1 <= b <= 1/f with the minimum wasted time."""
     start = max(1, round(continuous(model).batch))
     found = _best_interval(model, start)
     for direction in (1, -1):
         batch = start + direction
-        # What a real 1/f would reach with this b is a bound; once it is no better, no b further out is.
+        # The waste at the best real 1/f for this b is a lower bound. Once it is no better, no b further out is better.
         while batch >= 1 and model.total(_interval(model, batch), batch) < _at(model, found):
             found = min(found, _best_interval(model, batch), key=lambda pair: _at(model, pair))
             batch += direction
@@ -79,7 +79,7 @@ def fulls_only(model: Model) -> Configuration:
 
 
 def neighbours(model: Model, at: Configuration) -> dict[Configuration, float]:
-    """The wasted time (share of training time) around a configuration: half, the same and double of each, in order."""
+    """Wasted time (share of training time) near a configuration: half, the same and double of each value, in order."""
     intervals = sorted({max(1, at.interval // 2), at.interval, at.interval * 2})
     batches = sorted({max(1, at.batch // 2), at.batch, at.batch + 1 if at.batch == 1 else at.batch * 2})
     pairs = [Configuration(interval, batch) for interval in intervals for batch in batches if batch <= interval]
@@ -91,7 +91,7 @@ def _at(model: Model, pair: Configuration) -> float:
 
 
 def _interval(model: Model, batch: float) -> float:
-    """The real 1/f of least wasted time for a given b, at least b."""
+    """The real 1/f with the minimum wasted time for a given b, at least b."""
     if model.recovery == "serial":
         # d/dn of (R_D/b + r) n / (2 M) + (S/W) / n
         slope = (model.merge_batch / batch + model.replay_diff) / (2 * model.mtbf)
@@ -102,7 +102,7 @@ def _interval(model: Model, batch: float) -> float:
 
 
 def _best_interval(model: Model, batch: int) -> Configuration:
-    """The integer 1/f of least wasted time for a given b: beside the real one, as it falls and then rises."""
+    """The integer 1/f with the minimum wasted time for a given b: next to the real one, as waste falls and rises."""
     low = max(batch, math.floor(_interval(model, batch)))
     return min((Configuration(n, batch) for n in (low, low + 1)), key=lambda pair: _at(model, pair))
 
@@ -120,5 +120,5 @@ def _minimum(function: Callable[[float], float], low: float, high: float) -> flo
             low, left, at_left = left, right, at_right
             right = low + _GOLDEN * (high - low)
             at_right = function(right)
-    # The ends are where a constraint holds (b = 1): golden sections approach but never reach them.
+    # At an end a constraint holds (b = 1): golden sections approach the ends but never reach them.
     return min((low, (low + high) / 2, high), key=function)

@@ -1,8 +1,8 @@
-"""Table I of the LowDiff paper, and a job under which Eq. (8) has its minimum where the table has it.
+"""Table I of the LowDiff paper, and a job for which Eq. (8) has its minimum at the same place as the table.
 
 The table is a measurement (GPT2-L on eight A100), printed without its constants. Of those, S is in the paper's Exp. 7,
-W is its network (25 Gbit/s) and M one of the MTBFs of Exp. 3. Iteration time, R_F and R_D are printed nowhere: they
-are *calibrated* here. The place of the minimum depends on R_D and M S/W alone (both in iterations), R_F only flattens.
+W is its network (25 Gbit/s) and M one of the MTBFs of Exp. 3. Iteration time, R_F and R_D are not printed: they are
+*calibrated* here. The place of the minimum depends only on R_D and M S/W (both in iterations); R_F only flattens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TABLE_I: Final = (
     (1.394, 1.290, 1.255, 1.312, 1.387, 1.481),
     (1.916, 1.783, 1.712, 1.752, 1.869, 1.952),
 )
-"""Wasted time as a multiple of the least in the table, as printed."""
+"""Wasted time as a multiple of the table's minimum, as printed."""
 
 _ITERATION: Final = 15.1
 TABLE_JOB: Final = Job(
@@ -39,7 +39,7 @@ TABLE_JOB: Final = Job(
 
 
 def table(job: Job) -> tuple[tuple[float, ...], ...]:
-    """Table I's shape for a job: waste at `TABLE_INTERVALS` x `TABLE_BATCHES`, as a multiple of the least of it."""
+    """Table I for a job: waste at `TABLE_INTERVALS` x `TABLE_BATCHES`, as a multiple of the minimum in the table."""
     model = job.model()
     cells = [[model.total(interval, batch) for batch in TABLE_BATCHES] for interval in TABLE_INTERVALS]
     least = min(map(min, cells))

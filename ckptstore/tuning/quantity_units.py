@@ -1,4 +1,4 @@
-"""What people write for times, sizes and bandwidths, and back."""
+"""Parse times, sizes and bandwidths with units."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PREFIX: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 
 
 def seconds(text: str) -> float:
-    """``500ms``, ``0.5s``, ``30min``, ``2h``, ``1h30min``, ``3d``: seconds. The unit is needed.
+    """Parse ``500ms``, ``0.5s``, ``30min``, ``2h``, ``1h30min``, ``3d`` -> seconds. The unit is required.
 
     Raises:
-        UsageError: none of these.
+        UsageError: another form.
     """
     parts = re.findall(rf"{_NUMBER}\s*(us|µs|ms|min|s|m|h|d)", text)
     if not parts or "".join(number + unit for number, unit in parts) != re.sub(r"\s", "", text):
@@ -33,10 +33,10 @@ def seconds(text: str) -> float:
 
 
 def nbytes(text: str) -> float:
-    """``5GB``, ``500MiB`` or a number of bytes: bytes.
+    """Parse ``5GB``, ``500MiB`` or a number of bytes -> bytes.
 
     Raises:
-        UsageError: none of these.
+        UsageError: another form.
     """
     found = re.fullmatch(rf"{_NUMBER}\s*([kmgt]i?)?B?", text.strip(), re.I)
     if not found:
@@ -45,10 +45,10 @@ def nbytes(text: str) -> float:
 
 
 def bandwidth(text: str) -> float:
-    """``1GB/s``, ``800MiB/s``, ``10Gbit/s``, ``25Gbps``: bytes per second.
+    """Parse ``1GB/s``, ``800MiB/s``, ``10Gbit/s``, ``25Gbps`` -> bytes per second.
 
     Raises:
-        UsageError: none of these; or ``Gb/s``, which some read as bytes and some as bits.
+        UsageError: another form; also ``Gb/s``, which some read as bytes and some as bits.
     """
     word = text.strip()
     if re.fullmatch(rf"{_NUMBER}\s*[kKmMgGtT]?i?b/s", word) or re.fullmatch(rf"{_NUMBER}\s*[kKmMgGtT]?i?Bps", word):

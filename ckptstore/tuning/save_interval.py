@@ -1,9 +1,10 @@
-"""How often to save, and how many saves at once: PCcheck §3.4, Eq. (1)-(4), and what they leave out.
+"""Compute how often to save, and how many saves to run at once: PCcheck §3.4, Eq. (1)-(4), with an added loss term.
 
-Symbols: t seconds of an iteration without saves; N saves in flight at most; T_w seconds from the moment a save begins
-to copy until it is durable, with N under way; q the slowdown that is tolerated (1.05: 5 %); f iterations from one save
-to the next; l seconds to load a checkpoint. `loss` is ours: the seconds of the loop that every save takes even if a
-place is free (the copy, and what the iterations beside it lose). With it at 0 everything here is the paper's.
+Symbols: t is the seconds of an iteration without saves. N is the maximum of saves in flight. T_w is the seconds from
+the moment a save begins to copy until it is durable, with N saves running. q is the tolerated slowdown (1.05: 5 %). f
+is the iterations from one save to the next. l is the seconds to load a checkpoint. We add `loss`: the seconds that
+every save costs the loop even if a place is free (the copy, and the slower iterations beside it). With a loss of 0 all
+formulas here are the paper's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 TOLERANCE: Final = 0.05
-"""What differs less than this was not measured apart: then fewer saves in flight and fewer threads win."""
+"""Relative differences below this are within the noise: then fewer saves in flight and fewer threads win."""
 _ROUNDING: Final = 1e-9
 
 
@@ -56,12 +57,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a setting was measured, or estimated, to take. Seconds.
+    """Measured or estimated times of a setting. Seconds.
 
     Attributes:
         setting: the setting.
         write: T_w.
-        loss: what the loop loses with every save although a place is free.
+        loss: time that the loop loses with every save although a place is free.
     """
 
     setting: Setting
@@ -70,21 +71,21 @@ class Timing:
 
     @property
     def per_save(self) -> float:
-        """T_w / N: from one finished save to the next when N are always under way."""
+        """T_w / N: from one finished save to the next while N are always running."""
         return self.write / self.setting.in_flight
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the user allows.
+    """Limits that the user sets.
 
     Attributes:
         slowdown: q, above 1.
-        memory: M, host memory for saves in bytes; None: any.
-        space: S, bytes on the medium; None: any.
+        memory: M, host memory for saves in bytes; None: unlimited.
+        space: S, bytes on the medium; None: unlimited.
 
     Raises:
-        UsageError: a limit that nothing could keep.
+        UsageError: an impossible limit.
     """
 
     slowdown: float = 1.05
@@ -101,12 +102,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The most that a failure costs, in seconds: Eq. (4), term by term.
+    """Upper bound of the cost of a failure, in seconds: Eq. (4), term by term.
 
     Attributes:
         load: l, reading the newest checkpoint.
-        since_save: f t, trained since the newest save began.
-        under_way: min(N f t, T_w), trained while saves before that were on their way.
+        since_save: f t, training time since the newest save began.
+        under_way: min(N f t, T_w), training time while earlier saves were still running.
     """
 
     load: float
@@ -115,13 +116,13 @@ class Recovery:
 
     @property
     def total(self) -> float:
-        """Seconds from the failure until training is where it was."""
+        """Seconds from the failure until training has reached the same point again."""
         return self.load + self.since_save + self.under_way
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What `best_setting` chooses.
+    """The result of `best_setting`.
 
     Attributes:
         timing: N*, p, b and their T_w.
@@ -135,22 +136,22 @@ class Choice:
 
 
 def slowdown(timing: Timing, interval: int, iteration: float) -> float:
-    """Seconds of a long run with a save every `interval` iterations, over those without any (1: no slower).
+    """Time of a long run with a save every `interval` iterations, over the time without saves (1: no slower).
 
-    A save begins when training has come to it and a place is free: runtime_2 of §3.4 for a long run, where
-    max(T_w, N f t) takes the loss, too.
+    A save begins when training has reached it and a place is free: runtime_2 of §3.4 for a long run, where the loss is
+    added to max(T_w, N f t).
     """
     return max(timing.per_save, timing.loss + interval * iteration) / (interval * iteration)
 
 
 def equation_3(timing: Timing, iteration: float, tolerated: float) -> int:
-    """f* = ceil(T_w / (N q t)): the least interval at which waiting for a place slows training by at most q."""
+    """f* = ceil(T_w / (N q t)): the minimum interval at which waiting for a place slows training by at most q."""
     _positive(iteration=iteration)
     return max(1, _ceiling(timing.per_save / (tolerated * iteration)))
 
 
 def least_interval(timing: Timing, iteration: float, tolerated: float) -> int:
-    """The least interval whose `slowdown` is at most `tolerated`: Eq. (3), or more where the loss needs it.
+    """The minimum interval whose `slowdown` is at most `tolerated`: Eq. (3), or more if the loss requires it.
 
     Raises:
         UsageError: `iteration` is not above 0, or `tolerated` not above 1.
@@ -162,36 +163,36 @@ def least_interval(timing: Timing, iteration: float, tolerated: float) -> int:
 
 
 def least_seconds(timing: Timing, tolerated: float) -> float:
-    """What `least_interval` is the next whole number of iterations of, in seconds of training."""
+    """The lower bound of the interval, in seconds of training; `least_interval` rounds it up to whole iterations."""
     return max(timing.per_save / tolerated, timing.loss / (tolerated - 1))
 
 
 def recovery_bound(timing: Timing, interval: int, iteration: float, load: float) -> Recovery:
-    """Eq. (4): at most l + f t + min(N f t, T_w) are lost."""
+    """Eq. (4): a failure costs at most l + f t + min(N f t, T_w)."""
     between = interval * iteration
     return Recovery(load, between, min(timing.setting.in_flight * between, timing.write))
 
 
 def host_bytes(state_bytes: int, setting: Setting, memory: int | None = None) -> int:
-    """Host memory that a writer of plain fulls may hold.
+    """Maximum host memory of a writer of plain fulls.
 
     Args:
-        memory: its ``memory``; None: a copy of the state for each save in flight. Staging blocks come on top.
+        memory: the writer's ``memory``; None: a copy of the state for each save in flight. Staging blocks are added.
     """
     copies = setting.in_flight * state_bytes
     return (copies if memory is None else min(copies, memory)) + setting.staging_bytes
 
 
 def writer_memory(state_bytes: int, setting: Setting, limits: Limits) -> int | None:
-    """What the writer has to be given as ``memory`` for M; None: nothing, N copies and the staging are within M.
+    """The ``memory`` to pass to the writer for M; None: no limit is needed, N copies and the staging fit within M.
 
     Raises:
-        UsageError: M is less than any writer can do with.
+        UsageError: M is less than a writer needs.
     """
     if limits.memory is None or setting.in_flight * state_bytes + setting.staging_bytes <= limits.memory:
         return None
     room = limits.memory - setting.staging_bytes
-    from ckptstore.host.arenas import LEAST  # imports numpy, which a model alone needs not
+    from ckptstore.host.arenas import LEAST  # imports numpy, which the model itself does not need
 
     if room < LEAST:
         needed = min(state_bytes, LEAST) + setting.staging_bytes
@@ -200,9 +201,9 @@ def writer_memory(state_bytes: int, setting: Setting, limits: Limits) -> int | N
 
 
 def most_in_flight(state_bytes: int, staging_bytes: int, limits: Limits) -> int:
-    """The most saves in flight under M and S (N <= S/m - 1: what is being written, and one that is complete).
+    """Maximum number of saves in flight under M and S (N <= S/m - 1: those being written, and one complete).
 
-    With an M below one copy it is one, which the loop waits for as it is written (`writer_memory`).
+    If M is below one copy it is one, and the loop waits while that save is written (`writer_memory`).
 
     Raises:
         UsageError: not even one fits.
@@ -220,14 +221,15 @@ def most_in_flight(state_bytes: int, staging_bytes: int, limits: Limits) -> int:
 
 
 def best_setting(timings: Sequence[Timing], iteration: float, limits: Limits, state_bytes: int) -> Choice:
-    """N*, p and b: those that the limits allow with which saves can come most often.
+    """Choose N*, p and b within the limits so that saves can be most frequent.
 
-    Without a loss that is the least T_w / N, as in the paper. Among what is as good (within `TOLERANCE`, or with an
-    interval as short), the setting with the fewest saves in flight wins: every one of them is a copy of the state in
-    memory, and T_w grows with N, which `recovery_bound` is charged with; then the least T_w, then the fewest threads.
+    Without a loss this minimizes T_w / N, as in the paper. Among settings that are equally good (within `TOLERANCE`, or
+    with an interval as short), the one with the fewest saves in flight wins: each save in flight is a copy of the state
+    in memory, and T_w, which increases `recovery_bound`, grows with N. Then the lowest T_w wins, then the fewest
+    threads.
 
     Raises:
-        UsageError: the limits allow none of them.
+        UsageError: no setting is within the limits.
     """
     allowed = [one for one in timings if fits(one.setting, limits, state_bytes)]
     if not allowed:
@@ -247,15 +249,15 @@ def best_setting(timings: Sequence[Timing], iteration: float, limits: Limits, st
 
 
 def fits(setting: Setting, limits: Limits, state_bytes: int) -> bool:
-    """Whether M and S allow a setting."""
+    """Whether M and S allow the setting."""
     try:
         return setting.in_flight <= most_in_flight(state_bytes, setting.staging_bytes, limits)
-    except UsageError:  # with so much staging; less may do
+    except UsageError:  # too much staging; a smaller one may fit
         return False
 
 
 def _ceiling(value: float) -> int:
-    """The next whole number, where what only rounding has put above one counts as that one."""
+    """Round up, but ignore an excess that comes from floating-point rounding."""
     return math.ceil(value * (1 - _ROUNDING))
 
 

@@ -1,4 +1,4 @@
-"""A folder for trial saves, on the medium that a store lies on or will lie on, removed afterwards."""
+"""Make a temporary folder for trial saves on the medium of a store, existing or planned."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ _PREFIX: Final = ".ckpt-tune-"
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Where trial stores may be made.
+    """A place for trial stores.
 
     Attributes:
         folder: the temporary folder.
-        scheme: of the stores' URL (``pmem``), or empty for paths.
+        scheme: scheme of the stores' URLs (``pmem``), or empty for paths.
     """
 
     folder: Path
     scheme: str
 
     def url(self, name: str) -> str:
-        """Of a trial store."""
+        """Path or URL of a trial store."""
         path = self.folder / name
         return f"{self.scheme}://{quote(str(path))}" if self.scheme else str(path)
 
     def remove(self, name: str) -> None:
-        """Delete a trial store that nobody has open. Raises `StorageError`."""
+        """Delete a trial store that is not open. Raises `StorageError`."""
         _remove(self.folder / name)
 
     def free(self) -> int:
-        """Bytes that may still be written here."""
+        """Free bytes on this medium."""
         return shutil.disk_usage(self.folder).free
 
 
 def existing_store(place: str) -> Store | None:
-    """The store at a path or URL; None where there is none yet.
+    """The store at a path or URL; None if there is none yet.
 
     Raises:
-        UsageError: no path, or a URL of a medium that trial saves cannot be made beside.
-        CorruptLogError, FormatError, StorageError: there is one, and it cannot be opened.
+        UsageError: an invalid path, or a URL of a medium on which no trial saves are possible.
+        CorruptLogError, FormatError, StorageError: the store cannot be opened.
     """
     _local(place)
     try:
@@ -66,26 +66,24 @@ def existing_store(place: str) -> Store | None:
 
 @contextmanager
 def scratch(place: str) -> Iterator[Scratch]:
-    """A temporary folder on the medium of `place`: beside a store, or one to be made; inside any other folder.
+    """A temporary folder on the medium of `place`: beside a store (existing or planned), or inside any other folder.
 
-    It is removed at the end of the ``with``, also after Ctrl-C or SIGTERM (as ``ckpt`` takes it); after SIGKILL a
-    hidden folder ``.ckpt-tune-*`` stays.
+    It is removed at the end of the ``with``, also after Ctrl-C or SIGTERM (as ``ckpt`` handles it). After SIGKILL a
+    hidden folder ``.ckpt-tune-*`` remains.
 
     Raises:
-        UsageError: no folder can be made there on the same medium.
-        StorageError: it cannot be made, or not be removed.
+        UsageError: no folder can be created there on the same medium.
+        StorageError: the folder cannot be created or removed.
     """
     scheme, path = _local(place)
     parent = path if existing_store(place) is None and path.is_dir() else path.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"{place}: the folder {parent} does not exist")
     if path.exists() and parent.stat().st_dev != path.stat().st_dev:
-        raise UsageError(
-            f"{place} is where a medium is mounted: what is beside it lies on another; name a folder in it"
-        )
+        raise UsageError(f"{place} is a mount point: its parent folder is on another medium; name a folder inside it")
     refuse_inside_store(parent / _PREFIX)
     folder = parent / f"{_PREFIX}{secrets.token_hex(8)}"
-    try:  # from here on: a signal that comes right after it was made finds what is to be removed
+    try:  # from here on, so that a signal right after the creation still removes the folder
         try:
             folder.mkdir(0o700)
         except OSError as error:
@@ -95,13 +93,13 @@ def scratch(place: str) -> Iterator[Scratch]:
     finally:
         try:
             _remove(folder)
-        except BaseException:  # a signal meanwhile: what it has cut short is done again
+        except BaseException:  # a signal interrupted the removal: remove again
             _remove(folder)
             raise
 
 
 def _local(place: str) -> tuple[str, Path]:
-    """(scheme, path) of a path, or of a URL whose path is one of this machine's."""
+    """(scheme, path) of a path, or of a URL that names a path of this machine."""
     scheme, found, _ = place.partition("://")
     if not found:
         return "", Path(place).expanduser()

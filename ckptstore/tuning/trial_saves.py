@@ -1,8 +1,8 @@
-"""T_w of this machine, by saving: for N saves in flight, p threads and b bytes of staging (PCcheck §3.4).
+"""Measure T_w on this machine with trial saves, for N saves in flight, p threads and b bytes of staging (PCcheck §3.4).
 
-Each setting gets a store of its own, which is filled by back-to-back saves, so that N of them are always under way: the
-worst case, which T_w stands for. The first N saves touch their memory for the first time and do not count, nor do the
-last N - 1, beside which fewer are under way.
+Each setting gets its own store and fills it with back-to-back saves, so that N of them are always running: T_w is
+defined for this worst case. The first N saves touch their memory for the first time and do not count. The last N - 1 do
+not count either, because fewer saves run beside them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ State = Mapping[str, npt.NDArray[np.uint8]]
 _TENSOR: Final = 16 << 20
 _SEED: Final = 1
 _GIVE_UP: Final = 2
-"""So many N in a row that bring nothing end the search for more."""
+"""The search for a larger N ends after this many values in a row without a gain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is tried.
+    """The settings to try.
 
     Attributes:
-        in_flight: N, at most.
+        in_flight: maximum N.
         threads: p, ascending.
-        staging: b, ascending; the first is used while N and p are sought.
+        staging: b, ascending; the first is used while N and p are searched.
         saves: measured saves of each setting.
-        slowdown: q, by which settings are compared (`intervals.least_seconds`).
-        memory: what the writer of a setting gets as ``memory``; None: nothing.
+        slowdown: q, by which settings are compared (`save_interval.least_seconds`).
+        memory: returns the writer's ``memory`` for a setting; None: no limit.
     """
 
     in_flight: int
@@ -59,23 +59,23 @@ class Plan:
     memory: Callable[[Setting], int | None] = lambda _: None
 
     def saves_of(self, in_flight: int) -> int:
-        """Saves that a setting makes, those that do not count included."""
+        """Number of saves for a setting, including those that do not count."""
         return self.saves + 2 * in_flight - 1
 
     def most_saves(self) -> int:
-        """Saves of all settings, if none is left out."""
+        """Number of saves for all settings, if none is left out."""
         counts = [1] * len(self.threads) + list(range(2, self.in_flight + 1))
         return sum(map(self.saves_of, counts + [self.in_flight] * (1 + len(self.staging))))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured, for the state that was saved.
+    """The measurements, for the state that was saved.
 
     Attributes:
         timings: in the order of measuring.
-        load: seconds that loading one checkpoint took.
-        seconds: that all of it took.
+        load: seconds to load one checkpoint.
+        seconds: duration of all measurements.
     """
 
     timings: tuple[Timing, ...]
@@ -83,13 +83,13 @@ class Profile:
     seconds: float
 
     def scaled(self, factor: float) -> Profile:
-        """The same for a state so many times as large: all of these times are bytes over a bandwidth, nearly."""
+        """The profile for a state larger by `factor`: each time is approximately bytes over a bandwidth."""
         timings = tuple(Timing(one.setting, one.write * factor, one.loss * factor) for one in self.timings)
         return Profile(timings, self.load * factor, self.seconds)
 
 
 def lengths_of(nbytes: int) -> list[int]:
-    """Bytes of the tensors of a state of `nbytes` of which nothing else is known."""
+    """Bytes of the tensors of a state of `nbytes` if nothing else is known."""
     whole, rest = divmod(nbytes, _TENSOR)
     return [_TENSOR] * whole + ([rest] if rest else [])
 
@@ -98,7 +98,7 @@ def lengths_like(like: str, store: Store | None) -> list[int]:
     """Bytes of the tensors of a checkpoint of the store, or of a checkpoint file.
 
     Raises:
-        UsageError: there is no store that `like` could be a REF of.
+        UsageError: `like` is no file, and there is no store in which it could be a REF.
         CheckpointNotFoundError, CorruptionError, FormatError, UnsupportedStateError, StorageError: it cannot be read.
     """
     path = Path(like).expanduser()
@@ -111,13 +111,13 @@ def lengths_like(like: str, store: Store | None) -> list[int]:
 
 
 def trial_state(lengths: Sequence[int], most: int) -> dict[str, npt.NDArray[np.uint8]]:
-    """Random bytes in tensors of these lengths; of more than `most` bytes an even choice of about that many."""
+    """Random bytes in tensors of these lengths; if there are more than `most` bytes, an even selection of that size."""
     total = sum(lengths)
     kept: list[int] = []
     passed = taken = 0
     for length in lengths:
         passed += length
-        # As many of the first bytes as of all of them.
+        # Keep the same share of the first lengths as of all lengths.
         if taken * total < most * passed or total <= most:
             kept.append(length if total <= most else min(length, max(1, most - taken)))
             taken += kept[-1]
@@ -132,14 +132,15 @@ def trial_state(lengths: Sequence[int], most: int) -> dict[str, npt.NDArray[np.u
 def profile(scratch: Scratch, state: State, plan: Plan, progress: Progress | None = None) -> Profile:
     """Measure p at N = 1, then N with the best p, then p's neighbours at the best N, then b.
 
-    N is raised as long as saves can come more often with it: two in a row that bring nothing end it, as "we need to
-    check only a few values" (§3.4). Fewer threads, and less staging, are preferred as in `intervals.best_setting`.
+    N is raised as long as saves can become more frequent. Two values in a row without a gain end the search, as "we
+    need to check only a few values" (§3.4). Fewer threads and less staging are preferred as in
+    `save_interval.best_setting`.
 
     Args:
-        scratch: where; holds the checkpoints of one setting at a time.
-        state: what is saved.
-        plan: what is tried.
-        progress: told (bytes saved, bytes to save).
+        scratch: the place; holds the checkpoints of one setting at a time.
+        state: the state to save.
+        plan: the settings to try.
+        progress: called with (bytes saved, bytes to save).
 
     Raises:
         StorageError: too little space, or the medium failed.
@@ -167,7 +168,7 @@ def profile(scratch: Scratch, state: State, plan: Plan, progress: Progress | Non
 
 
 class _Search:
-    """What has been measured so far."""
+    """The measurements so far."""
 
     def __init__(self, scratch: Scratch, state: State, plan: Plan, tally: Tally) -> None:
         self.timings: list[Timing] = []
@@ -195,11 +196,11 @@ class _Search:
         return timing
 
     def seconds(self, timing: Timing) -> float:
-        """From one save to the next at least, under the slowdown."""
+        """Minimum time from one save to the next, under the slowdown."""
         return least_seconds(timing, self._plan.slowdown)
 
     def best(self) -> Timing:
-        """With which saves can come most often; of what is about as good the fewest in flight, threads and bytes."""
+        """The timing with the most frequent saves; among nearly equal ones the fewest in flight, threads and bytes."""
         least = min(map(self.seconds, self.timings)) * (1 + TOLERANCE)
         return min(
             (one for one in self.timings if self.seconds(one) <= least),
@@ -219,7 +220,7 @@ def _more_in_flight(search: _Search, threads: int) -> None:
 
 
 def _timing(store: Store, state: State, setting: Setting, plan: Plan, advance: Callable[[int], None]) -> Timing:
-    """Fill a store with saves, `setting.in_flight` of them always under way."""
+    """Fill a store with saves, `setting.in_flight` of them always running."""
     nbytes = sum(array.nbytes for array in state.values())
     places = threading.Semaphore(setting.in_flight)
     writes: dict[int, float] = {}
@@ -233,14 +234,14 @@ def _timing(store: Store, state: State, setting: Setting, plan: Plan, advance: C
     options |= {"staging_bytes": setting.staging_bytes, "memory": plan.memory(setting)}
     with store.writer(None, poll_seconds=None, **options) as writer:
         for step in range(1, plan.saves_of(setting.in_flight) + 1):
-            places.acquire()  # so that a call is timed without the wait for a place
+            places.acquire()  # so that the time of the call does not include the wait for a place
             began = time.perf_counter()
-            pending = writer.save_async(state, step)  # raises what an earlier one failed of
+            pending = writer.save_async(state, step)  # raises the failure of an earlier save
             calls.append(time.perf_counter() - began)
             pending.when_done(partial(landed, step, began))
             advance(nbytes)
         for _ in range(setting.in_flight):
-            places.acquire()  # a save is durable before it has told so
+            places.acquire()  # a save is durable before it calls `landed`
         writer.wait()
     counted = range(setting.in_flight + 1, setting.in_flight + plan.saves + 1)
     # A small state may be durable before its call returns.

@@ -1,7 +1,7 @@
-"""The wasted time of a training run as a function of (1/f, b): LowDiff §V-C, Eq. (8), in one unit of time.
+"""Model the wasted time of a training run as a function of (1/f, b): LowDiff §V-C, Eq. (8), in one unit of time.
 
-Eq. (8) adds ``b/2``, which counts iterations, to load and merge times, which are seconds. Here a `Job` holds what
-people measure (bytes, seconds) and `Job.model` converts it, once, into a `Model` where *every* time is in iterations.
+Eq. (8) adds ``b/2``, which counts iterations, to load and merge times, which are seconds. Here a `Job` holds measured
+quantities (bytes, seconds), and `Job.model` converts it, once, into a `Model` where *every* time is in iterations.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Recovery = Literal["serial", "parallel"]
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Where time goes, each part as a share of the time spent training (0.01: one percent). The sum is Eq. (8) / (N T).
+    """The parts of the wasted time, each as a share of training time (0.01: one percent). The sum is Eq. (8) / (N T).
 
     Attributes:
-        lost_work: iterations done again because their diffs were in a batch that was not yet written.
+        lost_work: iterations repeated because their diffs were in a batch that was not yet written.
         load: reading the full after failures.
-        replay: applying the diffs on top of it after failures.
+        replay: applying the diffs to it after failures.
         fulls: writing fulls.
-        batches: writing batches of diffs, where that stalls training (Eq. (8) has no such term: 0).
+        batches: writing batches of diffs, if that stalls training (Eq. (8) has no such term: 0).
     """
 
     lost_work: float
@@ -37,27 +37,27 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """The whole wasted time as a share of the time spent training. Above 1 the run mostly wastes time."""
+        """The whole wasted time as a share of training time. Above 1 the run mostly wastes time."""
         return self.lost_work + self.load + self.replay + self.fulls + self.batches
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Eq. (8), every time in iterations.
+    """Eq. (8), with every time in iterations.
 
     Attributes:
-        mtbf: M, iterations from one failure to the next, on average.
-        full_write: S/W, how long one full stalls training.
+        mtbf: M, mean iterations between failures.
+        full_write: S/W, stall of training by one full.
         load_full: R_F, reading a full.
         merge_batch: R_D, applying one batch, whatever the number of its diffs (a batch that is a sum is applied once;
-            of a concatenation this is what each segment costs to open).
+            for a concatenation this is the cost of opening each segment).
         replay_diff: applying one diff of a batch, for batches that keep their diffs apart. 0 in Eq. (8).
-        batch_write: how long one write of a batch stalls training, whatever its size. 0 in Eq. (8).
+        batch_write: stall of training by one write of a batch, whatever its size. 0 in Eq. (8).
         recovery: ``serial``: batches are applied one after the other. ``parallel``: merged as a tree, so that n of
             them take log2(1 + n) rounds (LowDiff §VII, parallel recovery).
 
     Raises:
-        UsageError: a value that is negative, not finite, or makes the optimum infinite.
+        UsageError: a value is negative or not finite, or makes the optimum infinite.
     """
 
     mtbf: float
@@ -103,22 +103,22 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A training job in the units it is measured in.
+    """A training job in measured units.
 
     Attributes:
-        full_bytes: S, bytes of a full as stored.
-        bandwidth: W, bytes per second written.
-        mtbf: M, seconds from one failure to the next, on average, of the whole job.
+        full_bytes: S, stored bytes of a full.
+        bandwidth: W, bytes written per second.
+        mtbf: M, mean seconds between failures of the whole job.
         iteration: t, seconds per iteration without checkpoints.
         load_full: R_F, seconds to read a full.
         merge_batch: R_D, seconds to apply one batch. See `Model`.
         replay_diff: seconds to apply one diff of a batch. See `Model`.
         write_latency: seconds that one write of a batch stalls training, whatever its size.
-        diff_bytes: bytes of one diff as stored, or None: only `bandwidth_share` needs them.
+        diff_bytes: stored bytes of one diff, or None; only `bandwidth_share` needs them.
         recovery: see `Model`.
 
     Raises:
-        UsageError: a value that is negative or not finite.
+        UsageError: a value is negative or not finite.
     """
 
     full_bytes: float
@@ -148,7 +148,7 @@ class Job:
         )
 
     def bandwidth_share(self, interval: float) -> float | None:
-        """Bytes to write per second of training as a share of the bandwidth; above 1 writes pile up. None: unknown."""
+        """Bytes to write per second of training as a share of the bandwidth; None: unknown. Above 1 writes pile up."""
         if self.diff_bytes is None:
             return None
         return (self.diff_bytes + self.full_bytes / interval) / (self.iteration * self.bandwidth)

@@ -1,4 +1,4 @@
-"""The wasted time over (full_every, batch) as a heat map. Needs matplotlib (the extra ``plot``)."""
+"""Plot the wasted time over (full_every, batch) as a heat map. Needs matplotlib (the extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["heat_map"]
 
 _LEVELS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0)
 _CEILING = 5.0
-"""Colours end here: what is beyond is no candidate."""
+"""Upper end of the colour scale, as a multiple of the minimum."""
 
 
 def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
-    """Write a picture (format by suffix) of the wasted time as a multiple of the least, the optimum marked.
+    """Write a picture (format by suffix) of the wasted time as a multiple of the minimum, with the optimum marked.
 
-    Colours (viridis) and the grey of full_every < batch read the same with any colour vision; contour lines carry the
+    The colours (viridis) and the grey of full_every < batch are distinct with any colour vision; contour lines show the
     numbers.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
-        UsageError: the suffix names no kind of picture, or the path is inside a checkpoint store.
+        UsageError: matplotlib cannot write this suffix, or the path is inside a checkpoint store.
         OSError: the picture cannot be written.
     """
-    refuse_store(Path(path).resolve())  # what it may be a link to is overwritten
+    refuse_store(Path(path).resolve())  # resolved, because the target of a link is overwritten
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -55,12 +55,12 @@ def heat_map(job: Job, path: str | os.PathLike[str]) -> None:
 
 
 def _draw(axes: Any, model: Model, intervals: Sequence[float], batches: Sequence[float], least: float) -> Any:
-    """Colours, contour lines, and grey over what is impossible -> the colours."""
+    """Draw colours, contour lines, and grey over the impossible region -> the colours."""
     from matplotlib.colors import LogNorm
     from matplotlib.patheffects import withStroke
 
     cells = [[_ratio(model, n, b, least) for n in intervals] for b in batches]
-    # Lines end at b = 1/f (one cell beyond it, under the grey): no label may stand where nothing is possible.
+    # Lines end at b = 1/f (one cell beyond it, under the grey), so that no label is in the impossible region.
     lined = [
         [c if b <= n * 1.05 else math.nan for n, c in zip(intervals, row, strict=True)]
         for b, row in zip(batches, cells, strict=True)
@@ -112,7 +112,7 @@ def _scale(bar: Any) -> None:
 
 
 def _mark(axes: Any, optimum: Configuration, least: float) -> None:
-    """The optimum: a white-rimmed star, so that it stands out from every colour, and its numbers in a corner."""
+    """Mark the optimum with a star whose white rim shows on every colour, and write its numbers in a corner."""
     axes.plot(
         optimum.interval,
         optimum.batch,

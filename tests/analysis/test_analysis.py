@@ -207,7 +207,7 @@ def test_the_last_sentence_can_be_followed(tmp_path: Path, methods: tuple[str, .
     )
     assert document(found)["recommendation"]["what_to_do"] == said
     impossible = replace(found, advice=replace(found.advice, best=replace(found.advice.best, interval=0)))
-    assert what_to_do(impossible).startswith("What to do: go on storing fulls (a writer without deltas=)")
+    assert what_to_do(impossible).startswith("What to do: keep storing fulls (a writer without deltas=)")
 
 
 def test_larger_gaps_cost_more(found: Analysis) -> None:
