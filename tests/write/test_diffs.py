@@ -182,13 +182,13 @@ def test_saves_of_several_threads(tmp_path: Path) -> None:
 def test_a_wrong_state_digest_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The digest is training's word on what a replay has to lead to; chunk hashes are the coder's."""
     from ckptstore.formats import digest
-    from ckptstore.write.steps import batcher
+    from ckptstore.write.steps import resident_step
 
     def spoiled(source: Any) -> int:
         return digest.digest(source.view()) ^ (source.nbytes == 12)  # the tensors named "norm"
 
     with monkeypatch.context() as patched:
-        patched.setattr(batcher, "_digest", spoiled)
+        patched.setattr(resident_step, "_digest", spoiled)
         store, truth = fill(tmp_path / "store", DiffOptions(batch=3), 7)
     with pytest.raises(
         ckptstore.CorruptSegmentError, match=r"tensor '\w+.norm': its state digest is not that of step 4"
