@@ -160,7 +160,5 @@ def _sigterm() -> Finding:
         what = f"process 1 is a shell ({first}), which forwards no signal to its children"
         do = "start the training script with `exec python ...`, or the container with an init (docker run --init)"
         return Finding("machine", "SIGTERM", "careful", what, do, {"process_1": first})
-    what = (
-        "reaches processes started here; writers with diffs then write pending steps, others leave it to the script"
-    )
+    what = "reaches processes started here; writers with diffs then write pending steps, others leave it to the script"
     return Finding("machine", "SIGTERM", "works", what, None, {"process_1": first})
