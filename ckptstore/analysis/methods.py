@@ -124,7 +124,7 @@ class Methods:
         return [*found, *(self._bound(name, data, words, words, found) for name in self.chosen if name in BOUNDS)]
 
     def against(self, data: Bytes, base: Bytes, deltas: dict[str, Codec], alone: Sequence[Coded]) -> list[Coded]:
-        """Measure every delta against the same unit of an earlier checkpoint, with bounds. `alone`: its result."""
+        """Measure every delta against the unit of an earlier checkpoint, with bounds, given the result of `alone`."""
         found = {name: _coded(name, codec, data, base) for name, codec in deltas.items()}
         new, old = _words(data, self.word), _words(base, self.word)
         bounds = [self._bound(name, data, new, old, [*alone, one]) for name, one in found.items() if name in BOUNDS]

@@ -247,7 +247,7 @@ class IntervalController:
                 self._asked = False  # the first save may be repeated
 
     def _pace(self) -> float:
-        """t: the median of the newest iterations with no save beside them. A save never makes an iteration shorter."""
+        """t: an iteration without a save: the lower median of both kinds, because a save never makes one shorter."""
         return min(median(some) for some in (self._seen.quiet, self._seen.beside) if some)
 
     def _timing(self) -> Timing:

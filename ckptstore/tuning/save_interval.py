@@ -138,8 +138,8 @@ class Choice:
 def slowdown(timing: Timing, interval: int, iteration: float) -> float:
     """Time of a long run with a save every `interval` iterations, over the time without saves (1: no slower).
 
-    A save begins when training has reached it and a place is free: runtime_2 of §3.4 for a long run, where the loss is
-    added to max(T_w, N f t).
+    A save begins when training has reached it and a place is free: runtime_2 of §3.4 for a long run. In its term
+    max(T_w, N f t) each of the N intervals f t also includes the loss.
     """
     return max(timing.per_save, timing.loss + interval * iteration) / (interval * iteration)
 
