@@ -42,7 +42,8 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
 def hint_for(error: BaseException) -> str | None:
     """Return the hint for an error: the error's own note, or the hint of its class."""
     # A note that says which Python call to make does not help in a shell. The command is named below instead.
-    notes = [note for note in getattr(error, "__notes__", ()) if "needs nothing of this: load(" not in note]
+    call = f"load({getattr(error, 'nearest', None)!r})"
+    notes = [note for note in getattr(error, "__notes__", ()) if call not in note]
     if notes:
         return str(notes[-1])
     typed = TYPED.get() or {}
@@ -130,7 +131,7 @@ def _no_store(error: errors.StoreNotFoundError, typed: list[Any]) -> str | None:
     if not named:
         return "`ckpt import STORE FILE...` creates one; so does ckptstore.open(path, create=True)"
     path = named[0]
-    if " is a file, not the folder" in str(error) or " is no folder" in str(error):
+    if " is a file, not the folder" in str(error):
         return "STORE is a folder; " + (
             f"a checkpoint file is imported into one: `ckpt import STORE {shlex.quote(path)}`"
             if Path(path).suffix in _FILES
