@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.training import Checkpointer, OptimizerStep  # noqa: E402
 from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
-from ckptstore.write.steps import batcher  # noqa: E402
+from ckptstore.write.steps import resident_step  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 
 EXPLAINED = 34.0
@@ -249,7 +249,7 @@ def test_after_going_back(tmp_path: Path, agent: bool) -> None:
 def test_a_step_for_which_there_was_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is coded against the step before it, which its own update does not reach."""
     job, used = Job(), []
-    whole = batcher.encode_step
+    whole = resident_step.encode_step
 
     def encode(flat: Any, updates: Any, base: Any, step: int, **others: Any) -> Any:
         used.append((step, len(updates)))
@@ -257,7 +257,7 @@ def test_a_step_for_which_there_was_no_memory(tmp_path: Path, monkeypatch: pytes
             raise MemoryError("none left")
         return whole(flat, updates, base, step, **others)
 
-    monkeypatch.setattr(batcher, "encode_step", encode)
+    monkeypatch.setattr(resident_step, "encode_step", encode)
     with (
         warnings.catch_warnings(record=True) as caught,
         ckptstore.open(tmp_path / "run").writer(diffs=ckptstore.DiffOptions()) as writer,

@@ -19,7 +19,7 @@ from ckptstore.formats.segment import SegmentDoc, TensorEntry
 from ckptstore.segments import packed_segments
 from ckptstore.write import delta_encoding
 from ckptstore.write.policy.delta_options import DeltaOptions
-from ckptstore.write.steps import batch_segments, batcher
+from ckptstore.write.steps import batch_segments, batcher, resident_step
 from ckptstore.write.steps.step_encoding import EncodedStep
 from tests.store.states import same
 from tests.write.trainer import Trainer
@@ -167,7 +167,7 @@ def test_one_tensor_of_a_group_left_out(forge: Forge) -> None:
 @pytest.mark.parametrize("base", ["gone", "other shape"])
 def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
     """Steps move it all the same: so its base has to be there, and to fit."""
-    encode_step, append = batcher.encode_step, delta_encoding.append_tensor
+    encode_step, append = resident_step.encode_step, delta_encoding.append_tensor
 
     def nameless(*arguments: Any, **options: Any) -> EncodedStep:
         coded = encode_step(*arguments, **options)
@@ -191,7 +191,7 @@ def test_a_tensor_moved_along_that_the_state_does_not_name(monkeypatch: pytest.M
     packed = DeltaOptions(interval=100, compress_fulls=True)
     with store.writer(deltas=packed, diffs=DiffOptions(batch=1), poll_seconds=None) as writer:
         monkeypatch.setattr(delta_encoding, "append_tensor", described)
-        monkeypatch.setattr(batcher, "encode_step", nameless)
+        monkeypatch.setattr(resident_step, "encode_step", nameless)
         for step in (1, 2):
             trainer.train()
             writer.save_async(trainer.state(), step, updates=trainer.updates())
