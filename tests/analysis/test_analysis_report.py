@@ -112,7 +112,7 @@ def test_what_is_sent_sooner_than_what_is_recommended(found: Analysis) -> None:
     rows = [replace(row, encode=0.0, send=seconds.get(row.method, 9.0)) for row in found.shipping]
     links = [row for row in rows if row.method == "raw"]
     said = why_not_soonest(replace(found, shipping=rows))
-    assert "stores least; something else is sent soonest: xor at " in said
+    assert "store least; something else is sent soonest: xor at " in said
     assert said.count("bit/s") == len(links)
     rows = [replace(row, send=0.5) if row.method == "recommended" else row for row in rows]
     assert why_not_soonest(replace(found, shipping=rows)) == ""
