@@ -273,6 +273,11 @@ class Committer(Commits):
         for one, entry in zip(waiting, written.became, strict=True):
             one.job.done.set_result(describe_checkpoint(self.log.catalog, entry))
 
+    def lose_step(self) -> None:
+        """A step failed before it came to this thread. Where gradients are summed up, the next checkpoint is a full."""
+        if self._diffs is not None:
+            self._diffs.lose_step()
+
     def flush_step(self, step: int) -> None:
         """`flush_in_time`, if `step` is among those that wait."""
         if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):

@@ -46,6 +46,7 @@ class Taking(Lifetime):
             return job.result()
         except BaseException as error:
             job.interrupt(error)
+            self._lose_step(committer)
             raise
         finally:
             job.measured.returned()
@@ -210,8 +211,12 @@ class Taking(Lifetime):
         committer = self._committer
         saves = committer.saves
         saves.check(step)
-        flat = state if isinstance(state, FlatState) else bridge.flattened(state)
-        self._wake_for(flat.nbytes)
+        try:
+            flat = state if isinstance(state, FlatState) else bridge.flattened(state)
+            self._wake_for(flat.nbytes)
+        except BaseException:
+            self._lose_step(committer)
+            raise
         saves.take(step)
         return committer, Job(saves, step, labels, scope), flat
 
@@ -227,10 +232,17 @@ class Taking(Lifetime):
         try:
             yield
         except BaseException as error:
-            job.give_up(error)
+            if job.give_up(error):
+                self._lose_step(self._committer)
             if isinstance(error, RuntimeError):
                 self._check_open()  # closed by another thread, and its threads with it
             raise
+
+    def _lose_step(self, committer: Committer) -> None:
+        """A step that was given is not saved: a sum of gradients cannot continue without it."""
+        if self._options.diffs is not None and self._options.diffs.accumulate == "sum":
+            with contextlib.suppress(WriterClosedError, RuntimeError):  # nothing more is summed up
+                self._submit(committer.lose_step)
 
     def _pending(self, committer: Committer, job: Job) -> PendingSave:
         def hurry() -> None:

@@ -19,6 +19,8 @@ from ckptstore.formats.sources import NumpySource
 from ckptstore.log.checkpoint_info import describe_checkpoint
 from ckptstore.store import verify
 from ckptstore.tuning import Configuration, Controller, Job, best
+from ckptstore.write.capture.snapshot import SnapshotPool
+from ckptstore.write.saves import job
 from tests.store.states import same
 from tests.write.trainer import ADAM, SIZES, Trainer
 
@@ -104,6 +106,41 @@ def test_a_sum_needs_every_gradient(tmp_path: Path) -> None:
             writer.save(trainer.state(), 4)
         writer.save_async(trainer.state(), 5, updates=trainer.updates())
     assert [info.step for info in store.checkpoints()] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("how", ["state", "copy", "interrupted"])
+def test_a_sum_does_not_continue_without_a_step_whose_save_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Its gradient is in no sum: the checkpoint after it is a full."""
+    trainer, truth = Trainer(), {}
+    store = ckptstore.open(tmp_path / "store", create=True)
+
+    def failed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt if how == "interrupted" else MemoryError("no memory")
+
+    with store.writer(diffs=DiffOptions(batch=9, seconds=None, accumulate="sum")) as writer:
+        for step in range(1, 7):
+            trainer.train()
+            truth[step] = trainer.frozen()
+            if step != 4:
+                writer.save_async(trainer.state(), step, updates=trainer.updates())
+                continue
+            with monkeypatch.context() as patched:
+                state = trainer.state()
+                if how == "state":
+                    state["odd"] = object()
+                elif how == "copy":
+                    patched.setattr(SnapshotPool, "placed", failed)
+                else:
+                    patched.setattr(job.Job, "result", failed)
+                with pytest.raises((ckptstore.UnsupportedStateError, MemoryError, KeyboardInterrupt)):
+                    (writer.save if how == "interrupted" else writer.save_async)(state, 4, updates=trainer.updates())
+    found = [(info.step, info.kind) for info in store.checkpoints()]
+    if how != "interrupted":  # else it may have been stored before the wait for it ended
+        assert found == [(1, "full"), (3, "gradient"), (5, "full"), (6, "gradient")]
+    assert (5, "full") in found
+    same(truth[5], store.load(5))
 
 
 def test_a_controller_decides_how_often(tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ class Diffs:
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return order.last or self._policy.too_large(stored)
 
+    def lose_step(self) -> None:
+        """A step was not saved, and is not in the step in memory. See `OrderPolicy.lost`."""
+        self._policy.lost()
+
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
         """Where the tensors of a state that is copied unit by unit take the places of the step before -> None: a full
         has to be stored, because too much of it has another size.
