@@ -274,9 +274,9 @@ def test_times_out_of_range() -> None:
         controller.iterated(0)
     with pytest.raises(UsageError, match="a save of 0 s"):
         controller.saved(0)
-    with pytest.raises(UsageError, match="a save of 1 s, -1 of them"):
+    with pytest.raises(UsageError, match="a save of 1 s with -1 s in its call"):
         controller.saved(1, -1)
-    with pytest.raises(UsageError, match=r"one of 0\.5"):
+    with pytest.raises(UsageError, match=r"a crowd of 0\.5"):
         controller.saved(1, 0, 0.5)
 
 
