@@ -1,10 +1,10 @@
-"""Who writes what: from what each rank has, what each rank stores, so that every element is stored exactly once.
+"""Divide the tensors among the ranks: which rank writes which rows, so that every element is stored exactly once.
 
-Tensors of one name are one tensor. Ranks that have the same box of it, all of it for instance, are *replicas* of each
-other: one of them writes it, the one with the fewest bytes so far, and the others only say what digest theirs has. A
-tensor larger than a rank's fair share is cut along its first dimension.
+Tensors with the same name are one tensor. Ranks that have the same box of it (all of it, for instance) are *replicas*
+of each other. One of them writes the box: the rank with the fewest bytes so far. The others only report the digest of
+theirs. A tensor larger than a rank's fair share is cut along its first dimension.
 
-A *family* is a parameter and what its optimizer keeps for it. Its members go to the same ranks, cut at the same rows:
+A *family* is a parameter and the optimizer's state for it. Its members go to the same ranks, cut at the same rows:
 so each rank can compute the optimizer's step on what it has.
 """
 
@@ -37,9 +37,9 @@ CUT_FROM: Final = 64 << 20
 """Bytes below which a tensor is never cut."""
 
 Family = tuple[str, ...]
-"""Names of tensors whose elements belong together, one by one."""
+"""Names of tensors whose elements correspond one to one."""
 Rows = tuple[int, int] | None
-"""Which rows of what a rank has of a tensor are written, [start, stop) of its first dimension; None: all of it."""
+"""Which rows of its part of a tensor a rank writes: [start, stop) of the first dimension; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Item:
         name: flat name.
         dtype: logical dtype.
         box: which elements.
-        whole: shape of the tensor.
+        whole: shape of the whole tensor.
     """
 
     name: str
@@ -65,18 +65,18 @@ class Item:
 
     @property
     def empty(self) -> bool:
-        """Whether the box has no element, and the tensor has some."""
+        """Whether the box has no element although the tensor has some."""
         return not self.box.size and bool(math.prod(self.whole))
 
 
 @dataclass(slots=True)
 class Division:
-    """What every rank writes, and what is compared.
+    """What every rank writes, and which tensors are compared.
 
     Attributes:
         writes: per rank: name -> rows.
-        replicas: names of the tensors that several ranks have alike -> for each box those ranks, ascending.
-        specs: per rank the entries that its segments must have, by name.
+        replicas: names of the tensors that several ranks hold -> for each box those ranks, ascending.
+        specs: per rank: name -> the entry that its segments must have.
     """
 
     writes: list[dict[str, Rows]]
@@ -84,25 +84,25 @@ class Division:
     specs: list[dict[str, TensorSpec]] = field(default_factory=list)
 
     def compared(self, rank: int) -> list[str]:
-        """The tensors whose digests a rank has to say."""
+        """The tensors whose digests a rank has to report."""
         return [name for name, groups in self.replicas.items() if any(rank in group for group in groups)]
 
 
 def divide(
     inventories: Sequence[Sequence[Item]], families: Sequence[Family] = (), *, replicas_apart: bool = True
 ) -> Division:
-    """Divide what ranks 0, 1, ... have.
+    """Divide the tensors of ranks 0, 1, ...
 
     Args:
-        inventories: what each has; a name at most once.
-        families: tensors that have to be with the same ranks. Of a tensor that is in several the first counts; members
-            of another shape, or on other ranks, are divided by themselves.
-        replicas_apart: divide replicas over the ranks by bytes. False: the lowest rank that has one writes it, so that
-            all of them are of one rank as far as they can be.
+        inventories: what each rank has; a name at most once per rank.
+        families: tensors that have to go to the same ranks. If a tensor is in several families, the first counts.
+            Members that have another shape, or are on other ranks, are divided separately.
+        replicas_apart: divide replicas over the ranks by bytes. False: the lowest rank that has a replica writes it, so
+            that as many as possible come from one rank.
 
     Raises:
-        RankMismatchError: tensors of one name differ in dtype or shape, or do not cover the tensor exactly; names
-            tensor and ranks.
+        RankMismatchError: tensors with one name differ in dtype or shape, or their boxes do not cover the tensor
+            exactly; the message names the tensor and the ranks.
     """
     count = len(inventories)
     holders: dict[str, list[tuple[int, Item]]] = {}
@@ -126,7 +126,7 @@ def divide(
         return division
     fair = max(CUT_FROM, (sum(loads) + sum(item.nbytes for item, _ in shared)) // count)
     units = [(items, ranks, sum(item.nbytes for item in items)) for items, ranks in _together(shared, families)]
-    for items, ranks, nbytes in sorted(units, key=lambda unit: -unit[2]):  # stable: the order of the state within
+    for items, ranks, nbytes in sorted(units, key=lambda unit: -unit[2]):  # stable: equal sizes keep the state's order
         for rows, rank in _cuts(items[0].box, nbytes, ranks, loads, fair):
             for item in items:
                 _assign(division, loads, item, rank, rows)
@@ -136,7 +136,7 @@ def divide(
 def _together(
     shared: Sequence[tuple[Item, list[int]]], families: Sequence[Family]
 ) -> list[tuple[list[Item], list[int]]]:
-    """What is divided as one: the members of each family that are alike in place and ranks, and single tensors."""
+    """The units of the division: the members of each family that have the same box and ranks, and single tensors."""
     number: dict[str, int] = {}
     for place, family in enumerate(families):
         for name in family:
@@ -149,7 +149,10 @@ def _together(
 
 
 def _boxes(name: str, having: Sequence[tuple[int, Item]]) -> dict[Box, list[int]]:
-    """The distinct boxes of one tensor, and who has each. Raises `RankMismatchError` unless they cover it exactly."""
+    """The distinct boxes of one tensor, and the ranks of each.
+
+    Raises `RankMismatchError` unless they cover the tensor exactly.
+    """
     first_rank, first = having[0]
     for rank, item in having:
         if (item.dtype, item.whole) != (first.dtype, first.whole):
@@ -181,7 +184,7 @@ def _kind(item: Item) -> str:
 
 
 def _cuts(box: Box, nbytes: int, ranks: Sequence[int], loads: Sequence[int], fair: int) -> list[tuple[Rows, int]]:
-    """Which ranks write which rows of a replica, or a family of them, the ones with the fewest bytes first."""
+    """Which ranks write which rows of a replica or of a family of replicas; ranks with the fewest bytes come first."""
     order = sorted(ranks, key=lambda rank: (loads[rank], rank))
     rows = box.shape[0] if box.shape else 1
     pieces = min(-(-nbytes // fair), len(ranks), rows) if nbytes > fair else 1
@@ -205,7 +208,7 @@ def _assign(division: Division, loads: list[int], item: Item, rank: int, rows: R
 
 
 def encode_items(items: Sequence[Item], families: Sequence[Family] = ()) -> bytes:
-    """An inventory as canonical JSON."""
+    """Return an inventory as canonical JSON."""
     rows = [[item.name, item.dtype, list(item.whole), list(item.box.offset), list(item.box.shape)] for item in items]
     return jsontext.dumps([rows, [list(family) for family in families]])
 
@@ -225,7 +228,7 @@ def decode_items(data: bytes, where: str) -> tuple[list[Item], list[Family]]:
 
 
 def encode_rows(writes: Mapping[str, Rows]) -> list[list[Any]]:
-    """What a rank writes, as JSON."""
+    """Return what a rank writes, as JSON."""
     return [[name, None if rows is None else list(rows)] for name, rows in writes.items()]
 
 

@@ -1,4 +1,4 @@
-"""The parts of a step, put together by rank 0: what is missing, what differs, what the checkpoint is."""
+"""Combine the ranks' parts of a step on rank 0: check for missing and differing tensors, and build the checkpoint."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Gathered:
     """The parts of all ranks as one state.
 
     Attributes:
-        tree: of all ranks (`formats.rank_trees`).
+        tree: the merged tree of all ranks (`formats.rank_trees`).
         segments: in the order of the ranks.
-        counts: how many each rank has.
+        counts: number of segments of each rank.
         state: the hash of the state.
-        names: of its tensors, in the order of the tree.
-        nbytes: their logical bytes.
-        abandoned: segments to be dropped.
+        names: the names of its tensors, in the order of the tree.
+        nbytes: logical bytes of its tensors.
+        abandoned: segments that have to be dropped.
     """
 
     tree: Any
@@ -50,11 +50,12 @@ class Gathered:
 
 
 def gathered(parts: Sequence[RankPart], division: Division, agreement: str) -> Gathered:
-    """One state of the parts of ranks 0, 1, ...
+    """Combine the parts of ranks 0, 1, ... into one state.
 
     Raises:
-        RankMismatchError: a part follows another division, or does not hold what it should; names rank and tensor.
-        UnsupportedStateError: the tree of all ranks is too large, or values differ too deep in it.
+        RankMismatchError: a part follows another division, or does not hold what it should; the message names the rank
+            and the tensor.
+        UnsupportedStateError: the merged tree is too large, or values differ too deep in it.
     """
     for part in parts:
         if part.agreement != agreement:
@@ -82,15 +83,15 @@ def gathered(parts: Sequence[RankPart], division: Division, agreement: str) -> G
 
 
 def check_united(tree: Any, parts: Sequence[RankPart]) -> None:
-    """Whether a process that is no rank can load everything.
+    """Check that a process that is not a rank can load every tensor.
 
     Prevents: a tensor that is stored, and that `load` without a rank leaves out.
 
     Args:
-        tree: of all ranks.
+        tree: the merged tree of all ranks.
 
     Raises:
-        UnsupportedStateError: it cannot; names a tensor and its rank.
+        UnsupportedStateError: it cannot; the message names a tensor and its rank.
     """
     if rank_trees.rank_count(tree) is None:
         return
@@ -107,7 +108,7 @@ def check_united(tree: Any, parts: Sequence[RankPart]) -> None:
 
 
 def _checked(part: RankPart, specs: dict[str, Any]) -> list[TensorEntry]:
-    """The entries of a part, which are those that were agreed, and the rank's own."""
+    """Check that a part has the agreed entries, and besides these only the rank's own -> its entries."""
     found = {entry.name: entry for entry in part.entries}
     for name, spec in specs.items():
         entry = found.get(name)
@@ -121,17 +122,17 @@ def _checked(part: RankPart, specs: dict[str, Any]) -> list[TensorEntry]:
 
 
 def check_replicas(parts: Sequence[RankPart], division: Division, step: int) -> None:
-    """Compare the digests of what several ranks have alike.
+    """Compare the digests of the tensors that several ranks hold.
 
     Raises:
-        DivergedReplicasError: they differ; names the first tensor and the ranks.
+        DivergedReplicasError: they differ; the message names the first tensor and the ranks.
     """
     found: list[tuple[str, list[int], list[int]]] = []
     for name, groups in division.replicas.items():
         for ranks in groups:
             digests = [parts[rank].digests.get(name) for rank in ranks]
             if len(set(digests)) > 1:
-                # Of two that differ nobody knows which is right; the lowest rank's counts as that which most have.
+                # If two ranks differ, no one knows which is right. A tie counts the lowest rank's digest as the usual.
                 usual = Counter(digests).most_common(1)[0][0]
                 odd = [rank for rank, number in zip(ranks, digests, strict=True) if number != usual]
                 found.append((name, odd, [rank for rank in ranks if rank not in odd]))
@@ -155,13 +156,13 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def check_seen(journal: Journal, segments: Mapping[int, Sequence[SegmentEntry]]) -> None:
-    """Whether rank 0 sees what the others have written: they may have a disk each.
+    """Check that rank 0 sees what the others have written: each rank may have a separate disk.
 
     Args:
-        segments: by rank.
+        segments: the segments of each rank.
 
     Raises:
-        StorageError: it does not.
+        StorageError: it does not see a segment, or sees another size.
     """
     for rank, own in segments.items():
         for segment in own:

@@ -1,8 +1,8 @@
-"""How ranks find each other in a mailbox in which letters of those who died may lie.
+"""Let ranks find each other in a mailbox that may hold letters of dead processes.
 
-1. Every rank but 0 posts ``join/<rank>``, with a nonce of its own, and keeps it there until it is answered.
-2. Rank 0, for each, posts ``invite/<nonce>`` with the session's nonce. Who died and came again has another nonce.
-3. Each of them posts ``here/<session>/<rank>``, with what it has to say.
+1. Every rank except 0 posts ``join/<rank>`` with its own nonce. The letter stays until it is answered.
+2. Rank 0 answers each with ``invite/<nonce>``, which holds the session's nonce. A restarted rank has a new nonce.
+3. Each of them posts ``here/<session>/<rank>``, with its message.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def gathered(
     told: tuple[str, str],
     refusal: Callable[[int, int], str | None],
 ) -> dict[int, bytes]:
-    """Rank 0's side, until every other rank is there -> what each of them says.
+    """Rank 0's side: wait until every other rank has joined -> the message of each.
 
     Args:
-        base: what all keys begin with.
-        session: the nonce of this meeting.
-        told: if one does not come: what was not done, and what every rank has to call.
-        refusal: why a rank that is of a group of some size is not invited; None: it is.
+        base: prefix of all keys.
+        session: the nonce of this rendezvous.
+        told: for the error if a rank is missing: what was not done, and what every rank has to call.
+        refusal: returns why a rank with a group of that size is not invited; None: it is invited.
 
     Raises:
-        MissingRankError: not all came in time.
+        MissingRankError: not all ranks came in time.
     """
     box, others = group.mailbox, range(1, group.size)
     here = {rank: f"{base}/here/{session}/{rank}" for rank in others}
@@ -63,12 +63,15 @@ def gathered(
 
 
 def joined(group: Group, base: str) -> str:
-    """Another rank's side: ask to be invited -> where the answer will be: the session's nonce, and why it may not."""
+    """Another rank's side: ask for an invitation -> the key of the answer.
+
+    The answer holds the session's nonce, and the reason if the rank is refused.
+    """
     nonce = secrets.token_hex(16)
     post(group.mailbox, f"{base}/join/{group.rank}", pack([nonce, group.size]))
     return f"{base}/invite/{nonce}"
 
 
 def say_here(group: Group, base: str, session: str, letter: bytes) -> None:
-    """Another rank's side, when it was invited: that it is there."""
+    """Another rank's side: once invited, post that it is there."""
     post(group.mailbox, f"{base}/here/{session}/{group.rank}", letter)

@@ -1,15 +1,15 @@
-"""The step after which all ranks do what one of them was asked for: save it, or come to an end.
+"""Agree on the step after which all ranks do what one of them was asked to do: save, or end.
 
-Ranks are not in step, and a signal may reach one of them alone. So they agree, in rounds:
+Ranks are not at the same step, and a signal may reach only one of them. So they agree, in rounds:
 
-1. A rank that was asked for something posts ``wish``.
-2. Every rank promises not to go beyond the step that it is in without an answer: it posts ``promise/<rank>``, the
-   step's number, and what it was asked for itself.
-3. Rank 0, when all have promised, posts ``answer``: the highest of the steps, and all that was asked for.
+1. A rank that received a request posts ``wish``.
+2. Every rank promises not to go beyond its current step without an answer: it posts ``promise/<rank>``, the number of
+   the step, and the requests that it received itself.
+3. When all ranks have promised, rank 0 posts ``answer``: the highest of the steps, and all requests.
 
-Nobody is beyond that step, and everybody comes to it. A thread posts all of this, so that promises also come from ranks
-whose script waits in a collective. The script waits only at the end of the step that it has promised, and only for what
-threads post. A rank that leaves says so (``left``); then nothing is agreed any more, and each goes on for itself.
+No rank is beyond that step, and every rank reaches it. A thread posts these messages, so that ranks whose script waits
+in a collective also promise. The script waits only at the end of the step that it promised, and only for messages that
+threads post. A rank that leaves posts ``left``. After that the ranks agree on nothing more, and each continues alone.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = ["Accord"]
 
 _LOOK_SECONDS: Final = 0.1
 _LOOKS_A_SECOND: Final = 1000
-"""Of all ranks together, at a mailbox that takes 60 us for each."""
+"""Polls by all ranks together; the mailbox takes 60 us for each."""
 
 
 class Accord:
-    """One rank's side, from `start` to `leave`."""
+    """One rank's side of the agreement, from `start` to `leave`."""
 
     def __init__(
         self, group: Group, base: str, step: int, asked: Callable[[], Collection[str]], timeout: float
     ) -> None:
         """
         Args:
-            base: what all keys begin with; the same on all ranks, and nobody else's.
+            base: prefix of all keys; the same on all ranks, and used by nothing else.
             step: the last step that is done.
-            asked: what this rank is asked for at present; a thread calls it.
-            timeout: seconds that ranks wait for one another.
+            asked: returns the current requests to this rank; a thread calls it.
+            timeout: seconds that ranks wait for each other.
         """
         self._group = group
         self._base = base
@@ -54,7 +54,7 @@ class Accord:
         self._step = step
         self._promised: int | None = None
         self._agreed: dict[int, frozenset[str]] = {}
-        self._answered: set[str] = set()  # and not done yet
+        self._answered: set[str] = set()  # requests that were agreed and are not done yet
         self._round = 0
         self._over = False
         self._late = False
@@ -63,14 +63,16 @@ class Accord:
         self._looks = Periodic(seconds, self._look, "accord")
 
     def start(self) -> None:
-        """Begin to look for what others wish."""
+        """Start polling for the requests of other ranks."""
         self._looks.start()
 
     def after(self, step: int) -> frozenset[str]:
-        """A step is done -> what all ranks do now. Waits if this rank has promised not to go on without an answer.
+        """Note that a step is done -> what all ranks do now.
+
+        Waits if this rank has promised not to continue without an answer.
 
         Raises:
-            MissingRankError: there was none in time. Nothing is agreed any more.
+            MissingRankError: no answer came in time. The ranks agree on nothing more.
         """
         with self._changed:
             self._step = step
@@ -85,14 +87,14 @@ class Accord:
             return self._agreed.pop(step, frozenset())
 
     def done(self) -> None:
-        """This rank has done what was agreed last, and may be asked for it again."""
+        """Note that this rank has done what was agreed last. The same request may come again."""
         with self._changed:
             self._answered.clear()
 
     def say_farewell(self, step: int, seconds: float) -> bool:
-        """What was agreed for a step is done, and was the last -> whether all ranks say so in so many seconds.
+        """Tell the others that the last agreed action, of `step`, is done -> whether all ranks say so in `seconds`.
 
-        Without waiting (0 seconds) the others are told.
+        With 0 seconds the others are told, and nothing is waited for.
         """
         self._parted = True
         keys = [f"{self._base}/farewell/{step}/{rank}" for rank in range(self._group.size)]
@@ -103,7 +105,7 @@ class Accord:
             return False
 
     def leave(self) -> None:
-        """Take part no more. The others are told, unless all have said farewell."""
+        """Stop taking part. The others are told, unless this rank has said farewell."""
         self._part()
         self._looks.join(_LOOK_SECONDS)
 
@@ -119,17 +121,17 @@ class Accord:
     # -- the thread
 
     def _look(self) -> None:
-        if self._over or interpreter_exit.under_way():  # a script that ends without closing has left, too
+        if self._over or interpreter_exit.under_way():  # a script that ends without closing also leaves
             self._part()
             return
         try:
             if self._promise():
                 self._hear()
-        except CkptError:  # the mailbox is gone, and whoever saves hears of it
+        except CkptError:  # the mailbox is gone; the next save raises that
             self._give_up()
 
     def _promise(self) -> bool:
-        """Promise, if anybody wishes for a round -> whether this rank is in one."""
+        """Promise, if a rank asks for a round -> whether this rank is in a round."""
         asked = set(self._asked()) - self._answered
         wish = self._key("wish", self._round)
         if not asked and not self._box.has([wish]):
@@ -142,7 +144,7 @@ class Accord:
         return True
 
     def _hear(self) -> None:
-        """Wait for the answer; rank 0 gives it."""
+        """Wait for the answer; rank 0 posts it."""
         key, left = self._key("answer", self._round), f"{self._base}/left/0"
         if self._group.rank == 0:
             self._answer(key)
@@ -163,7 +165,7 @@ class Accord:
             self._clear(self._round - 2)
 
     def _answer(self, key: str) -> None:
-        """Rank 0: when all have promised, say the highest step; if one has left, or is late, that there is none."""
+        """Rank 0: post the highest step when all have promised; if a rank has left or is late, post None."""
         ranks = range(self._group.size)
         promises = [f"{self._key('promise', self._round)}/{rank}" for rank in ranks]
         left = [f"{self._base}/left/{rank}" for rank in ranks]
@@ -189,7 +191,7 @@ class Accord:
             self._end()
 
     def _end(self) -> None:
-        """Nothing is agreed any more; nobody waits."""
+        """Agree on nothing more, and wake the thread that waits."""
         self._over = True
         self._promised = None
         self._changed.notify_all()
@@ -198,7 +200,7 @@ class Accord:
         return f"{self._base}/{number}/{what}"
 
     def _clear(self, number: int) -> None:
-        """Rank 0: remove the letters of a round that all have left behind them, because they were in the one after."""
+        """Rank 0: remove the letters of a round that no rank reads any more: all were in the round after it."""
         if number < 0:
             return
         promises = [f"{self._key('promise', number)}/{rank}" for rank in range(self._group.size)]

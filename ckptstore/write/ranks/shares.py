@@ -1,4 +1,4 @@
-"""What one rank has of a state, and what it stores of that."""
+"""Compute what one rank has of a state, and which part of that it stores."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Holding:
 
     Attributes:
         flat: the state.
-        items: its tensors, but those that are this rank's own; in access order.
-        own: name -> name under which a tensor of its own is stored.
-        letter: `items` for the committer.
-        id: equal for two holdings of the same items.
+        items: its tensors except this rank's own (`RankOptions.per_rank`), in access order.
+        own: name of one of this rank's own tensors -> name under which it is stored.
+        letter: `items`, encoded for the committer.
+        id: equal for two holdings with the same items.
     """
 
     flat: FlatState
@@ -48,7 +48,7 @@ class Holding:
 
     @property
     def tree(self) -> Any:
-        """The state's tree, in which its own tensors have the names that they are stored under."""
+        """The state's tree, in which the rank's own tensors have the names that they are stored under."""
         if not self.own:
             return self.flat.tree
         found = places(self.flat.tree)
@@ -58,12 +58,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """A state whose tensors have names that do not depend on the order of its members.
+    """A state in which no tensor's name depends on the order of the state's members.
 
     Attributes:
         flat: the state.
-        renamed: name that a tied tensor had -> its name in `flat`.
-        places: name in `flat` -> what a tied tensor is called at each of its places.
+        renamed: earlier name of a tied tensor -> its name in `flat`.
+        places: name of a tied tensor in `flat` -> its name at each of its places.
     """
 
     flat: FlatState
@@ -71,20 +71,20 @@ class Steady:
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def moved(self, updates: Sequence[Update]) -> Sequence[Update]:
-        """What the optimizers did, by these names."""
+        """The optimizers' updates, with the new names."""
         if not self.renamed:
             return updates
         return [replace(one, slots=tuple(self.renamed.get(name, name) for name in one.slots)) for one in updates]
 
 
 def steady(flat: FlatState, per_rank: Sequence[str] = ()) -> Steady:
-    """A rank's state with the same name for a tied tensor on all ranks: of its places that whose name sorts first.
+    """Give a tied tensor the same name on all ranks: of the names of its places, the one that sorts first.
 
-    By itself it has the name of its first place, so a rank whose dicts have another order would have another tensor,
-    which would be stored twice and compared with nothing.
+    Without this it has the name of its first place. A rank whose dicts have another order would then have a different
+    tensor: it would be stored twice and compared with nothing.
 
     Args:
-        per_rank: names of tensors of its own, or globs: these keep their names, which nobody else has.
+        per_rank: names or globs of the rank's own tensors: these keep their names, which no other rank has.
     """
     found = places(flat.tree) if tensor_count(flat.tree) > len(flat.tensors) else []
     tied: dict[str, list[str]] = {}
@@ -100,11 +100,14 @@ def steady(flat: FlatState, per_rank: Sequence[str] = ()) -> Steady:
 
 
 def holding_of(state: Steady, rank: int, per_rank: Sequence[str], families: Sequence[Family] = ()) -> Holding:
-    """What `rank` has. Raises `UnsupportedStateError` if a name of an own tensor is another tensor's.
+    """Return what `rank` has.
 
     Args:
-        per_rank: names of tensors of its own, or globs; of a tied one at any of its places.
-        families: tensors that belong together; those that are not among the items do not count.
+        per_rank: names or globs of the rank's own tensors; a tied tensor matches at any of its places.
+        families: tensors that belong together; a family with a tensor that is not among the items is ignored.
+
+    Raises:
+        UnsupportedStateError: the stored name of one of the rank's own tensors is the name of another tensor.
     """
     flat = state.flat
     own: dict[str, str] = {}
@@ -122,7 +125,7 @@ def holding_of(state: Steady, rank: int, per_rank: Sequence[str], families: Sequ
 
 
 def _is_own(called: Sequence[str], per_rank: Sequence[str]) -> bool:
-    """Whether a tensor that is called so at its places is one of a rank's own."""
+    """Whether a tensor with these names at its places is one of the rank's own."""
     return any(fnmatch.fnmatchcase(name, glob) or name.startswith(f"{glob}.") for name in called for glob in per_rank)
 
 
@@ -136,10 +139,10 @@ def _item(name: str, source: TensorSource) -> Item:
 
 
 def share_of(holding: Holding, writes: Mapping[str, Rows]) -> FlatState:
-    """What a rank stores: its share of what all have, and its own tensors; the tree is its own.
+    """What a rank stores: its share of the common tensors, and its own tensors. The tree is that of its state.
 
     Args:
-        writes: what it stores of `Holding.items`.
+        writes: what the rank stores of `Holding.items`.
     """
     tensors: dict[str, TensorSource] = {}
     for item in holding.items:
@@ -148,7 +151,7 @@ def share_of(holding: Holding, writes: Mapping[str, Rows]) -> FlatState:
     for name, stored in holding.own.items():
         source = holding.flat.tensors[name]
         if place_of(source) != (None, None):
-            source = BoxSource(source, tuple(source.shape))  # its own shard alone is nobody's shard
+            source = BoxSource(source, tuple(source.shape))  # a shard that is the rank's own is stored as a tensor
         tensors[stored] = source
     return FlatState(holding.tree, tensors)
 
@@ -162,16 +165,18 @@ def _piece(source: TensorSource, item: Item, rows: Rows) -> TensorSource:
     if shape == item.whole:
         return source if place_of(source) == (None, None) else BoxSource(source, shape)
     if rows is None:
-        return source  # a shard, as it is
+        return source  # an uncut shard
     return BoxSource(source, shape, start, item.whole, offset)
 
 
 def updates_of(holding: Holding, writes: Mapping[str, Rows], updates: Sequence[Update]) -> list[Update]:
-    """What the optimizers did to what a rank stores: updates whose slots it has alike, with that part of the gradient.
+    """The updates that apply to what a rank stores: those of whose slots it stores the same rows.
+
+    Each gets the matching part of its gradient.
 
     Args:
-        writes: what it stores of `Holding.items`.
-        updates: of what it has, by the names of `Holding.flat`.
+        writes: what the rank stores of `Holding.items`.
+        updates: the updates of what the rank has, with the names of `Holding.flat`.
     """
     items = {item.name: item for item in holding.items if item.name in writes}
     found = []
@@ -189,7 +194,7 @@ def updates_of(holding: Holding, writes: Mapping[str, Rows], updates: Sequence[U
 def _part_of(
     gradient: TensorSource | SparseGradient | None, item: Item, rows: Rows
 ) -> TensorSource | SparseGradient | None:
-    """The gradient of some rows of an item; all of one that is not of the item's size, which explains nothing."""
+    """The gradient of some rows of an item. A gradient of another size explains nothing and is returned whole."""
     if gradient is None or rows is None:
         return gradient
     count, row = math.prod(item.box.shape), math.prod(item.box.shape[1:])
@@ -203,7 +208,10 @@ def _part_of(
 
 
 def digests_of(sources: Mapping[str, TensorSource], pool: ThreadPoolExecutor) -> dict[str, int]:
-    """State digests of tensors, by name; on devices that can, computed there, otherwise by the threads of `pool`."""
+    """State digests of tensors, by name.
+
+    A device computes those of its tensors if it can; the threads of `pool` compute the others.
+    """
     found = bridge.device_digests(sources)
     jobs = []
     for name, source in sources.items():

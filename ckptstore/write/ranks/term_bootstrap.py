@@ -1,10 +1,10 @@
-"""Begin a term with many ranks: they find each other, rank 0 opens it, the others join it.
+"""Begin a term with many ranks: they find each other, rank 0 opens the term, the others join it.
 
-1. They find each other (`rendezvous`). When all are there, rank 0 opens the term. Until then nobody is fenced.
-2. Rank 0 posts ``opened/<session>``; the others look whether they see that OPEN in their store, and say so.
-3. Rank 0 posts ``agreed/<session>/<rank>``: either all use the term, or none does.
+1. The ranks find each other (`rendezvous`). When all are there, rank 0 opens the term. Until then no writer is fenced.
+2. Rank 0 posts ``opened/<session>``. The others check that their store shows that OPEN record, and post the result.
+3. Rank 0 posts ``agreed/<session>/<rank>``: either all ranks use the term, or none does.
 
-A term that goes back to an earlier checkpoint is opened alike; in 1 every rank says to which.
+A term that rolls back to an earlier checkpoint is opened in the same way; in 1 every rank names the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def lead(group: Group, timeout: float, begin: Callable[[], OpenedTerm], asked: s
 
     Args:
         begin: opens the term -> what the others are told.
-        asked: what the term is to continue from, where all ranks have to say the same.
+        asked: what the term continues from, if all ranks have to name the same checkpoint.
 
     Raises:
         MissingRankError: not every rank came in time. No term was opened.
-        FailedRankError: a rank cannot use the store: the term is open, and nothing in it. Or it wants no term.
+        FailedRankError: a rank cannot use the store: the term is open and empty. Or a rank had an error and refused.
         RankMismatchError: the ranks ask for different checkpoints. No term was opened.
-        and what `begin` raises, which every rank then hears.
+        and what `begin` raises; every other rank is told.
     """
     box, session = group.mailbox, secrets.token_hex(16)
 
@@ -108,15 +108,15 @@ def join(
     """The side of every other rank -> the term that rank 0 has opened.
 
     Args:
-        coding: what this rank was told to store beside fulls, which has to be what rank 0 was (`OpenedTerm.coding`).
+        coding: what this rank's options store besides fulls; has to equal rank 0's (`OpenedTerm.coding`).
         asked: as for `lead`.
-        flaw: why this rank wants no term: all ranks are told, and here it is raised.
+        flaw: an error for which this rank refuses the term: all ranks are told, and it is raised here.
 
     Raises:
         MissingRankError: rank 0 did not answer in time.
         FailedRankError: rank 0 could not open a term.
-        RankMismatchError: this is another store than rank 0's, or one that does not show what rank 0 writes; or the
-            ranks are not of one group.
+        RankMismatchError: this store is not rank 0's, or does not show what rank 0 writes; or the ranks do not belong
+            to one group.
     """
     box, invitation = group.mailbox, joined(group, _BASE)
     crash_point("ranks.joined")
@@ -128,7 +128,7 @@ def join(
     say_here(group, _BASE, session, pack([asked, reason]))
     if flaw is not None:
         raise flaw
-    # Others may come late, until rank 0 gives up: that is the longest this can take.
+    # Other ranks may come late, until rank 0 gives up: this wait takes 2 * timeout at most.
     told = unpack(_awaited(group, f"{_BASE}/opened/{session}", ReplyDeadline(2 * timeout, group.ended)), "opened")
     if isinstance(told, str):
         raise FailedRankError(f"rank 0 could not open a term: {told}")
