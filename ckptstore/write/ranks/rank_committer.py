@@ -1,4 +1,4 @@
-"""Rank 0's side of a term of many ranks: it alone writes the log. One thread calls it."""
+"""Commit a term of many ranks on rank 0, which alone writes the log. One thread calls it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """A step of a batch, as rank 0 knows it.
+    """A step of a batch, as rank 0 commits it.
 
     Attributes:
         step: its number.
-        time: when it was given, seconds since 1970.
-        labels: what is said of it.
+        time: when the caller saved it, seconds since 1970.
+        labels: its metadata and tags.
         whole: the state of all ranks.
         base: the checkpoint that it builds on.
-        lossy: it is not the state that training had.
+        lossy: the stored state differs from the state that training had.
     """
 
     step: int
@@ -61,18 +61,18 @@ class Batched:
 
 
 class RankCommitter(Commits):
-    """Gathers the parts of a step, commits them, and tells all ranks."""
+    """Gathers the parts of a step, commits them, and posts the result to all ranks."""
 
     def __init__(self, log: Term, draft: SegmentDoc, options: RankOptions) -> None:
         """
         Args:
-            draft: what all segments of the term say of themselves.
+            draft: the header members that all segments of the term share.
         """
         super().__init__(log)
         self._draft = draft
         self._options = options
-        self._seen: set[int] = set()  # ranks whose segments were looked for
-        # What `check_united` has seen: agreement, tensors, and whether anything differed over the ranks.
+        self._seen: set[int] = set()  # ranks whose segments were checked
+        # What `check_united` has checked: agreement, tensors, and whether any value differed between the ranks.
         self._united: tuple[str, tuple[str, ...], bool] | None = None
 
     def settle(
@@ -85,17 +85,18 @@ class RankCommitter(Commits):
         *,
         kept: bool,
     ) -> CheckpointInfo:
-        """Gather, check, commit, and tell everyone, also if it fails: then every rank raises the same.
+        """Gather, check and commit a step, and post the result; if it fails, every rank raises the same error.
 
         Args:
-            agreement: who writes what.
-            order: how it is stored.
-            kept: it is an earlier step's, to which all ranks have to keep.
-            session: what the segment with the tree is written with.
+            agreement: which rank writes what.
+            order: how the step is stored.
+            kept: the agreement is an earlier step's, and all ranks have to use it.
+            session: writes the segment with the tree.
 
         Raises:
-            MissingRankError, FailedRankError, RankMismatchError, DivergedReplicasError: no part, or no state of them.
-            MailboxError: nobody can be told.
+            MissingRankError, FailedRankError, RankMismatchError, DivergedReplicasError: a part is missing, or the parts
+                do not make one state.
+            MailboxError: the other ranks cannot be told.
             and what `Term.commit` and writing raise.
         """
 
@@ -107,7 +108,7 @@ class RankCommitter(Commits):
         return self._telling(exchange, commit)[0]
 
     def _telling(self, exchange: Exchange, commit: Callable[[], list[CheckpointInfo]]) -> list[CheckpointInfo]:
-        """What `commit` commits, told to all ranks; or why not."""
+        """Call `commit`, and post its result or its error to all ranks -> the result."""
         try:
             self._check_ended()
             infos = commit()
@@ -116,7 +117,7 @@ class RankCommitter(Commits):
             exchange.post("verdict", CommitVerdict(error=told(error)).packed())
             raise
         crash_point("ranks.committed")
-        with contextlib.suppress(MailboxError):  # it is durable, whoever hears of it; the next save says what is gone
+        with contextlib.suppress(MailboxError):  # it is durable even if no rank is told; the next save raises the error
             exchange.post("verdict", CommitVerdict(tuple(infos)).packed())
         crash_point("ranks.told")
         return infos
@@ -140,23 +141,23 @@ class RankCommitter(Commits):
         return self._commit_whole(whole, exchange, session, labels, order)
 
     def _whole(self, parts: list[RankPart], agreement: Agreement, step: int) -> Gathered:
-        """One state of the parts of a step, of which replicas are alike."""
+        """Combine the parts of a step into one state, and compare its replicas."""
         division = agreement.division
         assert division is not None  # rank 0's
         whole = gathered(parts, division, agreement.id)
         seen = agreement.id, whole.names, rank_count(whole.tree) is not None
-        if seen != self._united:  # it takes as long as to gather them: once, while they are the same
+        if seen != self._united:  # the check takes as long as gathering: repeat it only when something changed
             check_united(whole.tree, parts)
             self._united = seen
         self._compare(parts, division, step)
         return whole
 
     def _take_over(self, abandoned: Sequence[str]) -> None:
-        """Have the next commit drop what ranks began in vain, whether it is this one or, if it fails, a later one."""
+        """Have the next commit drop the segments that ranks abandoned: this commit or, if it fails, a later one."""
         self.abandon([one for one in abandoned if one not in self._abandoned])
 
     def _look_for(self, segments: dict[int, tuple[SegmentEntry, ...]]) -> None:
-        """Whether rank 0 sees what others write, once for each of them."""
+        """Check that rank 0 sees what the other ranks write, once for each rank."""
         if not self._seen.issuperset(rank for rank, own in segments.items() if own):
             check_seen(self.log.journal, segments)
             self._seen.update(rank for rank, own in segments.items() if own)
@@ -201,10 +202,10 @@ class RankCommitter(Commits):
     # -- steps that are written together
 
     def wholes(self, exchange: Exchange, agreement: Agreement, steps: Sequence[int]) -> list[Gathered]:
-        """What all ranks have coded of each step of a batch, as one state each.
+        """Combine what all ranks have compressed of a batch -> the state of all ranks at each step.
 
         Args:
-            exchange: of the last of `steps`.
+            exchange: that of the last of `steps`.
 
         Raises:
             as `settle`.
@@ -223,7 +224,7 @@ class RankCommitter(Commits):
         """`settle` for the steps of a batch, whose shares all ranks have written.
 
         Args:
-            exchange: of its last step.
+            exchange: that of its last step.
         """
         return self._telling(exchange, lambda: self._commit_batch(exchange, batch, session))
 
@@ -278,5 +279,5 @@ class RankCommitter(Commits):
 
 
 def _first(identity: str, counts: Sequence[int]) -> SegmentPart | None:
-    """Which part of a step the segment with its tree is."""
+    """The part of a step that the segment with its tree is; None: it is the only segment."""
     return SegmentPart(identity, 0, 1 + sum(counts)) if sum(counts) else None

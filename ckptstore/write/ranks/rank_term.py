@@ -1,4 +1,4 @@
-"""One term as one rank sees it: the state that the caller's thread, the write thread and the commit thread share."""
+"""Hold one rank's state of a term, which the caller's thread, the write thread and the commit thread share."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class RankTerm:
     """A term that many ranks write.
 
     Attributes:
-        opening: what rank 0 has opened.
+        opening: the term as rank 0 opened it.
         parent: the checkpoint that it continues from.
-        committer: of rank 0; None: this is another.
-        draft: what all segments of the term say of themselves.
-        saves: its steps, as their savers know them.
-        agreed: who writes what, as agreed last; None: it has to be agreed.
-        families: tensors that updates have shown to belong together.
-        abandoned: segments that this rank began and that no commit has.
-        answered: of rank 0: steps of which all are told, and perhaps not all have heard.
+        committer: rank 0's committer; None on other ranks.
+        draft: the header members that all segments of the term share.
+        saves: its steps, as their callers know them.
+        agreed: the last agreement on which rank writes what; None: the ranks have to agree.
+        families: tensors that belong together, as updates have shown.
+        abandoned: segments that this rank began and that no commit contains.
+        answered: on rank 0: steps whose result is posted, and perhaps not yet read by all ranks.
         stopped: why this rank can save nothing more.
-        building: of rank 0: the step, or the last one of a batch, that is made, builds on what the log has, and is not
-            committed yet; None: none is. The thread that writes says so; the one that settles, or whoever gives that
-            step up, says that it is over (`built`).
+        building: on rank 0: the step (of a batch: the last one) that is being made, builds on what the log has, and is
+            not committed yet; None: there is none. The write thread sets it; the commit thread, or the code that gives
+            the step up, clears it (`built`).
     """
 
     def __init__(
@@ -67,25 +67,25 @@ class RankTerm:
 
     @property
     def number(self) -> int:
-        """The term's."""
+        """The term's number."""
         return self.opening.term
 
     @property
     def base(self) -> str:
-        """What all keys of the term begin with."""
+        """Prefix of all keys of the term."""
         return f"ckptstore/{self.opening.run}/{self.number}"
 
     def exchange(self, step: int) -> Exchange:
-        """The letters of the next attempt at a step, for the thread of its caller."""
+        """The letters of the next attempt at a step, for the caller's thread."""
         group = self._resources.group
         attempt = self._attempts.get(step, 0)
         return Exchange(self._mailbox, self.base, step, attempt, group.rank, group.size, group.ended, self._silence)
 
     def tell_flaw(self, one: RankSave, error: BaseException, *, over: bool = True) -> None:
-        """This rank does not do its part of a step: tell the others, and count the attempt.
+        """Tell the other ranks that this rank does not do its part of a step, and count the attempt.
 
         Args:
-            over: it asks for no letter of the step any more, so that they may be removed.
+            over: this rank reads no more letters of the step, so they may be removed.
         """
         self.built(one.step)
         self._attempts[one.step] = one.exchange.attempt + 1
@@ -102,25 +102,25 @@ class RankTerm:
             self.answered.append(one.exchange)
 
     def built(self, step: int) -> None:
-        """A step builds on nothing any more that is not committed. Any thread; another step goes on being made."""
+        """Note that `step` is no longer being made. Another step stays in `building`. Any thread may call it."""
         if self.building == step:
             self.building = None
 
     def conclude(self, step: int) -> None:
-        """Say that this rank is given no step above `step` any more: nobody need wait for its part of one."""
-        with contextlib.suppress(MailboxError):  # then nobody waits for it, either
+        """Post that this rank saves no step above `step`: no rank need wait for its part of one."""
+        with contextlib.suppress(MailboxError):  # then no rank waits, either
             self._mailbox.set(f"{self.base}/over/{self._resources.group.rank}", str(step).encode())
             self._mailbox.set(f"{self.base}/over", b"1")
 
     def failed(self, one: RankSave, error: BaseException) -> None:
-        """A step was not saved, as all ranks hear: count the attempt, and tell whoever waits for it here."""
+        """Note that a step failed on all ranks: count the attempt, and tell the caller here."""
         self._attempts[one.step] = one.exchange.attempt + 1
         if isinstance(error, RankMismatchError):
             self.agreed = None
         self.tell(one, error)
 
     def tell(self, one: RankSave, error: BaseException) -> None:
-        """Whoever waits for a step hears that it failed; if nobody does, the next call raises it."""
+        """Raise `error` to the caller that waits for a step; if none waits, the next call raises it."""
         if one.done.done():
             return
         if (committer := self.committer) is not None:
@@ -128,26 +128,26 @@ class RankTerm:
         one.fail(error, told=one.told)
 
     def abandon(self, segments: tuple[str, ...] | list[str]) -> None:
-        """What was begun in vain: a later commit drops it."""
+        """Note segments that will not be committed: a later commit drops them."""
         self.abandoned += [segment for segment in segments if segment not in self.abandoned]
 
     def committed(self, dropped: tuple[str, ...]) -> None:
-        """What a commit has dropped need not be dropped again."""
+        """Note what a commit has dropped: it need not be dropped again."""
         self.abandoned = [segment for segment in self.abandoned if segment not in dropped]
 
     def hand_in(self, exchange: Exchange, letter: bytes) -> None:
-        """Send this rank's part of a step; from now on nobody here knows what becomes of it until rank 0 says so."""
+        """Send this rank's part of a step. From now on only rank 0 knows whether it is committed."""
         try:
             exchange.post("part", letter, exchange.rank)
             exchange.arrived()
         except MailboxError as error:
             if self.committer is not None:
-                raise  # nobody else commits
-            # It may have come through, and then rank 0 may commit it.
+                raise  # no other rank commits
+            # The letter may have arrived, and then rank 0 may commit it.
             raise unknown(exchange.step, str(error)) from error
 
     def sweep(self, mailbox: Mailbox) -> bool:
-        """Rank 0: remove the letters of steps of which every rank has heard -> whether none is left."""
+        """Rank 0: remove the letters of steps whose result every rank has read -> whether none is left."""
         left = []
         for answered in self.answered:
             exchange = answered.using(mailbox)
@@ -159,7 +159,7 @@ class RankTerm:
         return not left
 
     def clear(self, mailbox: Mailbox) -> None:
-        """Rank 0: remove all letters of the term, whoever has heard of them."""
+        """Rank 0: remove all letters of the term, even those that a rank has not read."""
         for exchange in self.answered:
             exchange.using(mailbox).clear()
         for rank in range(self._resources.group.size):
@@ -167,7 +167,7 @@ class RankTerm:
 
 
 def unknown(step: int, why: str) -> CommitUnknownError:
-    """Nobody here can know whether a step was committed."""
+    """The error for a step of which this rank cannot know whether it was committed."""
     return CommitUnknownError(
         f"step {step} may or may not have been saved: rank 0, which commits, cannot be heard: {why}; open the store "
         "again to find out"

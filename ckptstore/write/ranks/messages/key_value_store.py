@@ -1,8 +1,8 @@
-"""How ranks send each other words: a small key-value store that all of them see, and letters of any length in it.
+"""Send letters of any length between ranks, through a small key-value store that all of them see.
 
-It is never a collective: one in a background thread would meet those of training. Values are at most `PIECE` bytes
-(torch's TCPStore cuts the connection at 8 MiB), so longer letters go in pieces, which are posted before the letter
-itself. Nothing here rests on a clock but the time-outs.
+No collective is used: a collective in a background thread would interfere with those of training. Values have at most
+`PIECE` bytes (torch's TCPStore cuts the connection at 8 MiB). So longer letters go in pieces, which are posted before
+the letter itself. Only the timeouts depend on a clock.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 PIECE: Final = 1 << 20
-"""Bytes of a value."""
+"""Most bytes of a value."""
 LETTER_LIMIT: Final = 256 << 20
-"""Bytes of a letter. A part of 100,000 tensors has about 10 MB."""
+"""Most bytes of a letter. A part of 100,000 tensors has about 10 MB."""
 _HEAD: Final = struct.Struct("<QQ")  # length, hash
 _FIRST_PAUSE: Final = 0.001
 _LONGEST_PAUSE: Final = 0.05
@@ -41,11 +41,11 @@ _LONGEST_PAUSE: Final = 0.05
 class Mailbox(Protocol):
     """Keys with values that every rank of a group sees. Each thread has its own (`clone`).
 
-    Every method raises `MailboxError` when the store behind it cannot be reached any more.
+    Every method raises `MailboxError` if the store behind it can no longer be reached.
     """
 
     def set(self, key: str, value: bytes) -> None:
-        """Store at most `PIECE` bytes and a few; what was at the key is replaced. Seen by whoever asks afterwards."""
+        """Store at most `PIECE` bytes and a short header; replace an earlier value. Later reads see the new value."""
 
     def get(self, key: str) -> bytes | None:
         """The value, or None if there is none. Does not wait."""
@@ -54,7 +54,7 @@ class Mailbox(Protocol):
         """Whether all of these keys have values. Does not wait."""
 
     def delete(self, key: str) -> None:
-        """Remove a value; harmless if there is none."""
+        """Remove a value; do nothing if there is none."""
 
     def clone(self) -> Self:
         """The same store for another thread."""
@@ -65,10 +65,10 @@ class Group:
     """The ranks that save together, as one of them sees them.
 
     Attributes:
-        rank: which one this is, from 0; rank 0 commits.
-        size: how many there are.
-        mailbox: what all of them see.
-        ended: asked while others are waited for; raises if what they have not sent will never come.
+        rank: the number of this rank, from 0; rank 0 commits.
+        size: the number of ranks.
+        mailbox: the mailbox that all of them see.
+        ended: called during each wait for other ranks; raises if the messages still missing will never come.
     """
 
     rank: int
@@ -107,15 +107,15 @@ class LocalMailbox:
         self._values.pop(key, None)
 
     def clone(self) -> Self:
-        """Itself: single operations of a dict are whole."""
+        """Return itself: single operations of a dict are atomic."""
         return self
 
     def keys(self) -> list[str]:
-        """What is there."""
+        """The keys that have values, sorted."""
         return sorted(self._values)
 
     def die(self) -> None:
-        """From now on every call fails, for everyone, as when the store's host is gone."""
+        """Make every later call fail, for all threads, as if the store's host were gone."""
         self._gone.set()
 
     def _check(self) -> None:
@@ -125,13 +125,13 @@ class LocalMailbox:
 
 @dataclass(slots=True)
 class ReplyDeadline:
-    """Waits for what others do, by looking again and again: first often, then every 50 ms.
+    """Waits for other ranks by polling: first often, then every 50 ms.
 
-    A wait in the store itself would hold its connection, and could not be ended.
+    A wait in the store itself would hold its connection and could not be interrupted.
 
     Attributes:
-        seconds: how long.
-        ended: asked at every look; a reason to stop waiting at once is raised by it.
+        seconds: how long to wait.
+        ended: called at every poll; raises if there is a reason to stop at once.
     """
 
     seconds: float
@@ -142,7 +142,10 @@ class ReplyDeadline:
         self._until = time.monotonic() + self.seconds
 
     def wait(self, done: Callable[[], bool]) -> bool:
-        """Whether `done` came true in time; it is asked once at least. May be called again for what is left."""
+        """Wait -> whether `done` returned true in time. It is called at least once.
+
+        May be called again, for the time that is left.
+        """
         pause = _FIRST_PAUSE
         while not done():
             self.ended()
@@ -155,7 +158,7 @@ class ReplyDeadline:
 
 
 def post(mailbox: Mailbox, key: str, letter: bytes) -> None:
-    """Send a letter of any length up to `LETTER_LIMIT`: whoever sees it can fetch all of it.
+    """Send a letter of at most `LETTER_LIMIT` bytes. A rank that sees it can fetch all of it.
 
     Raises:
         MailboxError: it is too long, or the store is gone.
@@ -172,10 +175,10 @@ def post(mailbox: Mailbox, key: str, letter: bytes) -> None:
 
 
 def fetch(mailbox: Mailbox, key: str) -> bytes | None:
-    """A letter, or None if it was not sent yet.
+    """Return a letter, or None if it was not sent yet.
 
     Raises:
-        FormatError: what is there is no letter, or not whole.
+        FormatError: the value is not a letter, or the letter is incomplete.
         MailboxError: the store is gone.
     """
     value = mailbox.get(key)

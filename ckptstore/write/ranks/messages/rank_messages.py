@@ -1,6 +1,6 @@
-"""What a rank hands to the committer, and what that answers: letters, as compressed JSON.
+"""Encode the letters between a rank and the committer, and the committer's answers, as compressed JSON.
 
-They are from processes of the same job, so they are not read as if from an enemy; a letter that cannot be read makes
+They come from processes of the same job, so they are not treated as hostile input. A letter that cannot be read makes
 the step fail.
 """
 
@@ -53,7 +53,7 @@ _KNOWN: Final = {
 
 
 def pack(value: Any) -> bytes:
-    """JSON as a letter."""
+    """Encode a value as JSON in a letter."""
     return zstandard.ZstdCompressor(level=1).compress(jsontext.dumps(value))
 
 
@@ -68,16 +68,16 @@ def unpack(letter: bytes, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank has written of a step, durable already.
+    """What one rank has written of a step; it is durable already.
 
     Attributes:
-        rank: whose it is.
-        agreement: which division of the tensors it follows.
+        rank: the rank that wrote it.
+        agreement: id of the agreement whose division it follows.
         segments: in order.
-        entries: what they hold, chunks with their decoded hashes alone.
-        digests: state digests of the replicas that it has, by name.
-        tree: its state's.
-        abandoned: segments that it began in this term and that will never be committed.
+        entries: what they hold; of the chunks only the decoded hashes.
+        digests: state digests of the rank's replicas, by name.
+        tree: the tree of the rank's state.
+        abandoned: segments that the rank began in this term and that will never be committed.
     """
 
     rank: int
@@ -94,7 +94,7 @@ class RankPart:
 
     @staticmethod
     def packed_all(parts: Sequence[RankPart]) -> bytes:
-        """Those of several steps as one letter."""
+        """Encode the parts of several steps as one letter."""
         return pack([part._row() for part in parts])
 
     def _row(self) -> dict[str, Any]:
@@ -136,13 +136,13 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class BatchPart:
-    """What one rank has written of several steps at once, durable already.
+    """What one rank has written of several steps at once; it is durable already.
 
     Attributes:
-        rank: whose it is.
+        rank: the rank that wrote it.
         segments: in order.
-        used: for each step the ids of those that hold something of it.
-        costs: for each step the bytes of those that are its.
+        used: for each step the ids of the segments that hold something of it.
+        costs: for each step its bytes in these segments.
         abandoned: see `RankPart`.
     """
 
@@ -191,11 +191,11 @@ def _entry(row: list[Any]) -> TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommitVerdict:
-    """What became of a step, or of several that were given together, for every rank.
+    """The result of a step, or of the steps of a batch, for every rank.
 
     Attributes:
-        infos: the checkpoints; none: there are none.
-        error: why not.
+        infos: the committed checkpoints; empty if nothing was committed.
+        error: why nothing was committed.
     """
 
     infos: tuple[CheckpointInfo, ...] = ()
@@ -209,7 +209,7 @@ class CommitVerdict:
 
     @classmethod
     def unpacked(cls, letter: bytes, where: str) -> CommitVerdict:
-        """The inverse of `packed`; an error of a kind that only rank 0 can have is a `FailedRankError`."""
+        """The inverse of `packed`; an error of a kind that only rank 0 raises becomes a `FailedRankError`."""
         found = unpack(letter, where)
         if "error" in found:
             return cls(error=_error(found["error"]))
@@ -222,7 +222,7 @@ class CommitVerdict:
 
 
 def pack_order(order: Order) -> bytes:
-    """An order as a letter."""
+    """Encode an order as a letter."""
     base = None if order.base is None else list(order.base)
     return pack([base, order.gap, order.keep, [list(one) for one in order.forget], order.after, order.last])
 
@@ -238,7 +238,7 @@ def unpack_order(letter: bytes, where: str) -> Order:
 
 
 def told(error: BaseException) -> CkptError:
-    """An error of rank 0 as the others hear of it."""
+    """Return an error of rank 0 as the other ranks raise it."""
     return error if isinstance(error, CkptError) else FailedRankError(f"rank 0: {type(error).__name__}: {error}")
 
 
@@ -262,15 +262,15 @@ def _error(members: Mapping[str, Any]) -> CkptError:
 
 @dataclass(frozen=True, slots=True)
 class OpenedTerm:
-    """The term that rank 0 has opened, for the others.
+    """The term that rank 0 has opened, for the other ranks.
 
     Attributes:
-        run: the store's.
-        term, nonce: the term's.
-        slot: where its OPEN stands.
-        parent: what it continues from.
-        url: what rank 0 opened the store with, for messages.
-        coding: what rank 0 was told to store beside fulls: ``deltas``, ``diffs``, both or nothing.
+        run: the store's run.
+        term, nonce: of the term.
+        slot: the slot of its OPEN record.
+        parent: the checkpoint that it continues from.
+        url: URL with which rank 0 opened the store, for messages.
+        coding: what rank 0's options store besides fulls: ``deltas=``, ``diffs=``, both or nothing.
     """
 
     run: str

@@ -1,4 +1,4 @@
-"""Ranks that were waited for in vain: one loss is found out once, and not again for each step in flight."""
+"""Remember the ranks that timed out, so that each step in flight does not wait for a lost rank again."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ class _Found(NamedTuple):
 
 
 class SilentRanks:
-    """What the time-outs of one term have shown, on one rank. Thread-safe: single operations of a dict are whole."""
+    """The ranks that timed out in one term, as one rank knows them.
+
+    Thread-safe: single operations of a dict are atomic.
+    """
 
     def __init__(self) -> None:
         self._found: dict[int, _Found] = {}
 
     def note(self, ranks: Iterable[int], step: int, why: str) -> None:
-        """These ranks did not do their part of a step in time.
+        """Note that these ranks did not do their part of a step in time.
 
         Args:
-            why: names them, what they did not do, and how long they were waited for.
+            why: names the ranks, what they did not do, and the timeout.
         """
         found = _Found(time.monotonic(), step, why)
         self._found.update(dict.fromkeys(ranks, found))
 
     def since(self, given: float) -> bool:
-        """Whether any rank was waited for in vain after `given` (``time.monotonic()``)."""
+        """Whether a wait for any rank timed out after `given` (``time.monotonic()``)."""
         return any(found.when > given for found in list(self._found.values()))
 
     def about(self, ranks: Iterable[int], given: float) -> str | None:
-        """Why a step that was given at `given`, and lacks the parts of `ranks`, need not wait for them; None: it must.
+        """Why a step saved at `given` that lacks the parts of `ranks` need not wait for them; None: it has to wait.
 
-        A step that is given later waits for the full time: the rank may be there again.
+        A step that is saved later waits the full time: the rank may be back.
         """
         for rank in ranks:
             found = self._found.get(rank)

@@ -1,7 +1,7 @@
-"""The letters of one step: what each rank posts, and how the others wait for it.
+"""Post the letters of one step, and wait for those of the other ranks.
 
-Keys begin with run, term, step and attempt, so that nothing of an earlier try is taken for this one's. A rank that
-fails posts that under ``failed``, and everyone who waits hears of it at once.
+Keys begin with run, term, step and attempt, so that a letter of an earlier attempt is never taken for one of this
+attempt. A rank that fails posts the reason under ``failed``; every rank that waits raises it at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckptstore.write.ranks.messages.silent_ranks import SilentRanks
 __all__ = ["Exchange", "attempt_id"]
 
 _LOOK_AROUND: Final = 1.0
-"""Seconds between two looks at which steps the missing ranks are."""
+"""Seconds between two checks of the steps that the missing ranks are at."""
 _LOOK_FOR_ENDED: Final = 0.1
-"""Seconds between two looks at who is given nothing any more: few ranks ever say so, and each look is a question."""
+"""Seconds between two checks for ranks that save no more: few ranks ever post that, and each check is a request."""
 
 
 def attempt_id(nonce: str, step: int, attempt: int) -> str:
-    """The uuid of the segment that holds the tree of a step: every rank knows it before it is written.
+    """The uuid of the segment that holds the tree of a step. Every rank can compute it before the segment is written.
 
     Args:
         nonce: of the term.
@@ -37,17 +37,17 @@ def attempt_id(nonce: str, step: int, attempt: int) -> str:
 
 @dataclass(slots=True)
 class Exchange:
-    """The letters of one attempt at one step, as one thread of one rank sends and gets them.
+    """The letters of one attempt at one step, as one thread of one rank sends and receives them.
 
     Attributes:
         mailbox: this thread's.
-        base: what all keys of the term begin with.
+        base: prefix of all keys of the term.
         step: the step.
         attempt: how often the step failed before.
         rank, size: of the group.
-        ended: raises if nothing shall be waited for any more.
-        silence: which ranks were waited for in vain.
-        given: when this rank was given the step, on the monotonic clock.
+        ended: raises if waiting has to stop.
+        silence: the ranks that timed out.
+        given: when this rank's caller saved the step, on the monotonic clock.
     """
 
     mailbox: Mailbox
@@ -64,15 +64,15 @@ class Exchange:
 
     @property
     def prefix(self) -> str:
-        """What its keys begin with."""
+        """Prefix of its keys."""
         return f"{self.base}/{self.step}.{self.attempt}"
 
     def using(self, mailbox: Mailbox) -> Exchange:
-        """The same, for another thread."""
+        """The same exchange for another thread."""
         return replace(self, mailbox=mailbox)
 
     def key(self, what: str, rank: int | None = None) -> str:
-        """Key of a letter: of everyone's, or of one rank's."""
+        """Key of a letter: one for all ranks, or one per rank."""
         return f"{self.prefix}/{what}" if rank is None else f"{self.prefix}/{what}/{rank}"
 
     def post(self, what: str, letter: bytes, rank: int | None = None) -> None:
@@ -80,12 +80,12 @@ class Exchange:
         post(self.mailbox, self.key(what, rank), letter)
 
     def fail(self, error: BaseException) -> None:
-        """Tell everyone that this rank will not do its part, and why."""
+        """Post that this rank will not do its part, and why."""
         reason = f"{type(error).__name__}: {error}"
         self.post("failed", pack([self.rank, reason, isinstance(error, UnmadeStateError)]))
 
     def failed(self) -> FailedRankError | None:
-        """What a rank has told, if one has."""
+        """The failure that a rank has posted; None: none has."""
         letter = fetch(self.mailbox, self.key("failed"))
         if letter is None:
             return None
@@ -94,15 +94,15 @@ class Exchange:
         return kind(f"step {self.step} was not saved: rank {rank}: {reason}")
 
     def every(self, what: str, deadline: ReplyDeadline, doing: str) -> list[bytes]:
-        """The letter of every rank, in their order.
+        """Wait for the letter of every rank -> the letters, in the order of the ranks.
 
         Args:
-            doing: what a rank that is missing did not do, for the error.
+            doing: what a missing rank did not do, for the error.
 
         Raises:
-            MissingRankError: not all came in time, or one that is missing has gone on to a later step, or an earlier
-                step has waited for it in vain since this one was given.
-            FailedRankError: a rank said that it failed.
+            MissingRankError: not all came in time; or a missing rank has continued with a later step; or since this
+                step was saved, an earlier step's wait for it has timed out.
+            FailedRankError: a rank posted that it failed.
         """
         keys = [self.key(what, rank) for rank in range(self.size)]
 
@@ -113,7 +113,7 @@ class Exchange:
                 raise error
             self._check_ended(rank for rank, key in enumerate(keys) if not self.mailbox.has([key]))
             self._look_around(keys)
-            # Prevents: N steps in flight that wait for a dead rank one after the other, for N times the time-out.
+            # Prevents: N steps in flight that wait for a dead rank one after the other, for N times the timeout.
             if self.silence.since(self.given) and (why := self.silence.about(self._missing(keys), self.given)):
                 raise MissingRankError(f"step {self.step} was not saved, {why}")
             return False
@@ -130,15 +130,16 @@ class Exchange:
         return [rank for rank, key in enumerate(keys) if not self.mailbox.has([key])]
 
     def first(self, keys: list[str], deadline: ReplyDeadline, *, patient: bool = True) -> bytes | None:
-        """The letter of rank 0 at the first of these keys that has one, or None if none comes in time.
+        """Wait for a letter of rank 0 -> the letter at the first of these keys that has one; None: none came in time.
 
-        None at once if an earlier step has waited for rank 0 in vain since this one was given.
+        Returns None at once if an earlier step's wait for rank 0 has timed out since this step was saved.
 
         Args:
-            patient: the deadline leaves rank 0 the time to wait for others itself. Else its silence means nothing.
+            patient: the deadline leaves rank 0 enough time to wait for other ranks itself. False: a timeout does not
+                show that rank 0 is lost.
 
         Raises:
-            MissingRankError: none will come, because rank 0 is given no such step any more.
+            MissingRankError: no letter will come, because rank 0 saves no such step any more.
         """
 
         def there() -> bool:
@@ -152,23 +153,23 @@ class Exchange:
         return next((letter for key in keys if (letter := fetch(self.mailbox, key)) is not None), None)
 
     def see(self) -> None:
-        """Note that this rank knows what became of the step: it asks for nothing of it any more."""
+        """Post that this rank knows the step's result: it reads no more letters of the step."""
         self.mailbox.set(self.key("seen", self.rank), b"1")
 
     def seen(self) -> bool:
-        """Whether every rank but 0 has."""
+        """Whether every rank except 0 has called `see`."""
         return self.mailbox.has([self.key("seen", rank) for rank in range(1, self.size)])
 
     def hurry(self) -> None:
-        """Ask rank 0 not to let the batch that this step begins wait any longer."""
+        """Ask rank 0 to write the batch that begins with this step now."""
         self.mailbox.set(self.key("hurry"), b"1")
 
     def hurried(self) -> bool:
-        """Whether a rank has."""
+        """Whether a rank has called `hurry`."""
         return self.mailbox.has([self.key("hurry")])
 
     def arrived(self) -> None:
-        """Note that this rank has handed in its part: what it has not handed in before, it never will."""
+        """Post that this rank has handed in its part: it will hand in no part of an earlier step."""
         self.mailbox.set(f"{self.base}/at/{self.rank}", str(self.step).encode())
 
     def _check_ended(self, ranks: Iterable[int]) -> None:
@@ -188,7 +189,7 @@ class Exchange:
                 )
 
     def _look_around(self, keys: list[str]) -> None:
-        """Prevents: waiting for minutes for the part of a rank that saves other steps."""
+        """Prevents: a wait of minutes for the part of a rank that saves other steps."""
         now = time.monotonic()
         if now - self._looked < _LOOK_AROUND:
             return
@@ -209,7 +210,7 @@ class Exchange:
         return f"{ranks} did not {doing} within {seconds:g} s{last}"
 
     def clear(self) -> None:
-        """Remove every letter of this attempt. Rank 0 does, once all ranks have seen what became of it."""
+        """Remove every letter of this attempt. Rank 0 calls it once all ranks have seen the result."""
         for what in ("items", "division", "share", "part"):
             withdraw(self.mailbox, [self.key(what, rank) for rank in range(self.size)])
         for rank in range(self.size):
