@@ -1,4 +1,4 @@
-"""The commit thread of a rank: rank 0 gathers the parts of each step and commits them, other ranks wait for that."""
+"""Run the commit thread of a rank: rank 0 gathers the parts of each step and commits them; other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from ckptstore.write.resident_bases import ResidentBases
 __all__ = ["CommitCoordinator"]
 
 _FAREWELL = 10.0
-"""Seconds for which rank 0 waits at its end until the others have read the last results: it may host the store."""
+"""Seconds that rank 0 waits at its end for the others to read the last results: it may host the key-value store."""
 
 
 class _WaitingError(Exception):
-    """A step that is compressed, or waits for its batch, builds on what a request may drop: it is committed before."""
+    """A step that is being compressed, or waits for its batch, has to be committed before a request is granted.
+
+    It builds on checkpoints that the request may drop.
+    """
 
 
 class CommitCoordinator:
@@ -44,9 +47,9 @@ class CommitCoordinator:
     ) -> None:
         """
         Args:
-            policy: learns of fulls and deltas.
-            bases: of deltas; None: there are no deltas.
-            diffs: of step diffs; None: there are none.
+            policy: receives the cost of fulls and deltas.
+            bases: the bases of deltas; None: there are no deltas.
+            diffs: compresses step diffs; None: there are none.
         """
         self._policy = policy
         self._resources = resources
@@ -56,9 +59,9 @@ class CommitCoordinator:
         if rank_term.committer is not None:
             rank_term.committer.retainer.bases = policy.bases
         self.busy: Callable[[], bool] = lambda: False
-        """Whether a step is being compressed, or waits."""
+        """Whether a step is being compressed, or waits for its batch."""
         self.flush_later: Callable[[], object] = lambda: None
-        """Has what waits written soon."""
+        """Submits the waiting steps to be written soon."""
 
     def settle(self, one: RankSave) -> None:
         """Commit a step on rank 0; on another rank wait for the result."""
@@ -66,17 +69,17 @@ class CommitCoordinator:
         one.exchange = one.exchange.using(self._rank_term.commit_box)
         try:
             info = self._heard(one.exchange)[0] if self._rank_term.committer is None else self._decided(one)
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the step is told
+        except BaseException as error:  # noqa: BLE001  # the callers that wait for the step are told
             self._lost(one.begun, error)
             self._rank_term.failed(one, error)
             return
         self._rank_term.committed(one.dropped)
-        one.done.set_result(info)  # it is durable: nothing that follows may say otherwise
+        one.done.set_result(info)  # it is durable: no later error may fail it
         self._keep(one, info)
         self._tend()
 
     def settle_batch(self, batch: Sequence[RankSave], batched: Sequence[Batched]) -> None:
-        """`settle` for the steps of a batch; `batched` is rank 0's."""
+        """`settle` for the steps of a batch; only rank 0 uses `batched`."""
         last = batch[-1]
         self._rank_term.built(last.step)
         exchange = last.exchange.using(self._rank_term.commit_box)
@@ -93,7 +96,7 @@ class CommitCoordinator:
                 except BaseException:
                     last.begun += tuple(begun)
                     raise
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the steps is told
+        except BaseException as error:  # noqa: BLE001  # the callers that wait for the steps are told
             self._lost(last.begun, error)
             for one in batch:
                 self._rank_term.failed(one, error)
@@ -102,16 +105,16 @@ class CommitCoordinator:
         self._diffs.written(infos[-1])
         self._rank_term.committed(last.dropped)
         if len(infos) < len(batch):
-            infos = [infos[-1]] * len(batch)  # the gradients of all were summed up
+            infos = [infos[-1]] * len(batch)  # the gradients of all steps were summed
         for one, info in zip(batch, infos, strict=True):
-            one.coded = None  # whoever holds the save holds no memory
+            one.coded = None  # a caller that keeps the save keeps no memory
             one.done.set_result(info)
         self._tend()
 
     def _lost(self, begun: tuple[str, ...], error: BaseException) -> None:
-        """A step was not committed: its segments are dropped later, and nothing builds on it."""
+        """Note that a step was not committed: its segments are dropped later, and nothing builds on it."""
         if isinstance(error, FencedError | CommitUnknownError):
-            self._rank_term.stopped = error  # this term drops nothing any more
+            self._rank_term.stopped = error  # this term drops nothing more
         else:
             self._rank_term.abandon(begun)
         self.restart()
@@ -125,7 +128,7 @@ class CommitCoordinator:
             self._diffs.restart()
 
     def give_place(self) -> None:
-        """A full comes that is copied unit by unit: nothing builds on the bases any more, and it takes their memory."""
+        """Free the bases before a full that is copied in units: nothing builds on them, and it needs their memory."""
         if self._bases is not None:
             self._bases.clear()
         if self._diffs is not None:
@@ -139,7 +142,7 @@ class CommitCoordinator:
 
         def copied() -> Snapshot:
             assert one.share is not None
-            if one.snapshot is None or one.retained:  # the memory is training's, or another base's
+            if one.snapshot is None or one.retained:  # the memory belongs to training or to another base
                 return self._resources.snapshots.copy(one.share, self._resources.workers.pool)
             one.retained = True
             return one.snapshot
@@ -152,8 +155,8 @@ class CommitCoordinator:
                     one.retained = True
             if self._diffs is not None:
                 self._diffs.begin(info, copied(), seconds)
-        except Exception as error:  # noqa: BLE001  # no memory, or a controller's: it is no reason to fail a save
-            self.restart()  # the next delta fails here, is said to all, and a full follows
+        except Exception as error:  # noqa: BLE001  # no memory, or a controller's error: no reason to fail the save
+            self.restart()  # the next delta fails here, all ranks are told, and a full follows
             text = f"{info.ref} cannot be kept as a base by rank {one.exchange.rank}"
             warn(f"{text}, so the next save is a full: {type(error).__name__}: {error}")
 
@@ -208,7 +211,7 @@ class CommitCoordinator:
                 self._rank_term.sweep(self._rank_term.commit_box)
 
     def finish(self) -> None:
-        """The last thing of a term."""
+        """Do the last work of a term."""
         committer, box = self._rank_term.committer, self._rank_term.commit_box
         if committer is None:
             return
@@ -216,7 +219,7 @@ class CommitCoordinator:
         committer.note_end()
         committer.finish_folds()
         seconds, ended = min(_FAREWELL, self._resources.ranks.timeout), self._resources.group.ended
-        with contextlib.suppress(MailboxError, AgentLostError):  # who is gone hears of nothing
+        with contextlib.suppress(MailboxError, AgentLostError):  # a lost rank cannot read the results
             ReplyDeadline(seconds, ended).wait(lambda: self._rank_term.sweep(box))
             self._rank_term.clear(box)
 

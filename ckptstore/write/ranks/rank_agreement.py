@@ -1,6 +1,7 @@
-"""The ranks agree who writes what: once, and again whenever a rank's tensors change.
+"""Agree which rank writes what: once, and again whenever a rank's tensors change.
 
-A rank whose tensors are as they were says so (``items`` is ``=`` and the agreement's id) and goes on without waiting.
+A rank whose tensors have not changed posts ``=`` and the agreement's id as its ``items``, and continues without
+waiting.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Agreement:
     """What one rank writes.
 
     Attributes:
-        id: of the agreement; the same on all ranks.
+        id: id of the agreement; the same on all ranks.
         holding: the `Holding.id` that it is for.
         writes: name -> rows.
-        compared: tensors whose digests it says.
-        division: of all ranks; rank 0 alone has it.
+        compared: tensors whose digests the rank reports.
+        division: the division of all ranks; only rank 0 has it.
     """
 
     id: str
@@ -43,15 +44,15 @@ class Agreement:
 def agree(
     exchange: Exchange, holding: Holding, known: Agreement | None, deadline: ReplyDeadline, *, replicas_apart: bool
 ) -> Agreement:
-    """What this rank writes of `holding`.
+    """Agree what this rank writes of `holding`.
 
     Args:
-        known: what was agreed before.
-        deadline: for the other ranks, if anything has to be agreed.
+        known: the earlier agreement.
+        deadline: for the other ranks, if they have to agree.
 
     Raises:
-        RankMismatchError: what the ranks have does not make one state, or only some have other tensors than before.
-        MissingRankError, FailedRankError: a rank did not say what it has.
+        RankMismatchError: the ranks' tensors do not make one state, or the tensors of only some ranks have changed.
+        MissingRankError, FailedRankError: a rank did not report what it has.
     """
     if known is not None and known.holding == holding.id:
         exchange.post("items", _KEPT + known.id.encode(), exchange.rank)
@@ -92,7 +93,7 @@ def _led(exchange: Exchange, holding: Holding, deadline: ReplyDeadline, replicas
 
 
 def check_changed(exchange: Exchange, letters: list[bytes]) -> None:
-    """Raise `RankMismatchError` if some ranks kept to what was agreed before, while rank 0 has to agree anew."""
+    """Raise `RankMismatchError` if some ranks kept the earlier agreement while rank 0 needs a new one."""
     kept = [rank for rank, letter in enumerate(letters) if letter.startswith(_KEPT)]
     if kept:
         raise RankMismatchError(
@@ -102,11 +103,11 @@ def check_changed(exchange: Exchange, letters: list[bytes]) -> None:
 
 
 def check_kept(exchange: Exchange, agreement: Agreement, deadline: ReplyDeadline) -> None:
-    """Rank 0, which kept to an agreement: whether all others did.
+    """Rank 0, which kept an agreement: check that all other ranks kept it, too.
 
     Raises:
-        RankMismatchError: one did not; it and all others hear of it.
-        MissingRankError, FailedRankError: a rank did not say.
+        RankMismatchError: a rank did not; that rank and all others are told.
+        MissingRankError, FailedRankError: a rank did not report.
     """
     letters = exchange.every("items", deadline, "begin to save it")
     for rank, letter in enumerate(letters):

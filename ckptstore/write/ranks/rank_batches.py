@@ -1,14 +1,14 @@
-"""The batches of step diffs of ranks: which steps wait, when a batch ends, and how all ranks write it together.
+"""Batch the step diffs of ranks: keep steps waiting, end a batch, and write it together with all ranks.
 
-1. Each step is ordered by rank 0 (`rank_orders`), compressed by every rank, and waits in its memory.
-2. Rank 0 ends a batch: with the order of its last step, or, between two steps (a caller waits, or time is up), by a
+1. Rank 0 orders each step (`rank_orders`). Every rank compresses its share, which waits in the rank's memory.
+2. Rank 0 ends a batch: with the order of its last step; or, between two steps (a caller waits, or time is up), with a
    message ``batch`` of its first step. Another rank whose caller waits asks rank 0 for that (``hurry``).
-3. Every rank posts what it has compressed of all steps (``share``). Rank 0 puts the state of each step together and
-   posts their hashes (``states``): a step needs the hash of the one that it builds on.
-4. Every rank writes its share of all steps in one segment, and hands in its part. Rank 0 writes the trees, and commits.
+3. Every rank posts what it has compressed of all steps (``share``). Rank 0 combines the state of each step and posts
+   the hashes (``states``): a step needs the hash of the step that it builds on.
+4. Every rank writes its share of all steps in one segment, and hands in its part. Rank 0 writes the trees and commits.
 
-A rank that could not compress a step says so when the batch ends. Then the batch fails on all ranks, and a full
-follows. Where gradients are summed up, a batch becomes one checkpoint.
+A rank that could not compress a step reports it when the batch ends. Then the batch fails on all ranks, and a full
+follows. If gradients are summed, a batch becomes one checkpoint.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from ckptstore.write.steps.step_encoding import EncodedStep, EncodedTensor
 __all__ = ["LOOK_SECONDS", "RankBatches"]
 
 LOOK_SECONDS: Final = 0.1
-"""Seconds between two looks whether the batch of the waiting steps ends."""
+"""Seconds between two checks whether the batch of the waiting steps ends."""
 
 
 class RankBatches:
-    """The waiting steps of one rank. The thread that writes calls it, except where a method says otherwise.
+    """The waiting steps of one rank. The write thread calls it, except where a method says otherwise.
 
     Attributes:
-        coding: rank 0: the current step is being compressed and will wait, too.
+        coding: on rank 0: the current step is being compressed and will also wait.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RankBatches:
         self._diffs = diffs
         self._coordinator = coordinator
         self._first: Exchange | None = None  # of the first step that waits; other threads read it
-        self._due = float("inf")  # when what waits is written at the latest
+        self._due = float("inf")  # the latest time at which the waiting steps are written
         self._late = float("inf")  # when this rank stops waiting for rank 0
         self._wanted: set[int] = set()  # steps whose callers wait on this rank
         self.coding = False
@@ -99,21 +99,21 @@ class RankBatches:
             self.end_early()
 
     def end_early(self) -> None:
-        """Write what waits: at once on rank 0; another rank asks rank 0 for it."""
+        """Write the waiting steps: at once on rank 0; another rank asks rank 0 for it."""
         if self._rank_term.committer is not None:
             self.flush()
         elif self._first is not None and self._late == float("inf"):
             self._late = time.monotonic() + 2 * self._resources.ranks.timeout
-            with contextlib.suppress(MailboxError):  # the next look raises it, too
+            with contextlib.suppress(MailboxError):  # the next check raises it, too
                 self._first.hurry()
 
     def end_early_for(self, step: int) -> None:
-        """`end_early`, if this step is among those that wait."""
+        """Call `end_early` if this step is among the waiting steps."""
         if any(one.step == step for one in self._diffs.waiting):
             self.end_early()
 
     def hurry(self, step: int) -> None:
-        """A caller on this rank waits for a step. Any thread."""
+        """Note that a caller on this rank waits for a step. Any thread."""
         self._wanted.add(step)
 
     def hurried(self) -> bool:
@@ -126,7 +126,7 @@ class RankBatches:
     # -- the thread that looks
 
     def look(self) -> None:
-        """If the batch ends, have the thread that writes write it. Called every `LOOK_SECONDS`."""
+        """If the batch ends, submit it to the write thread. Called every `LOOK_SECONDS`."""
         first = self._first
         if first is None:
             return
@@ -166,7 +166,7 @@ class RankBatches:
             self.flush()
 
     def wait_for_end(self) -> None:
-        """The writer is closed: write what waits, with the others."""
+        """Write the waiting steps together with the other ranks, because the writer is closing."""
         if self._rank_term.committer is not None:
             self.flush()
             return
@@ -178,7 +178,7 @@ class RankBatches:
             self.follow()
 
     def _told_last(self) -> tuple[int, int] | None:
-        """Step and attempt with which rank 0 has ended the batch, if it has."""
+        """The last step of the batch and its attempt, if rank 0 has ended the batch."""
         assert self._first is not None
         letter = fetch(self._first.mailbox, self._first.key("batch"))
         if letter is None:
@@ -187,10 +187,10 @@ class RankBatches:
         return step, attempt
 
     def flush(self, *, ordered: bool = False) -> None:
-        """Write what waits, together with all other ranks. Each of the steps is committed then, or has failed.
+        """Write the waiting steps together with all other ranks. Each step is then committed or has failed.
 
         Args:
-            ordered: all ranks know that this is a batch, and which its last step is.
+            ordered: all ranks know that this is a batch, and its last step.
         """
         if self._diffs.waiting:
             self._rank_term.building = self._diffs.waiting[-1].step
@@ -210,7 +210,7 @@ class RankBatches:
             batched = self._written(batch, begun)
             last.begun = tuple(begun)
             self._resources.commit_thread.submit(self._coordinator.settle_batch, batch, batched).result()
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the steps is told
+        except BaseException as error:  # noqa: BLE001  # the callers that wait for the steps are told
             self._fail(batch, begun, error)
         finally:
             self._leave(batch)
@@ -232,7 +232,7 @@ class RankBatches:
             raise FailedRankError(f"steps {first.step} to {last.step} were not saved: rank 0 has another batch")
 
     def _fail(self, batch: Sequence[RankSave], begun: Sequence[str], error: BaseException) -> None:
-        """This rank could not do its part of a batch: tell the other ranks, and fail its steps."""
+        """Tell the other ranks that this rank could not do its part of a batch, and fail its steps."""
         if isinstance(error, CommitUnknownError):
             self._rank_term.stopped = error
         else:
@@ -246,7 +246,7 @@ class RankBatches:
             self._rank_term.failed(one, error)
 
     def _leave(self, batch: Sequence[RankSave]) -> None:
-        """This rank reads no message of these steps any more. Those of the last one belong to the commit thread."""
+        """Note that this rank reads no more messages of these steps, except the last: the commit thread reads those."""
         for one in batch[:-1]:
             if self._rank_term.committer is not None:
                 self._rank_term.answered.append(one.exchange)
@@ -280,7 +280,7 @@ class RankBatches:
         self, batch: Sequence[RankSave], steps: Sequence[EncodedStep], share: RankShare, begun: list[str]
     ) -> BatchPart:
         dropped = batch[-1].dropped
-        if not any(step.units for step in steps):  # nothing of this state is this rank's
+        if not any(step.units for step in steps):  # this rank stores nothing of this state
             return BatchPart(share.rank, (), ((),) * len(batch), (0,) * len(batch), dropped)
         segments, encodings = write_batch(
             self._resources.session(begun.append),
@@ -314,7 +314,7 @@ class RankBatches:
         return wholes
 
     def _states(self, batch: Sequence[RankSave], exchange: Exchange) -> list[str]:
-        """The hashes of the states that rank 0 has put together; not needed for one step, whose base is known."""
+        """The hashes of the states that rank 0 has combined; not needed for a single step, whose base is known."""
         if len(batch) == 1:
             return []
         deadline = ReplyDeadline(2 * self._resources.ranks.timeout)
@@ -323,7 +323,7 @@ class RankBatches:
             raise MissingRankError(
                 f"step {exchange.step} was not saved: rank 0 did not say on what within {deadline.seconds:g} s"
             )
-        # Fetch it again: it may have come after `letter`.
+        # Fetch it again: the verdict may have come after `letter`.
         if (verdict := fetch(exchange.mailbox, exchange.key("verdict"))) is not None:
             raise CommitVerdict.unpacked(verdict, "verdict").error or MissingRankError(
                 "rank 0 went on without this rank"
@@ -340,7 +340,7 @@ def _labels(one: RankSave, batch: Sequence[RankSave], made: Sequence[RankSave]) 
 
 
 def _entry(tensor: EncodedTensor) -> TensorEntry:
-    """A compressed tensor as it is handed in: with the hashes of the decoded chunks."""
+    """Return the entry of a compressed tensor that is handed in: with the hashes of the decoded chunks."""
     spec = tensor.spec
     chunks = tuple(Chunk(0, 0, chunk.logical, "", chunk.decoded_hash) for chunk in tensor.chunks)
     return TensorEntry(spec.name, spec.dtype, spec.shape, chunks, tensor.codec, {}, spec.global_shape, spec.offset)

@@ -1,8 +1,8 @@
-"""Step diffs of one rank: it compresses its share of a step against its share of the step before, in its own memory.
+"""Compress the step diffs of one rank: its share of a step against its share of the step before, in its own memory.
 
 Rank 0 decides which steps are diffs and when a batch is written, and tells the others (`rank_orders`, `rank_batches`).
-A rank compresses what an optimizer moved by its arithmetic where it stores a parameter and its moments alike, which
-`division` sees to.
+If a rank stores the same rows of a parameter and its moments, it compresses them with the optimizer's arithmetic;
+`division` arranges that.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["RankDiffs"]
 
 
 class RankDiffs:
-    """The step diffs of a rank. The thread that writes calls it, and the one that settles while that waits.
+    """The step diffs of a rank. The write thread calls it; so does the commit thread while the write thread waits.
 
     Attributes:
-        options: of this rank's writer; rank 0's decide.
-        waiting: steps that wait for their batch: compressed, summed up, or with the reason why they could not be.
+        options: those of this rank's writer; rank 0's decide.
+        waiting: steps that wait for their batch: compressed, summed, or with the error that prevented it.
         base: the checkpoint that the first of them builds on; None: there is none.
     """
 
     def __init__(self, options: DiffOptions, workers: Workers, snapshots: SnapshotPool, policy: OrderPolicy) -> None:
         """
         Args:
-            policy: learns what the steps cost. Learns of fulls and deltas elsewhere.
+            policy: receives the cost of the steps here, and that of fulls and deltas elsewhere.
         """
         self.options = options
         self.waiting: list[RankSave] = []
@@ -56,7 +56,7 @@ class RankDiffs:
         return sum(one.coded.stored for one in self.waiting if one.coded is not None)
 
     def add(self, one: RankSave) -> None:
-        """Compress a step, or sum its gradients up; it then waits. If that fails, its batch will fail."""
+        """Compress a step, or add up its gradients; it then waits. If that fails, its batch will fail."""
         try:
             if one.flaw is None:
                 self._check_base(one)
@@ -69,7 +69,7 @@ class RankDiffs:
         finally:
             self.waiting.append(one)
             one.let_go()
-            one.leave()  # a batch has a bound of its own
+            one.leave()  # a batch has its own limit
 
     def _check_base(self, one: RankSave) -> None:
         base = self._resident.base
@@ -99,7 +99,10 @@ class RankDiffs:
         self._policy.joined()
 
     def _learn(self, one: RankSave, coded: EncodedStep, snapshot: Snapshot | None) -> None:
-        """A step was compressed; `snapshot`: the next one is compressed against it (None: it is there already)."""
+        """Record the cost of a compressed step.
+
+        The next step is compressed against `snapshot`; None: it is in memory already.
+        """
         assert one.how.after is not None
         identity = CheckpointId(0, one.step, "")
         self._policy.compressed(identity, one.how.after, coded.stored, coded.nbytes)
@@ -107,29 +110,29 @@ class RankDiffs:
             self._resident.advance(identity, snapshot)
 
     def _encode_fed(self, one: RankSave, feed: Feed) -> EncodedStep:
-        """Compress a share that is copied unit by unit: it takes the place of the one before."""
+        """Compress a share that is copied unit by unit: it overwrites the share of the step before."""
         plan = self._resident.plan(feed, one.updates, one.step)
         before = self._resident.here
         room = before.snapshot.room(feed.flat)
         if room is not None:
             snapshot = self._resident.turn(feed.flat, room)
-        else:  # tensors of this rank alone have changed their sizes
+        else:  # tensors that only this rank has have changed their sizes
             snapshot = self._snapshots.empty(feed.flat)
             room = snapshot.room(feed.flat)
         one.snapshot = snapshot
         try:
             return plan.encode(Fed(feed, room), self._workers)
         except TooLongError:
-            # All of it is in memory, and what it was compressed against is not.
+            # All of the share is in memory; the share that it was compressed against is overwritten.
             return self._resident.encode_alone(snapshot.flat, before.id, one.step)
 
     def take(self) -> list[RankSave]:
-        """Everything that waits, which from now on does not."""
+        """Remove and return all waiting steps."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     def checkpoints(self, batch: list[RankSave]) -> list[RankSave]:
-        """Those steps of a batch that become checkpoints: all, or the last one for the sum of all."""
+        """The steps of a batch that become checkpoints: all; or, if gradients are summed, the last one."""
         if self._sums.latest is None:
             return batch
         last = batch[-1]
@@ -138,10 +141,10 @@ class RankDiffs:
         return [last]
 
     def placed(self, batch: list[RankSave], states: list[str], term: int) -> list[EncodedStep]:
-        """The steps of a batch, each with the identity of the one that it builds on.
+        """The compressed steps of a batch, each with the identity of the checkpoint that it builds on.
 
         Args:
-            states: hashes of the states of all ranks; that of the last step is not needed.
+            states: for each step the hash of the state of all ranks; that of the last step is not needed.
         """
         assert self.base is not None
         bases = [self.base, *(CheckpointId(term, one.step, state) for one, state in zip(batch, states, strict=False))]
@@ -156,22 +159,22 @@ class RankDiffs:
         return self._resident.digests(last)
 
     def begin(self, info: CheckpointInfo, snapshot: Snapshot, seconds: float) -> None:
-        """A full, or a delta, is durable: the next step is compressed against it. Takes `snapshot` over.
+        """Compress the next step against a full or a delta that is durable. Takes ownership of `snapshot`.
 
         Args:
-            seconds: how long it took.
+            seconds: how long the save of the full or delta took.
         """
         self._policy.begin_steps(info.id, info.stored, seconds)
         self._resident.advance(info.id, snapshot)
         self.base = info.id
 
     def written(self, info: CheckpointInfo) -> None:
-        """A batch is durable, of which this is the last checkpoint."""
+        """Note that the batch with this last checkpoint is durable."""
         self._policy.batch_committed(info.id)
         self.base = info.id
 
     def restart(self) -> None:
-        """Give up the step in memory: the next checkpoint is no diff."""
+        """Give up the step in memory: the next checkpoint is not a diff."""
         self.base = None
         self._sums.clear()
         self._policy.end_steps()

@@ -1,4 +1,4 @@
-"""What a writer of many ranks may be told."""
+"""Define the options of a writer of many ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["RankOptions"]
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """How ranks save together. The same on all of them.
+    """How ranks save together. The same on all ranks.
 
     Attributes:
         timeout: seconds that rank 0 waits for the other ranks, from the moment at which it has written its own part;
             the others wait for its answer twice as long. Then the step fails on every rank that is left.
-        diverged: what is done when tensors that several ranks have alike are not: ``raise`` commits nothing and raises
-            `DivergedReplicasError`; ``warn`` commits those of the lowest rank that has them, which then writes all of
-            them, and warns; ``ignore`` computes no digests.
-        per_rank: names of tensors, or globs (``rng.*``), of which each rank has its own: the states of random
-            generators. A name also means everything below it. What is no tensor needs no name here: values that differ
-            are kept for each rank anyway.
+        diverged: what happens if replicas of a tensor differ between ranks: ``raise`` commits nothing and raises
+            `DivergedReplicasError`; ``warn`` warns and commits those of the lowest rank that has them, which then
+            writes all replicas; ``ignore`` computes no digests.
+        per_rank: names or globs (``rng.*``) of tensors of which each rank has its own, such as the states of random
+            generators. A name also means everything below it. Values that are not tensors need no name here: if they
+            differ, each rank's value is kept anyway.
     """
 
     timeout: float = 600.0

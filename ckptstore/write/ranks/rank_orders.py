@@ -1,4 +1,4 @@
-"""The orders of rank 0: where checkpoints build on others, it decides how a step is stored, and sends that to all."""
+"""Send the orders of rank 0: if checkpoints build on others, it decides how a step is stored, and tells all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["RankOrders"]
 
 
 class _HurryError(Exception):
-    """A caller waits for a step that waits for its batch."""
+    """Raised when a caller waits for a step that waits for its batch."""
 
 
 class RankOrders:
-    """Gives or receives the order for each step. The thread that writes calls it."""
+    """Sends or receives the order for each step. The write thread calls it."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class RankOrders:
         """
         Args:
             policy: decides on rank 0.
-            bases: of deltas; None: there are no deltas.
-            diffs, batches: of step diffs; None: there are none.
+            bases: the bases of deltas; None: there are no deltas.
+            diffs, batches: for step diffs; None: there are none.
         """
         self._resources = resources
         self._rank_term = rank_term
@@ -49,10 +49,10 @@ class RankOrders:
         self._batches = batches
 
     def order(self, one: RankSave) -> Order:
-        """Return how a step is stored. What waits for its batch is written before, unless this step joins it.
+        """Return how a step is stored. The waiting batch is written before, unless this step joins it.
 
         Raises:
-            RankError: rank 0 does not store it, or does not say how. Nothing has changed.
+            RankError: rank 0 does not store the step, or sends no order. Nothing has changed.
         """
         if self._rank_term.committer is not None:
             order = self._decided(one)
@@ -67,7 +67,7 @@ class RankOrders:
         return order
 
     def _forget_bases(self) -> None:
-        """The ranks divide their tensors differently from now on: no base has these shares."""
+        """Forget the bases, because the ranks divide their tensors differently from now on."""
         self._policy.forget_bases()
         if self._bases is not None:
             self._bases.clear()
@@ -118,7 +118,7 @@ class RankOrders:
     def _wait_for_all(self, one: RankSave) -> None:
         """Rank 0: wait until every rank has begun the step.
 
-        A rank that cannot store it has said so by then, and the step fails without its batch.
+        A rank that cannot store it has posted that by then, and the step fails without its batch.
         """
         assert self._batches is not None
         assert one.agreement is not None

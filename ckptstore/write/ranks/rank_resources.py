@@ -1,4 +1,4 @@
-"""The memory, threads and options of a rank's writer, which all of its terms share."""
+"""Hold the memory, threads and options of a rank's writer, which all of its terms share."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class RankResources:
     """Memory, threads and options of one rank.
 
     Attributes:
-        journal: the store's.
+        journal: the store's journal.
         group: the ranks.
-        options: of this writer. `ranks`: how the ranks save together.
-        failures: those that no call has raised yet. `places`: of saves in flight.
-        snapshots: memory for copies. `staging`: between state and medium.
-        bounded: what shares are copied through under a budget; None: there is none.
-        blocks: threads that write. `workers`: threads that copy, hash and code.
-        write_thread: writes and hands in. `commit_thread`: waits for what becomes of that.
-        meter: tells of every save.
+        options: the options of this writer. `ranks`: how the ranks save together.
+        failures: errors that no call has raised yet. `places`: places for saves in flight.
+        snapshots: memory for copies. `staging`: buffers between state and medium.
+        bounded: copies shares under a byte budget; None: there is no budget.
+        blocks: threads that write. `workers`: threads that copy, hash and compress.
+        write_thread: writes shares and hands them in. `commit_thread`: waits for the results.
+        meter: reports the metrics of every save.
     """
 
     def __init__(self, journal: Journal, group: Group, options: WriterOptions, ranks: RankOptions) -> None:
@@ -62,10 +62,10 @@ class RankResources:
         self.meter = Meter(options.on_metrics)
 
     def wake_for(self, nbytes: int) -> None:
-        """Start the threads that copy, hash and write, if a state of so many bytes is worth it.
+        """Start the threads that copy, hash and write, if a state of `nbytes` is large enough to need them.
 
         Raises:
-            RuntimeError: so many threads are not to be had.
+            RuntimeError: so many threads cannot be started.
         """
         if nbytes >= WORTH_THREADS:
             self._background.wake()
@@ -75,21 +75,21 @@ class RankResources:
                 self.bounded.wake()
 
     def session(self, begun: Callable[[str], None], advance: Callable[[int], None] = lambda _: None) -> SegmentSession:
-        """What segments are written with.
+        """Return a session that writes segments.
 
         Args:
-            begun: told the id of each, before it exists.
-            advance: told the logical bytes that are done.
+            begun: called with the id of each segment, before it exists.
+            advance: called with the logical bytes that are done.
         """
         return SegmentSession(self.journal.backend, self.staging, self.blocks, self.workers, begun, advance)
 
     def close_threads(self) -> None:
-        """Wait for those that work."""
+        """Wait until the threads have finished their work, and end them."""
         for pool in (self.write_thread, self.commit_thread, self.blocks, self.workers.pool):
             pool.shutdown()
 
     def close(self) -> None:
-        """Let go of memory, and tell of every save."""
+        """Free the memory, and report the metrics of every save."""
         if self.bounded is not None:
             self.bounded.close()
         self.snapshots.close()

@@ -1,4 +1,4 @@
-"""One save as one rank sees it."""
+"""Hold the data of one save on one rank."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["Adopted", "RankSave"]
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A state that the caller has copied, to memory that does not change until it is given back.
+    """A state that the caller has copied to memory that does not change until it is given back.
 
     Attributes:
-        snapshot: what owns its memory. `gradients`: what owns that of the gradients; None: there are none.
+        snapshot: owns its memory. `gradients`: owns the memory of the gradients; None: there are none.
     """
 
     snapshot: Snapshot
     gradients: Snapshot | None = None
 
     def give_back(self) -> None:
-        """It is not in flight any more. May be repeated."""
+        """Give the memory back: the save is no longer in flight. May be repeated."""
         self.snapshot.land()
         self.snapshot.free()
         if self.gradients is not None:
@@ -44,25 +44,25 @@ class Adopted:
 
 
 class RankSave(Job):
-    """A save as one rank sees it: a job that rank 0 orders and commits, and that this rank cannot give up by itself.
+    """A save as one rank sees it: a job that rank 0 orders and commits, and that this rank alone cannot cancel.
 
     Attributes:
-        exchange: its letters, of the thread that has it now.
+        exchange: its letters, for the thread that has the save now.
         asynchronous: its caller does not wait for it.
-        progress: what its caller is told of it.
-        agreement: who writes what.
+        progress: reports progress to its caller.
+        agreement: which rank writes what.
         kept: the agreement is an earlier step's.
-        share: what this rank stores. `tree`: of this rank's state. `digests`: of what others have alike.
-        snapshot: owns the share's memory; None: it is training's.
-        adopted: the state that the share is a part of, where it was adopted.
-        feed: copies the share as it is written or compressed; None: it is where it stays.
-        updates: what optimizers did to the share. `explained`: updates= said something of the state.
-        gradients: owns the memory of those of `updates`.
-        flaw: why this rank cannot store it; the others are told.
-        order: how it is stored; None: rank 0 has not said so.
-        coded: the step diff; None: it is none, or there is a flaw.
-        begun: segments that were begun for it. `dropped`: those that its commit drops.
-        began: when it began to be written, on the monotonic clock. `time`: when it was given, seconds since 1970.
+        share: what this rank stores. `tree`: of this rank's state. `digests`: of the replicas that are compared.
+        snapshot: owns the share's memory; None: training owns it.
+        adopted: the adopted state that contains the share; None: the state was not adopted.
+        feed: copies the share as it is written or compressed; None: the share needs no such copy.
+        updates: the optimizers' updates of the share. `explained`: updates= described part of the state.
+        gradients: owns the memory of the gradients of `updates`.
+        flaw: why this rank cannot store it; the other ranks are told.
+        order: how it is stored; None: rank 0 has sent no order.
+        coded: the step diff; None: it is not a step diff, or there is a flaw.
+        begun: segments that were begun for it. `dropped`: segments that its commit drops.
+        began: when writing began, on the monotonic clock. `time`: when the caller saved it, seconds since 1970.
         retained: the snapshot stays in memory.
     """
 
@@ -103,22 +103,22 @@ class RankSave(Job):
 
     @property
     def how(self) -> Order:
-        """How it is stored, where nobody has to say so: a full."""
+        """How it is stored: a full, unless there is an order."""
         return self.order or FULL_ORDER
 
     @property
     def told(self) -> bool:
-        """Whether the call that gave it raises what stops it."""
+        """Whether the call that saved it raises its error."""
         return not self.asynchronous or (self.feed is not None and (self.feed.told or self.feed.spoiled))
 
     def enter(self, place: Place) -> None:
-        """See `Job.enter`. It leaves when it is durable on all ranks or has failed, or waits for its batch."""
+        """See `Job.enter`. The save leaves when it is durable on all ranks, has failed, or waits for its batch."""
         super().enter(place)
         # Prevents: a kill that costs more than `max_in_flight` saves, because written shares wait for their commit.
         self.done.add_done_callback(lambda _: self.leave())
 
     def let_go(self) -> None:
-        """Give its memory back, except for a snapshot that is retained. May be repeated."""
+        """Free its memory, except for a retained snapshot. May be repeated."""
         if self.feed is not None:
             self.feed.finish()
         if self.gradients is not None:

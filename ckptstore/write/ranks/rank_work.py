@@ -1,4 +1,4 @@
-"""One rank's work in one term: puts the write thread and the commit thread together."""
+"""Connect the write thread and the commit thread of one rank in one term."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["RankWork"]
 
 
 class RankWork:
-    """What a term has of its own on a rank. All but `write`, `flush` and `finish` may be called by any thread.
+    """The parts that belong to one term on one rank. Any thread may call its methods, except `finish`.
 
     Attributes:
         rank_term: the term.
@@ -39,7 +39,7 @@ class RankWork:
         options = resources.options
         self.rank_term = rank_term
         self._resources = resources
-        # Rank 0 alone has the log, and decides.
+        # Only rank 0 has the log and decides.
         chains = Chains(
             lambda: () if rank_term.committer is None else rank_term.committer.log.catalog.keep,
             lambda: (
@@ -74,25 +74,25 @@ class RankWork:
         self._share_writer = ShareWriter(resources, rank_term, self._coordinator, self._bases, ordering, self._batches)
 
     def submit(self, one: RankSave) -> Future[None]:
-        """Have a step written."""
+        """Submit a step to the write thread."""
         return self._resources.write_thread.submit(self._share_writer.write, one)
 
     def lost(self) -> None:
-        """Rank 0: a step was not saved, and its share was not submitted."""
+        """Rank 0: note that a step was not saved, and that its share was not submitted."""
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             self._resources.write_thread.submit(self._policy.lost)
 
     def hurry(self, step: int) -> None:
-        """Somebody waits for a step: if it waits for its batch, that is written now."""
+        """Note that a caller waits for a step: if the step waits for its batch, the batch is written now."""
         batches = self._batches
         if batches is None:
             return
         if self.rank_term.committer is not None:
-            batches.hurry(step)  # the thread that writes may be waiting for another rank
+            batches.hurry(step)  # the write thread may be waiting for another rank
         self._resources.write_thread.submit(batches.end_early_for, step)
 
     def drain(self) -> list[RankSave]:
-        """Wait until everything given so far is durable or has failed -> but what waits for rank 0 to end a batch."""
+        """Wait until every earlier save is durable or has failed -> the steps that wait for rank 0 to end a batch."""
         return self._resources.write_thread.submit(self._drained).result()
 
     def _drained(self) -> list[RankSave]:
@@ -102,7 +102,10 @@ class RankWork:
         return [] if self._batches is None else self._batches.waiting
 
     def name(self, tag: str, ref: Ref | None) -> CheckpointInfo | None:
-        """Rank 0: name a checkpoint; None: remove the name. What waits is written first, if it may be meant."""
+        """Rank 0: tag a checkpoint; with None, remove the tag.
+
+        The waiting steps are written first if the ref or tag may refer to one of them.
+        """
         return self._resources.write_thread.submit(self._named, tag, ref).result()
 
     def _named(self, tag: str, ref: Ref | None) -> CheckpointInfo | None:
@@ -118,7 +121,7 @@ class RankWork:
         return self._resources.commit_thread.submit(committer.name, tag, ref).result()
 
     def tend(self) -> None:
-        """Rank 0: upkeep of the log."""
+        """Rank 0: answer requests and begin a fold of the log."""
         self._resources.commit_thread.submit(self._coordinator.housekeeping).result()
 
     def _flush_and_tend(self) -> None:
@@ -130,7 +133,7 @@ class RankWork:
             self._batches.flush()
 
     def settle_all(self) -> None:
-        """Write what waits, and note in the log that nothing is missing if the process ends now."""
+        """Write the waiting steps, and note in the log that nothing is missing if the process ends now."""
         self._resources.write_thread.submit(self._end_batch).result()
         committer, diffs = self.rank_term.committer, self._diffs
         if committer is not None and diffs is not None and diffs.options.waits:
@@ -141,7 +144,7 @@ class RankWork:
             self._batches.wait_for_end()
 
     def finish(self) -> Future[Future[None]]:
-        """The end of the term, once everything is written that was given -> done when it is."""
+        """End the term once every earlier save is written -> a future of the future that is done when it has ended."""
         if self._looking is not None:
             self._looking.stop()
 
@@ -152,17 +155,17 @@ class RankWork:
         return self._resources.write_thread.submit(last)
 
     def give_way(self, error: WriterError) -> None:
-        """Another term takes the place of this one: what comes too late fails with `error`."""
+        """End this term because another one replaces it: late saves fail with `error`."""
         if self._looking is not None:
             self._looking.stop()
         self._resources.commit_thread.submit(self._coordinator.give_way, error).result()
 
     def release(self) -> None:
-        """Give memory back, when no thread is at work any more."""
+        """Free memory, once no thread works any more."""
         self._coordinator.restart()
 
     def only_rank_0(self, what: str) -> RankCommitter:
-        """The committer. Raises `UsageError` on other ranks, which may not do `what`."""
+        """Return the committer. Raises `UsageError` on other ranks, which may not do `what`."""
         if self.rank_term.committer is None:
             raise UsageError(f"rank {self._resources.group.rank}: only rank 0 of the group {what}")
         return self.rank_term.committer

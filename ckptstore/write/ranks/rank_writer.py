@@ -38,17 +38,17 @@ from ckptstore.write.writer import Writer
 __all__ = ["GoBack", "RankWriter"]
 
 GoBack: TypeAlias = Callable[[RankResources, str, BaseException | None, int], RankTerm]
-"""Begins a term that continues from a checkpoint, together with all other ranks, if that of the given number is the
+"""Begins a term that continues from a checkpoint, together with all other ranks, if the term of the given number is the
 newest and no rank has an error."""
 
 
 class RankWriter(Writer):
     """One rank's side of a term that many ranks write, as ``store.writer(group=...)`` opens it on each of them.
 
-    All ranks save the same steps in the same order. A save waits for the other ranks where they have to agree.
+    All ranks save the same steps in the same order. A save waits for the other ranks if they have to agree.
 
     Attributes:
-        rank, size: which rank this is, and of how many.
+        rank, size: the number of this rank, and of all ranks.
     """
 
     def __repr__(self) -> str:
@@ -76,7 +76,7 @@ class RankWriter(Writer):
 
     @property
     def url(self) -> str:
-        """The store's."""
+        """The store's URL."""
         return self._resources.journal.url
 
     @property
@@ -92,7 +92,7 @@ class RankWriter(Writer):
     def _save(
         self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
     ) -> CheckpointInfo:
-        """See `Writer.save`. It is durable as a whole when this returns."""
+        """See `Writer.save`. The shares of all ranks are durable when this returns."""
         began = time.monotonic()
         one = self._begin(state, step, labels, updates, progress, began)
         written: Future[None] | None = None
@@ -101,7 +101,7 @@ class RankWriter(Writer):
             self._work.hurry(one.step)  # if rank 0 does not wait for it
             return one.done.result()
         finally:
-            # Ctrl-C while the other thread still reads the caller's tensors: the caller will change them.
+            # After Ctrl-C the other thread may still read the caller's tensors, which the caller will change: wait.
             with contextlib.suppress(BaseException):
                 if written is not None:
                     written.result()
@@ -130,21 +130,21 @@ class RankWriter(Writer):
         tags: str | Sequence[str] = (),
         updates: Sequence[Update] = (),
     ) -> PendingSave:
-        """`save_async` of a state that somebody else has copied (`agent`): without a copy.
+        """Do `save_async` without a copy, for a state that another component (`agent`) has copied.
 
-        Waits for the other ranks as that does, but for no place in flight: how many are is for whoever owns the memory
-        to bound. Its gradients are those that `updates` refers to.
+        Waits for the other ranks as `save_async` does, but not for a place in flight: the owner of the memory limits
+        how many saves are in flight. Its gradients are those that `updates` refers to.
 
         Raises:
-            as `save_async`. The memory is the caller's again then: `give_back`.
+            as `save_async`. The memory then belongs to the caller again: `give_back`.
         """
         refuse_within(self, self._WAIT)
         labels, began = Labels.of(metadata, tags), time.monotonic()
-        used = (updates or None) if self._explaining.wanted else None  # nobody here need be told that they are not
+        used = (updates or None) if self._explaining.wanted else None  # no warning here that they are not used
         return self._begun_async(self._begin(given, step_number(step), labels, used, None, began, asynchronous=True))
 
     def forgo(self, step: int, error: CkptError) -> None:
-        """Say that this rank has no state of a step that the others are given: it fails at once, on all of them.
+        """Report that this rank has no state of a step that the other ranks save: the step fails at once on all ranks.
 
         Args:
             error: why.
@@ -160,7 +160,7 @@ class RankWriter(Writer):
         self._flawed(one, error, time.monotonic())
 
     def conclude(self, step: int) -> None:
-        """Say that no step above `step` will be given by this rank: the others need not wait for its part of one."""
+        """Report that this rank saves no step above `step`: the others need not wait for its part of one."""
         self._work.rank_term.conclude(step)
 
     def _poll(self) -> None:
@@ -191,14 +191,14 @@ class RankWriter(Writer):
     def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
         """See `Writer.rollback`.
 
-        Nothing is begun before every rank is there and has written what it was given.
+        The new term begins only when every rank is there and has written all its earlier saves.
         """
         self._check_open()
         text, unseen = text_of(ref), None
         self._drain()
         try:
             self._resources.failures.raise_unseen()
-        except BaseException as error:  # noqa: BLE001  # the others are told, and then it is raised
+        except BaseException as error:  # noqa: BLE001  # the other ranks are told, then it is raised
             unseen = error
         rank_term = self._go_back(self._resources, text, unseen, self.term)
         assert rank_term.parent is not None  # a term that continues from a checkpoint has one
@@ -207,7 +207,7 @@ class RankWriter(Writer):
         return rank_term.parent
 
     def _drain(self) -> None:
-        """Wait for everything that was given so far."""
+        """Wait for all earlier saves."""
         wait([one.done for one in self._work.drain()])
 
     # -- the caller's thread
@@ -223,16 +223,16 @@ class RankWriter(Writer):
         *,
         asynchronous: bool = False,
     ) -> RankSave:
-        """Everything that needs the caller's state as it is now."""
+        """Do everything that needs the caller's state as it is now."""
         self._check_open()
-        if not isinstance(state, Adopted):  # whose owner hears of each save by itself
+        if not isinstance(state, Adopted):  # the owner of an adopted state is told of each save separately
             self._resources.failures.raise_unseen()
         rank_term = self._work.rank_term
         rank_term.saves.check(step)
         rank_term.saves.take(step)
         place, waited = None, 0.0
         if asynchronous and not isinstance(state, Adopted):
-            # Before anything is said of this step: if an earlier one has failed, it is not begun, here or elsewhere.
+            # Before any message about this step: if an earlier save has failed, no rank begins this one.
             place, waited = self._place(step)
         one = RankSave(rank_term.saves, step, rank_term.exchange(step), labels, progress, asynchronous=asynchronous)
         if place is not None:
@@ -246,20 +246,20 @@ class RankWriter(Writer):
         return one
 
     def _place(self, step: int) -> tuple[Place, float]:
-        """A place in flight, and the seconds waited. Raises what stopped an earlier save, of which nobody was told."""
+        """Take a place in flight -> the place, and the seconds waited. Raises the unseen error of an earlier save."""
         rank_term = self._work.rank_term
         try:
             return self._resources.places.take()
         except Exception:
             rank_term.saves.release(step, None)
             raise
-        except BaseException as error:  # Ctrl-C: the others, who may have given this step, need not wait for it
+        except BaseException as error:  # Ctrl-C: the other ranks, which may save this step, need not wait for it
             one = RankSave(rank_term.saves, step, rank_term.exchange(step), asynchronous=True)
             self._flawed(one, error, time.monotonic())
             raise
 
     def _flawed(self, one: RankSave, error: BaseException, began: float) -> None:
-        """This rank has no share of a step: the others are told."""
+        """Fail a step of which this rank has no share, and tell the other ranks."""
         on_hand = self._resources.options.diffs is not None and self.rank > 0
         rank_term = self._work.rank_term
         rank_term.tell_flaw(one, error, over=not on_hand)
@@ -269,12 +269,12 @@ class RankWriter(Writer):
         one.fail(error, told=True)
         if self.rank == 0:
             self._work.lost()
-        if on_hand:  # rank 0 may count on this step for a batch: it has to be missing from that
+        if on_hand:  # rank 0 may expect this step in a batch: the step has to fail there
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._work.submit(one)
 
     def _measure(self, one: RankSave, began: float, waited: float, error: BaseException | None = None) -> None:
-        """Begin to measure a save: what this rank stores of it. With `error` it has ended."""
+        """Begin to measure this rank's share of a save. With `error` the save has ended."""
         share = one.share if one.share is not None and error is None else FlatState(None, {})
         measured = self._resources.meter.begin(share, one.step, began)
         measured.waited = waited
@@ -286,7 +286,7 @@ class RankWriter(Writer):
         measured.returned()
 
     def _hand_over(self, one: RankSave) -> Future[None]:
-        """Have it written, and copy what is copied as it is written."""
+        """Submit a save to the write thread; under a byte budget, copy it as it is written."""
         bounded = self._resources.bounded
         if bounded is None or one.feed is None:
             return self._submit(one)
@@ -304,16 +304,16 @@ class RankWriter(Writer):
         raise error
 
     def _hurry(self, work: RankWork, step: int) -> None:
-        with contextlib.suppress(RuntimeError):  # closing flushes; the interpreter is going
+        with contextlib.suppress(RuntimeError):  # closed, which flushes; or the interpreter is exiting
             work.hurry(step)
 
     # -- its end
 
     @warns_last
     def close(self) -> None:
-        """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        """Wait for every save, then end; a second call does nothing. Raises the unseen error of a `save_async`."""
         if self._process != os.getpid():
-            return  # a fork: the threads are the parent's
+            return  # a forked process: the threads belong to the parent
         sigterm.forget(self)
         interpreter_exit.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
@@ -325,7 +325,7 @@ class RankWriter(Writer):
         self._resources.failures.raise_unseen()
 
     def _end(self) -> Future[None]:
-        """Take no save any more -> done when every earlier one is."""
+        """Refuse later saves -> a future that is done when every earlier save is."""
         with self._lock:
             if self._ended is None:
                 ended: Future[None] = Future()
@@ -347,15 +347,18 @@ class RankWriter(Writer):
             return self._ended
 
     def _settle(self) -> None:
-        """Write what waits, and note in the log that nothing is missing if the process ends now (`host.sigterm`)."""
+        """Write the waiting steps, and note in the log that nothing is missing if the process ends now.
+
+        For `host.sigterm`.
+        """
         self._work.settle_all()
 
     def _unfinished(self) -> list[int]:
-        """The steps of `save_async` that are on their way, ascending (`host.interpreter_exit`)."""
+        """The steps of `save_async` that are not finished, ascending (`host.interpreter_exit`)."""
         return self._work.rank_term.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
-        """The steps whose `save_async` failed and nobody has asked for (`host.interpreter_exit`)."""
+        """The steps whose `save_async` failed without the error being raised yet (`host.interpreter_exit`)."""
         return self._resources.failures.take()
 
     def _check_open(self) -> None:
@@ -368,7 +371,7 @@ class RankWriter(Writer):
     def _poll_beside(self) -> None:
         try:
             self._work.tend()
-        except RuntimeError:  # closed meanwhile, or the interpreter is going
+        except RuntimeError:  # closed meanwhile, or the interpreter is exiting
             assert self._polls is not None
             self._polls.stop()
 

@@ -1,4 +1,4 @@
-"""Open a store for many ranks: rank 0 opens one term, and the next one when the ranks roll back."""
+"""Open a store for many ranks: rank 0 opens a term, and another one when the ranks roll back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["open_rank_writer", "to_group"]
 
 
 def to_group(group: Any) -> Group:
-    """The ranks of a `torch.distributed` process group; a `Group` is one already."""
+    """Return the ranks of a `torch.distributed` process group as a `Group`; return a `Group` unchanged."""
     return group if isinstance(group, Group) else Group(*bridge.process_group(group))
 
 
@@ -43,10 +43,10 @@ def open_rank_writer(
     """Begin a new term together with the other ranks of a group, once all of them are there.
 
     Args:
-        parent: what the term continues from: see `Store.writer`. Rank 0's counts.
-        options: what this rank's writer may use.
+        parent: what the term continues from: see `Store.writer`. Only rank 0's counts.
+        options: options of this rank's writer.
         ranks: how the ranks save together.
-        environment: what decides the bits of the processes that train, where these are others (`agent`).
+        environment: what determines the bits of the training processes, if these are other processes (`agent`).
 
     Raises:
         RankError: a rank did not come, or has another store.
@@ -90,7 +90,7 @@ def _led(resources: RankResources, term: Term, info: CheckpointInfo | None, open
 
 
 class _Meeting:
-    """How the ranks of a group come to a term."""
+    """Brings the ranks of a group together in a term."""
 
     def __init__(self, group: Group, ranks: RankOptions, coding: str) -> None:
         self._group = group

@@ -1,7 +1,7 @@
-"""The byte budget of a rank: its share is copied in units, as it is written (`share_units`) or compressed (`feeding`).
+"""Keep a rank within its byte budget: copy its share in units, as it is written or compressed.
 
-Each rank has memory of its own, so no rank waits for another's memory. It waits for its own medium and its own
-compression, which take the steps in turn.
+`share_units` writes the units, `write.capture.bounded_capture` has them compressed. Each rank has its own memory, so no
+rank waits for another's memory. It waits for its own medium and its own compression, which take the steps in turn.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ShareBudget:
     """The budget of one rank.
 
     Attributes:
-        memory: what shares are copied to.
-        coded: shares are deltas or gradient diffs, and the fulls that these need.
+        memory: the memory that shares are copied to.
+        coded: shares are deltas, gradient diffs, or the fulls that these need.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ShareBudget:
     ) -> None:
         """
         Args:
-            budget: bytes of host memory; with `coded` beside the state that is coded against.
+            budget: bytes of host memory; with `coded`, in addition to the state that is compressed against.
             limit: places in flight.
-            background: has memory touched while others work.
+            background: submits work that touches memory in the background.
             segment_bytes: `Backend.segment_bytes` of the medium.
         """
         self.coded = coded
@@ -55,18 +55,18 @@ class ShareBudget:
         self._limit = limit
         self._background = background
         self._segment_bytes = segment_bytes
-        # Prevents: two callers who copy to what the other one waits for, while one thread writes.
+        # Prevents: two callers that each copy into memory that the other one waits for, while one thread writes.
         self._turn = threading.Lock()
 
     def wake(self) -> None:
-        """Start the threads that copy. Raises `RuntimeError`: there are no more."""
+        """Start the threads that copy. Raises `RuntimeError` if no more threads can be started."""
         self._copiers.wake()
 
     def take(self, share: FlatState, digests: Mapping[str, int]) -> Feed | ArrivingShare:
-        """What a share is copied through.
+        """Return the object that copies a share.
 
         Args:
-            digests: state digests of its tensors that are known, by name.
+            digests: known state digests of its tensors, by name.
         """
         if self._feeding is not None:
             return self._feeding.feed(share)
@@ -78,13 +78,13 @@ class ShareBudget:
         return ArrivingShare(share, plan, digests, self.memory, self._copiers)
 
     def hand_over(self, one: RankSave, submit: Callable[[RankSave], Future[None]]) -> Future[None]:
-        """Have a share written that is to be copied, and copy it: training goes on when this returns.
+        """Submit a share to be written, and copy it: training continues when this returns.
 
         Args:
-            submit: has it written.
+            submit: submits it to the write thread.
 
         Raises:
-            whatever copying or `submit` raised. The step may be given again, unless the call was interrupted.
+            whatever copying or `submit` raised. The step may be saved again, unless the call was interrupted.
         """
         feed = one.feed
         assert feed is not None
@@ -100,23 +100,23 @@ class ShareBudget:
                 one.measured.waited += feed.run()
         except Exception:
             if written:
-                wait([one.done])  # the other ranks have been told by then, and the step is nobody's
+                wait([one.done])  # by then the other ranks have been told, and the step is free to be saved again
             raise
         self._prepare(nbytes)
         return written[0]
 
     def _prepare(self, nbytes: int) -> None:
-        """Touch what the next share needs, while this one is written."""
+        """Touch the memory that the next share needs, while this one is written."""
         if self._feeding is not None:
             self._feeding.prepare(nbytes)
             return
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: not a reason to fail a save
             for run in self.memory.touch():
                 self._background(run)
             if nbytes >= uncached_copy.LARGE:
                 self._background(uncached_copy.prepare)
 
     def close(self) -> None:
-        """Let go of memory. May be repeated."""
+        """Free the memory. May be repeated."""
         self._copiers.shutdown()
         self.memory.close()

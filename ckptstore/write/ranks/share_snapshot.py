@@ -1,4 +1,4 @@
-"""Everything of a save that needs the caller's state as it is now: who writes what, digests, copies."""
+"""Do the work of a save that needs the caller's state as it is now: agree who writes what, compute digests, copy."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def prepare(
     updates: Updates | None,
     explaining: Explaining,
 ) -> None:
-    """Agree what this rank stores, and copy that where the caller goes on.
+    """Agree what this rank stores, and copy it if the caller continues.
 
     Args:
-        state: as for `RankWriter.save`, or one that was adopted. `updates`: likewise.
-        explaining: looks them up.
+        state: as for `RankWriter.save`, or an adopted state. `updates`: likewise.
+        explaining: looks up the updates.
     """
     if isinstance(state, Adopted):
         one.adopted, state = state, state.snapshot.flat
@@ -68,10 +68,10 @@ def prepare(
 
 
 def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Sequence[Update] | None) -> None:
-    """Copy the share, or say through what it will be copied.
+    """Copy the share, or set the feed that will copy it.
 
     Args:
-        updates: of what this rank has; None: steps are not stored as gradient diffs.
+        updates: of the tensors that this rank has; None: steps are not stored as gradient diffs.
     """
     assert one.share is not None
     assert one.agreement is not None
@@ -87,7 +87,7 @@ def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Se
         return
     if one.asynchronous:
         one.snapshot = resources.snapshots.placed(one.share, resources.blocks)
-    elif updates is not None:  # the next step is coded against this one
+    elif updates is not None:  # the next step is compressed against this one
         one.snapshot = resources.snapshots.copy(one.share, resources.workers.pool)
     if one.snapshot is not None:
         one.share = with_digests(one.snapshot.flat, one.digests)
@@ -96,7 +96,7 @@ def _copy(resources: RankResources, one: RankSave, holding: Holding, updates: Se
 
 
 def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
-    """Leave the share where it is: the snapshot owns all of the state that it is a part of."""
+    """Leave the share where it is: the snapshot owns the whole state that contains it."""
     assert one.share is not None
     flat = LaidOutState(one.share.tree, dict(one.share.tensors), ())
     one.snapshot = Snapshot(flat, lambda: None, given.snapshot.free)
@@ -106,8 +106,11 @@ def _adopt(one: RankSave, given: Adopted, updates: Sequence[Update]) -> None:
 
 
 def _learn(rank_term: RankTerm, updates: Sequence[Update]) -> None:
-    """Note which tensors an optimizer moves together. What is shared already is divided anew for those alone that
-    several ranks have alike: of others each rank has its place in all of them."""
+    """Note which tensors an optimizer moves together.
+
+    Once the ranks have agreed, only tensors that several ranks hold are divided again. Of other tensors each rank
+    writes its own part anyway.
+    """
     known = rank_term.agreed
     for update in updates:
         if known is None or not known.compared.isdisjoint(update.slots):
@@ -115,7 +118,7 @@ def _learn(rank_term: RankTerm, updates: Sequence[Update]) -> None:
 
 
 def with_digests(share: LaidOutState, digests: Mapping[str, int] | None) -> LaidOutState:
-    """Digests that were computed to be compared need not be computed again, if the tensor is stored as a whole."""
+    """Add the digests that were computed for comparison: a tensor that is stored whole needs no second computation."""
     return replace(share, digests={**share.digests, **_known(share, digests)})
 
 

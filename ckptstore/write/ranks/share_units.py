@@ -1,7 +1,7 @@
-"""A rank's share of a plain full that its caller copies unit by unit, under a budget, as it is written (`segments`).
+"""Copy a rank's share of a plain full unit by unit, under a budget, as it is written (`segments`).
 
-As `fulls` does it: nothing is written while everything can still be copied without waiting. There is one thread that
-writes, though, so one share is copied after the other.
+As in a plain full of one process, writing does not start while everything can still be copied without waiting. But
+there is one write thread, so the shares are copied one after the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["ArrivingShare"]
 
 
 class ArrivingShare:
-    """One share on its way. Two threads have it: `run` is for the one that trains, all else for the one that writes.
+    """One share that is being copied. The training thread calls `run`; the write thread calls all else.
 
     Attributes:
-        state: what is written: its tensors are only described, their bytes arrive.
-        told: `run` raises what went wrong, so that nobody else has to be told.
+        state: the state that is written: its tensors are only described, their bytes arrive later.
+        told: `run` raises the error, so it need not be reported again.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class ArrivingShare:
     ) -> None:
         """
         Args:
-            share: in training's own memory.
-            plan: of its units.
+            share: the share in training's own memory.
+            plan: the plan of its units.
             digests: state digests that are known already, by name.
-            memory: what it is copied to.
+            memory: the memory that it is copied to.
         """
         self.told = False
         self._flat: FlatState | None = share
@@ -52,10 +52,10 @@ class ArrivingShare:
     # -- the thread that trains
 
     def run(self, begin: Callable[[], None]) -> float:
-        """Copy every unit -> seconds waited for memory. When it returns nobody reads the share any more.
+        """Copy every unit -> seconds waited for memory. When it returns, no thread reads the share.
 
         Args:
-            begin: has it written. Called once, whatever happens: when memory is short, or all is copied.
+            begin: starts writing. Called exactly once, also after an error: when memory is short, or all is copied.
 
         Raises:
             whatever copying, or `begin`, raised.
@@ -66,7 +66,7 @@ class ArrivingShare:
         once = _Once(begin)
         copies = copies_of(self.state.plan, flat.tensors, self._copiers.submit)
         try:
-            # If a unit is not wanted any more it has failed, which its saver hears of otherwise.
+            # If a unit is no longer wanted, the save has failed, and its caller is told in another way.
             self._arrivals.bring(copies, self._memory, waited.append, short=once.call)
         except BaseException as error:
             self.told = True
@@ -89,18 +89,18 @@ class ArrivingShare:
         return self._arrivals.spoiled
 
     def finish(self) -> None:
-        """It is written, or will not be: its memory is free. May be repeated."""
+        """Free its memory: it is written, or will not be. May be repeated."""
         self._arrivals.discard()
 
 
 class _Once:
-    """Calls something the first time that it is called."""
+    """Calls a function once: later calls do nothing."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
 
     def call(self) -> None:
-        """Call it, unless that was done."""
+        """Call the function, unless it was called before."""
         call, self._call = self._call, None
         if call is not None:
             call()

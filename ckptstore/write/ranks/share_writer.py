@@ -1,4 +1,4 @@
-"""The write thread of a rank: it makes the share of each step durable and hands it in, in the order of the saves."""
+"""Run the write thread of a rank: make the share of each step durable and hand it in, in the order of the saves."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ShareWriter:
     ) -> None:
         """
         Args:
-            bases: of deltas; None: there are no deltas.
-            ordering: where checkpoints build on others; None: all are plain fulls.
-            batches: where steps are stored as step diffs.
+            bases: the bases of deltas; None: there are no deltas.
+            ordering: if checkpoints build on others; None: all are plain fulls.
+            batches: if steps are stored as step diffs; else None.
         """
         self._resources = resources
         self._rank_term = rank_term
@@ -93,9 +93,9 @@ class ShareWriter:
     def _store(self, one: RankSave, begun: list[str]) -> None:
         if one.flaw is not None:
             raise one.flaw
-        one.dropped = tuple(self._rank_term.abandoned)  # by the commit, if there is one
+        one.dropped = tuple(self._rank_term.abandoned)  # the commit drops them, if it succeeds
         one.began = time.monotonic()
-        # Until it is committed: only then what it retires is free for the shares of the steps behind it.
+        # Until it is committed: only then is the space of what it retires free for the shares of later steps.
         space = self._resources.journal.backend.begin_save()
         one.done.add_done_callback(lambda _: space.end())
         with space.within():
@@ -141,7 +141,7 @@ class ShareWriter:
         return write_coded(session, one.share, documents, base=base, gap=one.how.gap, choices=self._choices, fed=fed)
 
     def _base(self, order: Order) -> Base | None:
-        """This rank's share of the base. Raises `FailedRankError` if it does not have it."""
+        """Return this rank's share of the base. Raises `FailedRankError` if the rank does not have it."""
         if self._bases is None or order.base is None:
             return None
         base = self._bases.get(order.base)
@@ -150,14 +150,14 @@ class ShareWriter:
         return base
 
     def _take_whole(self, one: RankSave, feed: Feed) -> None:
-        """Copy a full that is fed, at once: its copy is what the next step is coded against."""
+        """Copy a full with a feed at once and whole: the next step is compressed against the copy."""
         self._coordinator.give_place()
         resources = self._resources
         one.snapshot = feed.whole(lambda: resources.snapshots.copy(feed.flat, resources.workers.pool))
         one.share = with_digests(one.snapshot.flat, one.digests)
 
     def _documents(self, one: RankSave, count: int) -> list[SegmentDoc]:
-        """What each of this rank's segments says of itself: SPEC.md 5.1, segments of many ranks."""
+        """The header of each of this rank's segments: SPEC.md 5.1, segments of many ranks."""
         identity = attempt_id(self._rank_term.opening.nonce, one.step, one.exchange.attempt)
         term, order = self._rank_term.number, one.how
         return [
