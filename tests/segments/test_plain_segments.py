@@ -52,7 +52,7 @@ def large() -> dict[str, Any]:
     """Chunks that begin and end anywhere in a page, units of one chunk and of many tensors."""
     state: dict[str, Any] = {"many": noise(2 * CHUNK + 5001).view("u1"), "whole": noise(CHUNK, 1).view("<f4")}
     state |= {f"odd{number}": noise(1_500_000 + 37 * number, number) for number in range(14)}
-    state |= {f"small{number}": noise(3 + 7 * number, number) for number in range(1000)}
+    state |= {f"small{number}": noise(3 + number, number) for number in range(4000)}
     return {"none": np.zeros((0, 3)), **state, "last": np.arange(11, dtype="<i2")}
 
 
