@@ -1,4 +1,4 @@
-"""Methods to measure: general compressors, every codec of the format, and the entropy bounds, on one unit at a time."""
+"""Measure one unit with every method: general compressors, every codec of the format, and the entropy bounds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TOP: Final = 12
 _FEW: Final = 2
 """Maximum number of a method's candidates that are tried on every unit; more are tried only on the first unit."""
 _TRIES: Final = 5
-"""Maximum number of runs to get one during which no kernel is loaded; other threads load kernels, too."""
+"""Maximum number of runs until one loads no kernel; other threads load kernels, too."""
 _P = TypeVar("_P", bound="bytes | Bytes")
 _R = TypeVar("_R")
 Words: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -163,7 +163,7 @@ def _coded(name: str, codec: Codec, data: Bytes, base: Bytes | None) -> Coded:
 
 
 def _timed(name: str, encode: Callable[[], _P], decode: Callable[[_P], _R]) -> tuple[Coded, _R]:
-    """Processor time of this thread, without the time of kernels that are compiled or loaded meanwhile."""
+    """Measure this thread's processor time, without the time of kernels that are compiled or loaded meanwhile."""
     for _ in range(_TRIES):
         before = kernel_choice.loaded()
         began = time.thread_time()

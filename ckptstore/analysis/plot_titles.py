@@ -1,4 +1,4 @@
-"""Titles of the report's plots: each states the plot's result."""
+"""Write the titles of the report's plots: each states the plot's result."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def shipping_title(found: Analysis) -> str:
     times = {(one.link, one.method): one.serial for one in found.shipping}
     if pays := [speed(link) for link in links if times[link, "recommended"] < times[link, "raw"]]:
         return f"Compressing before sending pays at {', '.join(pays)}"
-    # The recommendation stores least. It can be slower to encode than what would be sent soonest.
+    # The recommendation stores the fewest bytes. Another method may encode faster, and so be sent sooner.
     sooner = {link for (link, _), time in times.items() if time < times[link, "raw"]}
     if others := [speed(link) for link in links if link in sooner]:
         return f"Compressing before sending pays at {', '.join(others)}, but not as recommended"

@@ -31,7 +31,7 @@ __all__ = [
 STORED: Final = tuple(sorted(codecs.METHODS, key=lambda name: codecs.METHODS[name].rank))
 """Codecs that a store can hold, in order of preference at equal sizes: simpler and faster first."""
 ENOUGH: Final = 0.01
-"""Minimum share of the bytes that a codec further down that list must save against those above."""
+"""Minimum share of the bytes that a codec must save compared with those before it in that list."""
 SHIPPED: Final = ("raw", *COMPARED)
 
 
@@ -63,7 +63,7 @@ class Summary:
 
 
 def summarize(measurements: Iterable[Measurement]) -> list[Summary]:
-    """Means by group, gap and method, in the order in which they were first measured."""
+    """Return the means by group, gap and method, in the order in which they were first measured."""
     cells: dict[tuple[int, int | None, str], list[Measurement]] = {}
     for one in measurements:
         cells.setdefault((one.group, one.gap, one.method), []).append(one)
@@ -255,7 +255,7 @@ def _fraction(one: Summary | None) -> float:
 
 
 def _smallest(cells: Mapping[tuple[int, int | None, str], Summary], group: int, gap: int | None) -> Summary | None:
-    """The codec to store a group with, at a gap; None for raw."""
+    """Choose the codec that stores a group at a gap: the first that is nearly the smallest; None for raw."""
     found = [cells.get((group, gap if method in DELTAS else None, method)) for method in STORED]
     usable = [one for one in found if one is not None]
     if not usable:

@@ -1,6 +1,6 @@
 """Open a series of checkpoints for analysis: files of other tools, folders and globs of them, or a store.
 
-Nothing here holds a tensor in memory: a checkpoint is open while it is measured, and ranges of its tensors are read.
+No code here holds a tensor in memory: a checkpoint is open while it is measured, and ranges of its tensors are read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The style sheet of the report: light, system fonts, tables that scroll on narrow screens."""
+"""Hold the style sheet of the report: light, system fonts, tables that scroll on narrow screens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Classify tensors by their role for the optimizer: weight, first or second moment, gradient, or something else.
 
-A telling name decides; otherwise the values do: tiny values that are never negative are a second moment.
+A name that shows the role decides; otherwise the values do: tiny values that are never negative are a second moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptstore.reports.tensor_numbers import doubles
 __all__ = ["CLASSES", "Classified", "TensorClass", "by_name", "by_values", "classify", "parse_overrides"]
 
 _LOOKED_AT: Final = 1 << 14
-"""Bytes read at the beginning and in the middle of a tensor without a telling name."""
+"""Bytes read at the beginning and in the middle of a tensor whose name does not show its role."""
 _TINY: Final = 1e-3
 
 
@@ -53,7 +53,7 @@ def classify(
 
     Args:
         tensors: names and types.
-        read: reads the checkpoint whose values are examined: at most 32 KiB of each tensor without a telling name.
+        read: reads the checkpoint whose values are examined: at most 32 KiB of each tensor whose name shows no role.
         overrides: (glob, class); the last match wins.
 
     Raises:
@@ -76,7 +76,7 @@ def classify(
 
 
 def by_name(name: str, tensor: TensorType) -> TensorClass | None:
-    """The class from name and dtype; None if they do not tell (`class_by_name`)."""
+    """The class from name and dtype; None if they do not show it (`class_by_name`)."""
     return class_by_name(name, tensor.dtype, tensor.shape)
 
 

@@ -187,7 +187,7 @@ def _fill(descriptor: int, block: memoryview, offset: int) -> None:
 
 
 def _recycling(folder: Path, write: float) -> Finding:
-    """Whether new segments should overwrite the blocks of deleted ones: the same measurement as in gc."""
+    """Report whether new segments should overwrite the blocks of deleted ones: the same measurement as in gc."""
     name = "recycling"
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -72,7 +72,7 @@ def _folder(place: str, scheme: str, *, quick: bool) -> Iterator[Finding]:
 
 
 def _store(place: str) -> Finding:
-    """Whether a store is there, and the state of its log. Reads the log, and no segment."""
+    """Report whether a store exists, and the state of its log. Reads the log, and no segment."""
     try:
         store = Store(open_backend(place, create=False))
         view = read(store.journal, tell=False)

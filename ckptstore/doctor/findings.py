@@ -1,4 +1,4 @@
-"""Results of an examination: one finding for each thing that was checked, and the overall verdict."""
+"""Define the results of an examination: one finding for each check, and the overall verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 __all__ = ["GROUPS", "Diagnosis", "Finding", "Tell", "Verdict"]
 
 Verdict = Literal["works", "slow", "careful", "absent", "fails"]
-"""``slow``: works, but costs time. ``careful``: works, with a limitation. ``absent``: optional, and not here."""
+"""``slow``: works, but costs time. ``careful``: works, with a limitation. ``absent``: optional, not available here."""
 GROUPS: Final = ("software", "machine", "medium", "store")
 Tell = Callable[[str], None]
 """Called with the name of the next part of the examination."""

@@ -1,4 +1,4 @@
-"""Examine the processor, memory, and the limits that the system sets for this process."""
+"""Examine the processor, the memory, and the limits that the system sets for this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS: Final = 0.15
 _FEW_FILES: Final = 256
 _LITTLE: Final = 1 << 30
 _MANY_ROOTS: Final = 0.01
-"""Share of inexact square roots from which a remark is useful (docs/optimizer.md)."""
+"""Minimum share of inexact square roots that is worth a remark (docs/optimizer.md)."""
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "busybox", "zsh"})
 
 

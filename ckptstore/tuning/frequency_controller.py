@@ -5,7 +5,7 @@ move when its waste exceeds the minimum by more than `hysteresis`. It moves towa
 factor of two in each of 1/f and b, and stops there or within a quarter of `hysteresis`. For each configuration, the
 model times M is linear in M and in M/W and has no negative term. So its minimum over configurations is concave in them.
 After the controller has stopped, the estimate of M or of W must change by more than a factor (1 + h) / (1 + h/4) before
-it moves again. In practice by far more (1.5 at h = 0.02), because the optimum is flat.
+it moves again. In practice the factor is far larger (1.5 at h = 0.02), because the optimum is flat.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Controller:
         self._job = job
         self._hysteresis = hysteresis
         self._write_memory, self._failure_memory = 1 - 1 / writes, 1 / failures
-        # The first estimate has the weight of a full memory of writes at the given speed.
+        # The first estimate weighs as much as a full average of writes at the given speed.
         self._written, self._write_seconds = job.full_bytes * writes, job.full_bytes * writes / job.bandwidth
         self._since_failure = 0.0
         self._mtbf = job.mtbf
@@ -108,7 +108,7 @@ class Controller:
         self._since_failure = 0.0
 
     def adapt(self) -> Change | None:
-        """Take one step if it pays. Call it when a full is due, where a change takes effect. None: no change."""
+        """Take one step if it pays -> the change; None: no change. Call it when a full is due: a change acts there."""
         model = self.job.model()
         target, now = best(model), self.configuration
         at_best, at_now = _total(model, target), _total(model, now)
@@ -122,7 +122,7 @@ class Controller:
         return Change(now, after, target, at_now - at_best)
 
     def _estimated_mtbf(self) -> float:
-        """The average; higher while the present run without a failure is longer than it."""
+        """The average time between failures; higher while the current run without a failure is longer."""
         return self._mtbf + max(0.0, self._since_failure - self._mtbf) * self._failure_memory
 
 
@@ -131,7 +131,7 @@ def _total(model: Model, pair: Configuration) -> float:
 
 
 def _towards(now: Configuration, target: Configuration) -> Configuration:
-    """A straight step in log(1/f), log(b). The model is convex there, so waste falls all the way to the target."""
+    """Take a straight step in log(1/f), log(b). The model is convex there, so waste falls all the way to the target."""
     x, y = math.log(target.interval / now.interval), math.log(target.batch / now.batch)
     longest = max(abs(x), abs(y))
     if longest <= math.log(_STEP):

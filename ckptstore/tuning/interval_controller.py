@@ -33,7 +33,7 @@ _ALONE: Final = 1.25
 _AMONG: Final = 1.5
 """A save shows how saves disturb each other if at least this many ran on average."""
 _FEW: Final = 4
-"""With fewer numbers than this the spread is not estimated."""
+"""With fewer values than this the spread is not estimated."""
 _MEDIAN_ERROR: Final = 1.4826 * 1.2533
 """Standard error of the median of n normal values, times sqrt(n), over the median distance to the median."""
 
@@ -62,7 +62,7 @@ class _Averages:
 
 
 class _Crowd:
-    """Number of running saves, integrated over time."""
+    """The number of running saves, integrated over time."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -149,7 +149,7 @@ class IntervalController:
 
     @property
     def estimated_slowdown(self) -> float | None:
-        """The estimated slowdown at the present interval (1: none); None before the first save."""
+        """The estimated slowdown at the current interval (1: none); None before the first save."""
         if self.interval is None:
             return None
         return slowdown(self._timing(), self.interval, self._pace())

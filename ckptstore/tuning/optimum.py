@@ -102,7 +102,7 @@ def _interval(model: Model, batch: float) -> float:
 
 
 def _best_interval(model: Model, batch: int) -> Configuration:
-    """The integer 1/f with the minimum wasted time for a given b: next to the real one, as waste falls and rises."""
+    """The integer 1/f with the minimum wasted time for a given b: next to the real one, as waste falls, then rises."""
     low = max(batch, math.floor(_interval(model, batch)))
     return min((Configuration(n, batch) for n in (low, low + 1)), key=lambda pair: _at(model, pair))
 

@@ -23,7 +23,7 @@ _PREFIX: Final = ".ckpt-tune-"
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A place for trial stores.
+    """A temporary place for trial stores.
 
     Attributes:
         folder: the temporary folder.

@@ -37,7 +37,7 @@ class Waste:
 
     @property
     def total(self) -> float:
-        """The whole wasted time as a share of training time. Above 1 the run mostly wastes time."""
+        """The total wasted time as a share of training time. Above 1 the run wastes more time than it uses."""
         return self.lost_work + self.load + self.replay + self.fulls + self.batches
 
 
