@@ -123,7 +123,7 @@ class RankBatches:
     def _is_wanted(self) -> bool:
         return any(one.step in self._wanted for one in self.waiting)
 
-    # -- the thread that looks
+    # -- the thread that polls
 
     def look(self) -> None:
         """If the batch ends, submit it to the write thread. Called every `LOOK_SECONDS`."""

@@ -118,7 +118,7 @@ class Accord:
         with contextlib.suppress(MailboxError):
             self._box.set(f"{self._base}/left/{self._group.rank}", b"1")
 
-    # -- the thread
+    # -- the polling thread
 
     def _look(self) -> None:
         if self._over or interpreter_exit.under_way():  # a script that ends without closing also leaves
