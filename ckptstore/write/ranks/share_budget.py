@@ -1,7 +1,8 @@
 """Keep a rank within its byte budget: copy its share in units, as it is written or compressed.
 
-`share_units` writes the units, `write.capture.bounded_capture` has them compressed. Each rank has its own memory, so no
-rank waits for another's memory. It waits for its own medium and its own compression, which take the steps in turn.
+`share_units` copies units that are written, `write.capture.bounded_capture` those that are compressed. Each rank has
+its own memory, so no rank waits for another's memory. It waits for its own medium and its own compression, which take
+the steps in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ShareBudget:
         Args:
             budget: bytes of host memory; with `coded`, in addition to the state that is compressed against.
             limit: places in flight.
-            background: submits work that touches memory in the background.
+            background: runs a function in the background: it touches memory while other threads work.
             segment_bytes: `Backend.segment_bytes` of the medium.
         """
         self.coded = coded

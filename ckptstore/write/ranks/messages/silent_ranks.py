@@ -1,4 +1,4 @@
-"""Remember the ranks that timed out, so that each step in flight does not wait for a lost rank again."""
+"""Remember the ranks that timed out, so that no other step in flight waits for a lost rank again."""
 
 from __future__ import annotations
 
