@@ -930,6 +930,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         checkpointer.step()
     checkpointer.close()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)  # one that was told to stop may still be ending
     assert set(threading.enumerate()) <= threads  # those of others may end
     assert hooks == [
         dict(one)
