@@ -244,7 +244,7 @@ class Feeding:
     def prepare(self, nbytes: int) -> None:
         """Touch memory for a state of `nbytes` bytes in the background. A second call does nothing."""
         if not self.memory.held:
-            self.memory.expect(min(nbytes + nbytes // 2, self._budget), 1)  # and for gradients and shared memory
+            self.memory.expect(min(nbytes + nbytes // 2, self._budget), 1)  # plus gradients and shared bytes
         with contextlib.suppress(RuntimeError):  # closed meanwhile, which must not fail a save
             for run in self.memory.touch():
                 self._background(run)

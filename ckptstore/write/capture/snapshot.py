@@ -124,8 +124,8 @@ def _view(tensor: TensorSource) -> Bytes:
 class SnapshotPool:
     """Memory for snapshots that is kept and reused: touching fresh memory costs more than the copy.
 
-    A save that requests a copy has a place in flight. So host memory is limited to the size of the state times the
-    number of places and of kept copies.
+    A save that requests a copy has a place in flight. So host memory is limited to the size of the state times the sum
+    of places and kept copies.
     """
 
     def __init__(
