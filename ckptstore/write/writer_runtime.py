@@ -170,7 +170,7 @@ class Lifetime(Writer):
         )
 
     def _expect(self, nbytes: int) -> None:
-        """Touch memory in the background for a state of about `nbytes` bytes, which is to be saved."""
+        """Touch memory in the background for a state of about `nbytes` bytes, which will be saved."""
         options = self._options
         self._wake_for(nbytes)
         if isinstance(self._path, Fulls):

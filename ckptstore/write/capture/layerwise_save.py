@@ -238,7 +238,7 @@ class LayeredSave:
     def rest(self, state: Any = None) -> None:
         """Copy the tensors that belong to no layer, as they are now. They may change when this returns.
 
-        `finish` calls this if nobody has; a second call copies again.
+        `finish` calls this if it was not called yet; a second call copies again.
 
         Args:
             state: the state now, with tensors of the same names, dtypes and shapes; None: the state passed to `begin`.
