@@ -73,8 +73,7 @@ def write_batch(
         times: when each of the steps was made.
         digests: state digests of the last step's tensors, by name.
         limit: payload bytes of a segment; None: the size that the medium prefers.
-        share: the steps are the share of one rank. Then the segments hold no trees, and the encodings name only these
-            segments.
+        share: one rank wrote the steps. Then the segments hold no trees, and the encodings name only these segments.
 
     Raises:
         StorageError: the medium failed; the written segments are removed as far as possible.
