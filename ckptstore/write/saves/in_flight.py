@@ -1,4 +1,4 @@
-"""Limits how many saves are in flight, that is begun and not durable: as many as a kill can lose."""
+"""Limits how many saves are in flight (begun, but not durable): a kill can lose that many."""
 
 from __future__ import annotations
 
