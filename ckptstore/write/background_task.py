@@ -1,4 +1,4 @@
-"""What a writer knows of somebody who works beside its saves, in its own process, as long as it is open."""
+"""The protocol of background work beside a writer's saves, in the same process, while the writer is open."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Companion"]
 
 
 class Companion(Protocol):
-    """Works while the writer has nothing to do. Every method may be called by any thread."""
+    """Works while the writer is idle. Any thread may call any method."""
 
     def active(self) -> bool:
-        """Whether it is at work just now, or stands still for a save."""
+        """Whether it is working now, or paused for a save."""
 
     def close(self) -> None:
-        """Stop soon, and give up what is half done. The writer still commits."""
+        """Stop soon, and discard unfinished work. The writer can still commit."""

@@ -1,4 +1,4 @@
-"""The log of one term, as the one thread that writes it sees it: commits with what is to be dropped, and upkeep."""
+"""Commits to the log of one term by the one thread that writes it: drops, retirement, tags and upkeep."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from ckptstore.write.second_tier import SecondTier
 __all__ = ["Commits"]
 
 _MANY_DROPPED: Final = 1024
-"""Dropped segments, at least, over which it is worth a listing to see which are deleted by now."""
+"""With fewer dropped segments, a listing to see which are deleted by now costs more than it saves."""
 _SWEPT: Final = 4096
-"""Ids of them in one record."""
+"""The most ids of deleted segments in one record."""
 
 
 class Commits:
-    """What every committer does, of one process or of many ranks.
+    """The base class of committers, of one process or of many ranks.
 
     Attributes:
         log: the term.
-        ended: why nothing more can be committed; may be read by any thread.
-        missing: a step failed after the last that was saved.
-        retainer: keeps to the store's rules of retention.
+        ended: why nothing more can be committed; any thread may read it.
+        missing: whether a step failed after the last saved one.
+        retainer: applies the store's retention rules.
     """
 
     def __init__(self, log: Term) -> None:
@@ -52,21 +52,21 @@ class Commits:
         self.retainer = Retainer(lambda: log.catalog)
         self._tier: SecondTier | None = None
         self._folds = fold_writer.FoldThread(log)
-        self._abandoned: list[str] = []  # any thread adds to it; the committer's takes what it has dropped
+        self._abandoned: list[str] = []  # any thread appends; the committer's removes what it has dropped
         self._complaints: set[str] = set()
         self._sweep_at = _MANY_DROPPED
 
     def follow(self, tier: SecondTier) -> None:
-        """From now on what is committed is brought to a second tier, and retired only when that has it."""
+        """From now on, copy each commit to a second tier, and retire a checkpoint only when that tier has it."""
         self._tier = tier
         self.retainer.settled = tier.has
 
     def abandon(self, segments: Sequence[str]) -> None:
-        """Segments of this term that were begun and will never be committed: the next commit drops them."""
+        """Have the next commit drop segments of this term that were begun and will never be committed."""
         self._abandoned.extend(segments)
 
     def commit(self, change: Change) -> None:
-        """Commit a change in this term: what was begun in vain as its drops, what it makes superfluous retired."""
+        """Commit a change in this term. The commit also drops abandoned segments and retires what is superfluous."""
         drops = tuple(self._abandoned)
         self.log.journal.check_present()
         try:
@@ -74,11 +74,11 @@ class Commits:
                 self._tier.check()
             self._send(self._with_retirements(change), change, drops)
         except BaseException as error:
-            self.retainer.look_again()  # it counts checkpoints that are not there
+            self.retainer.look_again()  # it counted checkpoints that were not committed
             if isinstance(error, FencedError | CommitUnknownError):
                 self.ended = error
             elif self.log.dead is not None and isinstance(error, Exception):
-                self.ended = self.log.dead  # it was given up while the slot's request was under way
+                self.ended = self.log.dead  # the term was given up while the request for the slot was in progress
                 raise self.log.dead from error
             raise
         self.retainer.committed()
@@ -103,13 +103,13 @@ class Commits:
         except (UsageError, NotFoundError) as error:
             if whole is change or isinstance(error, StepOrderError):
                 raise
-            # No save fails because something else could not be retired. Nothing was sent.
+            # A save must not fail because another checkpoint cannot be retired. Nothing was sent.
             self.retainer.look_again()
             self._complain(error)
             self.log.commit(replace(change, drops=(*change.drops, *drops)).record(self.log.number))
 
     def note_end(self) -> None:
-        """Note in the log that the term may end here and no step is lost, if that is so and not noted already."""
+        """Note in the log that the term may end here without losing a step, if that is true and not noted yet."""
         opened = self.log.catalog.terms[self.log.number]
         if self.ended is None and not self.missing and opened.extra.get(CLOSED) is not True:
             with contextlib.suppress(CkptError):
@@ -156,7 +156,7 @@ class Commits:
                 warn(f"{url}: {what}; `ckpt compact {url} --gc` stores those anew, and frees the space")
 
     def retire_rest(self) -> None:
-        """Retire what the last batch of a term made superfluous of itself: no save follows that would."""
+        """Retire the checkpoints that the last batch of a term made superfluous: no later save would do it."""
         if self.ended is not None:
             return
         try:
@@ -166,7 +166,7 @@ class Commits:
             self._complain(error)
 
     def _swept(self) -> Change | None:
-        """What was dropped in this term and is deleted by now: the log need not know it any more.
+        """A change that removes dropped segments of this term from the log if they are deleted by now.
 
         Prevents: a catalog, and folds, that grow with every save of a run that retires.
         """
@@ -180,11 +180,11 @@ class Commits:
         return Change(swept=tuple(gone)) if gone else None
 
     def finish_folds(self) -> None:
-        """Wait for a fold under way."""
+        """Wait for a fold in progress."""
         self._complain(self._folds.finish())
 
     def _complain(self, error: Exception | None) -> None:
-        """Say what went wrong, once: it is tried again after every save."""
+        """Warn of an error of upkeep, once: upkeep is tried again after every save."""
         if error is not None and (why := str(error)) not in self._complaints:
             self._complaints.add(why)
             warn(f"{self.log.journal.url}: upkeep of the log failed, which alone fails no save: {why}")

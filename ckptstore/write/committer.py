@@ -1,4 +1,4 @@
-"""The committer's thread: writes what it is handed, and commits it. The log of a term has one author."""
+"""The committer's thread: writes states and commits them. The log of a term has one author."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ __all__ = ["Committer", "Made", "may_mean"]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A checkpoint whose segments are durable, and which no record names yet.
+    """A checkpoint whose segments are durable and that no log record names yet.
 
     Attributes:
-        change: what its COMMIT says.
+        change: the content of its COMMIT.
         segments: ids of its segments.
     """
 
@@ -60,10 +60,10 @@ class Made:
 
 
 class Committer(Commits):
-    """What one thread of a writer does, one job after the other; all but `make` and `abandon` is called there alone.
+    """The work of the committer's thread, one job at a time. Other threads may call only `make` and `abandon`.
 
     Attributes:
-        saves: the term's steps, as their savers know them.
+        saves: the steps of the term, as the savers see them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Committer(Commits):
         """
         Args:
             blocks: threads that write.
-            later: puts a job at the end of this thread's; may be called from any.
+            later: appends a job to the queue of this thread; any thread may call it.
         """
         super().__init__(log)
         self.retainer.bases = deltas.bases
@@ -92,15 +92,15 @@ class Committer(Commits):
         self._staging = staging
         self._blocks = blocks
         self._later = later
-        self._deadline: Callable[[], None] | None = None  # cancels it
+        self._deadline: Callable[[], None] | None = None  # cancels the deadline
 
     def store(self, job: Job, stage: Stage, progress: Progress | None = None) -> bool:
-        """Store a state as a full, a delta or a step diff -> whether `stage.snapshot` stays in memory for later ones.
+        """Store a state as a full, a delta or a step diff -> whether `stage.snapshot` stays in memory as a base.
 
-        A step diff may wait for its batch. It does not if the call that gave it waits for it.
+        A step diff may wait for its batch, unless the call that saves it waits until it is durable.
 
         Args:
-            progress: told how many of the state's bytes are done.
+            progress: receives the number of bytes of the state that are done.
         """
         stage.arrive()
         if self._diffs is None:
@@ -119,14 +119,14 @@ class Committer(Commits):
                 self._deltas.torn()
             raise
         job.done.set_result(info)
-        return kept and stage.snapshot is not None  # what was fed is the deltas' own memory
+        return kept and stage.snapshot is not None  # a fed state lies in memory of the deltas
 
     def _store_copied(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
-        """Store a step of training's own tensors from a copy: the next step is compressed against it."""
+        """Copy a step from training's own tensors and store it: the next step is compressed against the copy."""
         snapshot = self._snapshots.copy(stage.flat, self._deltas.workers.pool)
         copies, kept = Copies(snapshot), False
         try:
-            # Copies, too: gradients that change while they are compressed, after a Ctrl-C, would spoil the chain.
+            # Gradients are copied, too: if they changed during compression, after a Ctrl-C, the chain would be damaged.
             copies = Copies(snapshot, *with_copies(stage.updates, self._snapshots, self._blocks))
             kept = self._store_step(job, copies, progress)
         finally:
@@ -134,7 +134,7 @@ class Committer(Commits):
         return False
 
     def _store_step(self, job: Job, stage: Stage, progress: Progress | None) -> bool:
-        # What it raises stops the save: so it is asked before anything is written.
+        # An exception of `progress` stops the save: so call it before anything is written.
         Tally(progress, stage.flat.nbytes).advance(stage.flat.nbytes)
         if job.interrupted:
             raise WriterClosedError(f"step {job.step} was not saved: interrupted")
@@ -157,7 +157,7 @@ class Committer(Commits):
         return self._add_full(snapshot, job)
 
     def _in_order(self, job: Job) -> Diffs:
-        """The step diffs of the term, of which the last may be that of `job`."""
+        """The step diffs of the term, ready to append the one of `job`."""
         assert self._diffs is not None
         if self.ended is not None:
             raise self.ended
@@ -171,9 +171,9 @@ class Committer(Commits):
         began = time.monotonic()
         info, kept = self._commit(job, snapshot.flat, snapshot)
         seconds = time.monotonic() - began
-        job.done.set_result(info)  # it is durable: nothing that follows may say otherwise
+        job.done.set_result(info)  # it is durable: a later error must not fail this save
         try:
-            # A base of deltas lives as long as those need it: then a copy is what the next step is compressed against.
+            # If deltas keep the snapshot as their base, the next step is compressed against a copy of it instead.
             base = self._snapshots.copy(snapshot.flat, self._deltas.workers.pool) if kept else snapshot
         except (MemoryError, RuntimeError):
             self._diffs.restart()  # the next checkpoint is a full
@@ -182,13 +182,13 @@ class Committer(Commits):
         return True
 
     def _add_fed(self, feed: Feed, updates: Sequence[Update], job: Job) -> None:
-        """As `_add`, of a step that comes unit by unit: it takes the place of the one before in memory."""
+        """As `_add`, for a step that arrives unit by unit: it replaces the previous step in memory."""
         diffs = self._in_order(job)
         order = diffs.order(self.log.catalog.restorable, job.step)
         room = None if order is None else diffs.room(feed.flat)
         if order is None or room is None:
             self.flush_in_time()
-            diffs.restart()  # what it had in memory gives place to the full
+            diffs.restart()  # frees the memory of the previous step for the full
             self._add_fed_full(feed.whole(lambda: self._snapshots.copy(feed.flat, self._blocks)), job)
             return
         try:
@@ -227,7 +227,7 @@ class Committer(Commits):
         return describe_checkpoint(self.log.catalog, written.became[0])
 
     def _wait_at_most(self, seconds: float | None) -> bool:
-        """Flush in so many seconds, unless that was arranged before -> False: there is no thread to be had for it."""
+        """Flush in `seconds` seconds, unless a deadline is set already -> False: no thread can be started for it."""
         if seconds is None or self._deadline is not None:
             return True
         try:
@@ -237,16 +237,16 @@ class Committer(Commits):
         return True
 
     def _at_deadline(self) -> None:
-        with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
+        with contextlib.suppress(WriterClosedError, RuntimeError):  # `close` flushes; the interpreter is ending
             self._later(self.flush_in_time)
 
     def flush_in_time(self) -> None:
-        """`flush` for the sake of those who are not waiting for it: they hear of a failure from their saves."""
+        """`flush`, without raising: the saves of the waiting steps report a failure."""
         with contextlib.suppress(CkptError):
             self.flush()
 
     def flush(self) -> None:
-        """Write and commit the steps that wait; each of them is done, or has failed."""
+        """Write and commit the waiting steps. Then each of them is done or has failed."""
         cancel, self._deadline = self._deadline, None
         if cancel is not None:
             cancel()
@@ -274,30 +274,30 @@ class Committer(Commits):
             one.job.done.set_result(describe_checkpoint(self.log.catalog, entry))
 
     def lose_step(self) -> None:
-        """A step failed before it came to this thread. Where gradients are summed up, the next checkpoint is a full."""
+        """Note that a step failed before it reached this thread. If gradients are summed, the next save is a full."""
         if self._diffs is not None:
             self._diffs.lose_step()
 
     def flush_step(self, step: int) -> None:
-        """`flush_in_time`, if `step` is among those that wait."""
+        """Call `flush_in_time` if `step` waits for its batch."""
         if self._diffs is not None and any(one.step == step for one in self._diffs.waiting):
             self.flush_in_time()
 
     def tag(self, name: str, ref: str) -> CheckpointInfo:
-        """Name a checkpoint. What waits is written first, if `ref` may name it."""
+        """Tag a checkpoint. Waiting steps are written first if `ref` may name one of them."""
         wanted = Ref.parse(ref, self.log.catalog.tags)
         if self._diffs is not None and any(may_mean(wanted, one.step, one.job.labels) for one in self._diffs.waiting):
             self.flush()
         return self.name(name, wanted)
 
     def untag(self, name: str) -> None:
-        """Remove a tag, also one that a step brings with it that waits."""
+        """Remove a tag, which may be a tag of a waiting step."""
         if self._diffs is not None and any(name in one.job.labels.tags for one in self._diffs.waiting):
             self.flush()
         self.unname(name)
 
     def fail(self, job: Job, error: BaseException, *, told: bool = False) -> None:
-        """A step was not saved. Does nothing to one that was given up, or that is durable.
+        """Fail the save of a step. Does nothing if it was given up or is durable.
 
         Args:
             told: as for `Job.fail`.
@@ -312,16 +312,16 @@ class Committer(Commits):
             job.fail(error, told=told)
 
     def complete(self, error: BaseException) -> None:
-        """Have the error of a full medium say what retired checkpoints take."""
+        """Add to the error of a full medium how much space retired checkpoints take."""
         tell_what_holds_space(error, lambda: self.log.catalog, self.log.journal.backend)
 
     def take_in(self, term: int, change: Change) -> Outcome:
-        """Commit what was made beside the saves, for `term` -> what became of it."""
+        """Commit a change that was made for `term` beside the saves -> the outcome."""
         if self.ended is not None:
             raise self.ended
         if term != self.log.number:
             return Outcome("void", f"term {self.log.number} began meanwhile")
-        self.flush_in_time()  # Prevents: giving up what a step that waits is coded against.
+        self.flush_in_time()  # Prevents: dropping the base that a waiting step is compressed against.
         live, reason = self.log.catalog.segments, ""
         if gone := [segment for segment in change.drops if segment not in live]:
             reason = f"segment {gone[0]}, which it drops, is not live"
@@ -342,54 +342,54 @@ class Committer(Commits):
 
     @property
     def waiting(self) -> int:
-        """How many steps wait for their batch; for any thread."""
+        """How many steps wait for their batch. Any thread may ask."""
         return 0 if self._diffs is None else len(self._diffs.waiting)
 
     def finish(self) -> None:
-        """The last thing a term does."""
+        """End the term."""
         self.flush_and_close()
-        self.note_end()  # whoever looks shall see that the term was closed, and that nobody was killed
+        self.note_end()  # readers of the log see that the term was closed, not killed
         self.finish_folds()
         if self._diffs is not None:
             self._diffs.restart()
 
     def give_way(self, error: WriterError) -> None:
-        """Another term takes the place of this one: what comes too late fails with `error`."""
+        """End this term because another one replaces it: later calls fail with `error`."""
         self.ended = error
         self.flush_in_time()
         if self._diffs is not None:
             self._diffs.restart()
 
     def flush_and_close(self) -> None:
-        """Flush, and if steps may wait at all, note that none was lost."""
+        """Flush. If steps can wait for a batch, note in the log that none was lost."""
         self.flush_in_time()
         self.retire_rest()
         if self._diffs is not None and self._diffs.options.waits:
             self.note_end()
 
     def make(self, flat: FlatState, job: Job, *, writers: ThreadPoolExecutor, progress: Progress | None = None) -> Made:
-        """Write a full and make it durable, in any thread and several at once; only where no deltas are made.
+        """Write a full and make it durable. Any threads may do so at once, but only if no deltas are made.
 
         Args:
-            writers: threads that write, used by nobody else meanwhile.
-            progress: told how many of the state's bytes are done.
+            writers: threads that write; nothing else uses them meanwhile.
+            progress: receives the number of bytes of the state that are done.
         """
         return self._write(flat, job, writers, progress)[0]
 
     def publish(self, made: Made, job: Job) -> CheckpointInfo:
-        """Commit what was made of a job, unless it was given up.
+        """Commit the checkpoint that was made of a job.
 
         Raises:
-            WriterClosedError: it was.
+            WriterClosedError: the job was given up.
         """
         try:
             if self.ended is not None:
-                raise self.ended  # the log would refuse it, too: this says why
-            if not job.take():  # asked last, when nothing else can stop it
+                raise self.ended  # the log would refuse it, too, without this reason
+            if not job.take():  # called last, when nothing else can stop the commit
                 raise WriterClosedError(f"step {made.entry.step} was not saved: interrupted")
             self.commit(made.change)
         except (FencedError, CommitUnknownError):
-            raise  # this term drops nothing any more
+            raise  # this term can drop nothing any more
         except BaseException:
             self._abandoned.extend(made.segments)
             raise
@@ -403,7 +403,7 @@ class Committer(Commits):
         progress: Progress | None = None,
         feed: Feed | None = None,
     ) -> tuple[CheckpointInfo, bool]:
-        """Write and commit a full or a delta -> it, and whether `snapshot` stays in memory as a base of deltas."""
+        """Write and commit a full or a delta -> the checkpoint, and whether `snapshot` stays in memory as a base."""
         made, order, stored = self._write(flat, job, self._blocks, progress, feed)
         info = self.publish(made, job)
         kept = self._deltas.committed(order, made.entry.id, flat, snapshot, stored, lambda: job.interrupted)
@@ -417,7 +417,7 @@ class Committer(Commits):
         progress: Progress | None,
         feed: Feed | None = None,
     ) -> tuple[Made, Order, int]:
-        """Make a checkpoint durable -> it, how it was stored, and in how many bytes."""
+        """Make a checkpoint durable -> the checkpoint, how it was stored, and in how many bytes."""
         if self.ended is not None:
             raise self.ended
         begun: list[str] = []
@@ -435,13 +435,13 @@ class Committer(Commits):
             change = Change(written.segments, (entry,), (encoding,), tags=tags)
             return Made(entry, change, tuple(begun)), order, written.stored
         except BaseException:
-            self._abandoned.extend(begun)  # the next commit names them in a drop, so that gc may remove what is left
+            self._abandoned.extend(begun)  # the next commit drops them, so that gc may remove what is left
             raise
 
     def _session(
         self, begun: list[str], progress: Progress | None, total: int = 0, writers: ThreadPoolExecutor | None = None
     ) -> SegmentSession:
-        """What segments are written with: the ids of those begun are put to `begun`."""
+        """A session that writes segments, and appends the id of each segment that it begins to `begun`."""
         advance = Tally(progress, total).advance
         backend = self.log.journal.backend
         return SegmentSession(
@@ -450,10 +450,10 @@ class Committer(Commits):
 
     def housekeeping(self) -> None:
         """Answer requests and begin a fold, after the save was acknowledged. Neither may fail a save."""
-        # Prevents: granting a request to drop what a step that waits is coded against.
+        # Prevents: granting a request to drop the base that a waiting step is compressed against.
         self.tend(self.flush_in_time)
 
 
 def may_mean(ref: Ref, step: int, labels: Labels) -> bool:
-    """Whether a REF may name a step that is not in the catalog yet."""
+    """Whether a REF may name a step that is not in the catalog yet: the step's number, its tag, or ``latest``."""
     return ref.is_latest or ref.step == step or ref.tag in labels.tags

@@ -1,7 +1,7 @@
-"""Deltas and step diffs, made durable one after the other, since each is compressed against the last.
+"""The save path of deltas and step diffs: made durable one by one, since each is compressed against the last.
 
-The committer's thread compresses, writes and commits. Without a byte budget the caller copies its whole state first,
-and continues. With one it waits for its turn, and copies unit by unit what is compressed next.
+The committer's thread compresses, writes and commits. Without a byte budget, the caller copies its whole state first
+and continues. With one, it waits for its turn and copies unit by unit what is compressed next.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _T = TypeVar("_T")
 
 
 class Coded(SavePath):
-    """Saves that are compressed.
+    """The save path of compressed saves.
 
     Attributes:
-        feeding: the memory under a byte budget; None: states are copied as a whole.
+        feeding: the memory with a byte budget; None: states are copied whole.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Coded(SavePath):
     ) -> None:
         """
         Args:
-            explaining: looks up what `updates` say of a state; wants them where steps are stored as step diffs.
-            snapshots: the memory that whole states are copied to.
+            explaining: looks up the updates of a state; needs them if steps are stored as step diffs.
+            snapshots: the memory into which whole states are copied.
             copiers: the threads that copy them.
-            thread: the committer's.
-            tend: upkeep of the log, after it.
+            thread: the committer's thread.
+            tend: queues upkeep of the log after a save.
         """
         super().__init__()
         self.feeding = feeding
-        self.needs_caller = feeding is not None  # without, a save waits for its turn with nothing in hand
+        self.needs_caller = feeding is not None  # without a budget, a waiting save holds nothing
         self._explaining = explaining
         self._snapshots = snapshots
         self._copiers = copiers
@@ -72,7 +72,7 @@ class Coded(SavePath):
     def save(
         self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
     ) -> None:
-        """See `SavePath.save`. With a byte budget all of the state is copied when this returns."""
+        """See `SavePath.save`. With a byte budget, the whole state is copied when this returns."""
         found = self._explaining.found(updates, flat)
         self._first = False
         if self.feeding is not None:
@@ -107,14 +107,14 @@ class Coded(SavePath):
         with stage.given(job):
             self._submit(committer, job, stage, progress)
             job.measured.waited += feed.run()
-        feeding.prepare(flat.nbytes)  # for the next one, if this was a full
+        feeding.prepare(flat.nbytes)  # for the next save, if this one was a full
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
-        """What the optimizers did to reach a state, with gradients of its own."""
+        """The updates of a state, with copied gradients."""
         found = self._explaining.found(updates, flat)
         if self._first:
-            # A full, which nothing explains: the gradients would be copied to memory that nobody has touched yet, for
-            # nothing. By the next save it is touched.
+            # The first save is a full and needs no updates: do not copy gradients, into memory that is not touched yet.
+            # By the next save it is touched.
             self._first = False
             if (gradients := dense_gradients(found)).tensors:
                 self._snapshots.kept(gradients)
@@ -123,21 +123,21 @@ class Coded(SavePath):
 
     def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
         """See `SavePath.adopt`."""
-        self._first = False  # also for a state that somebody else has copied
+        self._first = False  # also for a state that another caller has copied
         with copies.given(job):
             self._submit(committer, job, copies)
 
     def _submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
-        """Have the committer's thread store the state, and look after the log then."""
+        """Have the committer's thread store the state, and do upkeep of the log after it."""
         with self._lock:
             self._check_taking()
             self._thread.submit(self._work, committer, job, stage, progress)
         self._tend()
         if self._with_diffs and not isinstance(stage, InPlace):
-            job.take()  # Prevents: a step of a sum, or one that the next is compressed against, that is cancelled.
+            job.take()  # Prevents: cancelling a step that belongs to a sum, or that the next is compressed against.
 
     def _work(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None) -> None:
-        """In the committer's thread: read the state of a job and store it, unless it was given up."""
+        """Read the state of a job and store it, unless the job was given up. Runs in the committer's thread."""
         if not job.start(final=self._with_diffs):
             return
         kept = False
@@ -146,11 +146,11 @@ class Coded(SavePath):
             return committer.store(job, stage, progress)
 
         try:
-            # What waits for its batch is written with it, and was given by others, who are not interrupted.
+            # Waiting steps are written with it. They belong to other calls, which an interrupt here must not stop.
             kept = (store if committer.waiting else in_scope(job.scope, store))()
             if kept:
                 self._snapshots.kept(stage.flat)
-        except BaseException as error:  # noqa: BLE001  # its saver hears of it
+        except BaseException as error:  # noqa: BLE001  # the save reports it
             committer.fail(job, error, told=stage.told)
         finally:
             stage.let_go(kept=kept)
@@ -163,7 +163,7 @@ class Coded(SavePath):
             self.feeding.prepare(flat.nbytes)
 
     def wake(self) -> None:
-        """See `SavePath.wake`. The threads that compress are the writer's."""
+        """See `SavePath.wake`. The threads that compress belong to the writer."""
         if self.feeding is not None:
             self.feeding.wake()
 
@@ -172,6 +172,6 @@ class Coded(SavePath):
         return self._thread.submit(work)
 
     def close(self) -> None:
-        """See `SavePath.close`. The committer's thread is the writer's."""
+        """See `SavePath.close`. The committer's thread belongs to the writer."""
         if self.feeding is not None:
             self.feeding.close()

@@ -1,7 +1,7 @@
-"""Writing a state as packed segments: every chunk coded in parallel, appended in order, nothing held but a window.
+"""Writes a state as packed segments: chunks are compressed in parallel and appended in order, through a small window.
 
-Serves deltas against an earlier checkpoint and compressed fulls alike: without a base, only codecs that need none are
-tried. Which codec a tensor gets is chosen from samples of it, and kept for a while.
+Used for deltas against an earlier checkpoint and for compressed fulls: without a base, only codecs that need none are
+tried. The codec of a tensor is chosen from samples of the tensor, and is used for several saves.
 """
 
 from __future__ import annotations
@@ -51,38 +51,38 @@ __all__ = [
 
 _JOB_BYTES: Final = 1 << 20
 _REUSE: Final = 16
-"""How many times a choice is used before the tensor is sampled again: training drifts slowly, sampling costs as much as
-coding a small tensor four times."""
+"""How many times a choice is used before the tensor is sampled again: training drifts slowly, and sampling costs as
+much as compressing a small tensor four times."""
 _ELEMENTS: Final = 4096
 _Place = tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]
-"""Shape, and of a shard global shape and offset."""
+"""The shape; of a shard, also the global shape and the offset."""
 
 
 Read: TypeAlias = Callable[[TensorSource, int, int], Bytes]
-"""Reads bytes of a tensor of the state: from where on, how many."""
+"""Reads bytes of a tensor of the state: tensor, start, length."""
 
 
 class Base(Protocol):
-    """The checkpoint that a delta is made against."""
+    """The checkpoint against which a delta is compressed."""
 
     @property
     def id(self) -> CheckpointId:
         """Its identity."""
 
     def spec(self, name: str) -> tuple[str, tuple[int, ...]] | None:
-        """dtype and shape of one of its tensors, or None if it has none of that name."""
+        """The dtype and shape of a tensor; None: the checkpoint has no tensor of that name."""
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """Bytes of one tensor. May run in several threads."""
+        """Read bytes of one tensor. Several threads may call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """How a state comes that training copies unit by unit.
+    """A state that training copies unit by unit.
 
     Attributes:
-        feed: gives its units.
-        room: where each tensor goes once it is coded; None: nowhere.
+        feed: provides its units.
+        room: the memory to which each tensor is copied once it is compressed; None: no such copy.
     """
 
     feed: Feed
@@ -91,13 +91,13 @@ class Fed:
 
 @dataclass(slots=True)
 class Choices:
-    """Codecs chosen so far, by tensor and by whether there is a base how far away."""
+    """The codecs chosen so far, by tensor and by the magnitude of the distance to the base (0: no base)."""
 
     policy: Policy
     _known: dict[tuple[str, int], tuple[CodecChoice, str | None, int]] = field(default_factory=dict)
 
     def known(self, name: str, gap: int) -> tuple[CodecChoice, str | None] | None:
-        """The choice for a tensor (and its master, for ``derive``), unless it is time to look again."""
+        """The choice for a tensor (and its master, for ``derive``); None: the tensor must be sampled."""
         key = (name, gap.bit_length())
         found = self._known.get(key)
         if found is None or found[2] <= 0:
@@ -112,7 +112,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """How one tensor is coded."""
+    """How one tensor is compressed."""
 
     spec: TensorSpec
     source: TensorSource
@@ -122,19 +122,19 @@ class TensorPlan:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The codec's parameters as metadata has them."""
+        """The codec's parameters as stored in the metadata."""
         return dict(self.choice.params) if self.master is None else {**self.choice.params, "of": self.master}
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A coded chunk. A raw payload is the state's own memory.
+    """A compressed chunk. A raw payload is the state's own memory.
 
     Attributes:
-        payload: stored bytes.
-        logical: decoded bytes.
-        decoded_hash: their `chunk_hash`.
-        digest: their share of the tensor's state digest, or None.
+        payload: the stored bytes.
+        logical: the number of decoded bytes.
+        decoded_hash: the `chunk_hash` of the decoded bytes.
+        digest: their part of the tensor's state digest; None: not computed.
     """
 
     payload: Bytes
@@ -154,19 +154,19 @@ def write_packed(
     limit: int | None = None,
     fed: Fed | None = None,
 ) -> WrittenState:
-    """Code `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
+    """Compress `flat` against `base` into one or more packed segments and make them durable (COMMIT step 1).
 
     Args:
         flat: the state; its tensors must not change until this returns.
-        draft: what its segments say of themselves; see `packed.drafts`.
-        base: what deltas are made against; None: codecs without a base only.
-        gap: checkpoints between base and state; choices are kept apart by its magnitude.
-        choices: what was chosen before; updated.
-        limit: logical bytes per segment; None: what the medium wants.
-        fed: how `flat` comes, if it is not read where it is.
+        draft: the fields that its segments share; see `packed_segments.drafts`.
+        base: the checkpoint to compress against; None: only codecs that need no base.
+        gap: number of checkpoints between base and state; choices are kept separately by its magnitude.
+        choices: the earlier choices of codecs; updated.
+        limit: logical bytes per segment; None: the size that the medium prefers.
+        fed: how `flat` is copied unit by unit; None: it is read in place.
 
     Raises:
-        StorageError: the medium failed; what was written is removed as far as possible.
+        StorageError: the medium failed; the written segments are removed as far as possible.
         UsageError: the budget of `fed` is too small.
     """
     documents = partial(drafts, draft, flat.tree)
@@ -187,12 +187,12 @@ def write_coded(
     limit: int | None = None,
     fed: Fed | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], list[TensorEntry]]:
-    """Code the tensors of `flat`, whole ones and shards, into packed segments and make them durable.
+    """Compress the tensors of `flat`, whole tensors and shards, into packed segments and make them durable.
 
     Args:
-        documents: makes the documents, without tensors, of so many segments.
-        base: has the same shards under the same names.
-        session, flat, gap, choices, limit, fed: as for `write_packed`. The tree is not looked at.
+        documents: makes the documents, without tensors, of a given number of segments.
+        base: as for `write_packed`; it has the same shards under the same names.
+        session, flat, gap, choices, limit, fed: as for `write_packed`. The tree is not read.
 
     Returns:
         the segments, and the entries of all tensors.
@@ -226,18 +226,18 @@ def _write_segment(
         tensors.update((plan.spec.name, append_tensor(stream, plan, coded, session.advance)) for plan in plans)
         return {draft.steps[0]: tensors}
 
-    # Payloads are rarely longer than what they restore; the file is cut to its length in the end.
+    # Payloads are rarely longer than the bytes that they restore; at the end the file is cut to its length.
     nbytes = sum(plan.spec.nbytes for plan in plans)
     return write_stream(session, draft, nbytes, fill), tensors
 
 
 def append_tensor(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], advance: Advance) -> TensorEntry:
-    """Append the next coded chunks, which are those of one tensor."""
+    """Append the next compressed chunks, which belong to one tensor."""
     chunks = []
     digests: list[int] = []
     for _ in chunk_extents(plan.spec.nbytes):
         piece = next(coded)
-        assert piece.digest is not None  # without it nothing would be compared with what training had
+        assert piece.digest is not None  # it lets a restore be compared with the state that training had
         digests.append(piece.digest)
         at = stream.position
         stream.append(piece.payload)
@@ -259,7 +259,7 @@ def append_tensor(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded],
     )
 
 
-# -- choosing
+# -- choosing codecs
 
 
 def choose_all(
@@ -270,7 +270,7 @@ def choose_all(
     workers: Workers,
     names: Collection[str] | None = None,
 ) -> list[TensorPlan]:
-    """How each tensor of `flat`, or each of `names`, will be coded, in the order of the state."""
+    """Choose how to compress each tensor of `flat`, or each of `names` -> the plans, in the order of the state."""
     masters = _masters(flat)
     waiting: list[Future[TensorPlan]] = []
     for name, source in flat.tensors.items():
@@ -314,7 +314,7 @@ def _choose(
 
 
 def _still_applies(choice: CodecChoice, master: str | None, spec: TensorSpec, flat: FlatState) -> bool:
-    """Whether a choice made for an earlier checkpoint fits: tensors change dtype and shape, and masters go away."""
+    """Whether a choice made for an earlier checkpoint still fits: tensors change dtype and shape; masters disappear."""
     if master is None:
         return True
     source = flat.tensors.get(master)
@@ -328,7 +328,7 @@ def _place(source: TensorSource) -> _Place:
 
 
 def _masters(flat: FlatState) -> dict[_Place, list[str]]:
-    """Names of fp32 tensors by shape (of shards: and place), where some half-width tensor has the same."""
+    """The names of fp32 tensors by shape (and place, for shards), if a half-width tensor has the same."""
     halves = {_place(source) for source in flat.tensors.values() if codecs.copies_of(source.dtype)}
     found: dict[_Place, list[str]] = {}
     for name, source in flat.tensors.items():
@@ -340,7 +340,7 @@ def _masters(flat: FlatState) -> dict[_Place, list[str]]:
 def _master_for(
     spec: TensorSpec, source: TensorSource, masters: Mapping[_Place, Sequence[str]], flat: FlatState
 ) -> str | None:
-    """The fp32 tensor whose first numbers, rounded, are those of `source`; a zero tensor proves nothing."""
+    """The fp32 tensor whose first numbers, rounded, equal those of `source`; a tensor of zeros proves nothing."""
     tried = codecs.copies_of(spec.dtype)
     if not tried or not spec.nbytes:
         return None
@@ -355,7 +355,7 @@ def _master_for(
     return None
 
 
-# -- coding
+# -- compressing
 
 
 def code_all(
@@ -367,10 +367,10 @@ def code_all(
     digests: bool = False,
     windows: Iterator[Window] | None = None,
 ) -> Generator[Coded]:
-    """Coded chunks in order; at most one group of chunks more than there are threads is under way.
+    """Compress tensors -> the chunks in order. At most one group more than there are threads is in progress.
 
     Args:
-        windows: through which the state is seen, one for each of `units_of`; None: where it is.
+        windows: the copied units of the state, one for each of `units_of`; None: the state is read in place.
     """
     with closing(workers.in_order(group_jobs(plans, flat, base, digests, windows))) as groups:
         for group in groups:
@@ -380,7 +380,7 @@ def code_all(
 def group_jobs(
     plans: Sequence[TensorPlan], flat: FlatState, base: Base | None, digests: bool, windows: Iterator[Window] | None
 ) -> Iterator[Callable[[], list[Coded]]]:
-    """What codes the tensors of `plans`, group by group; arguments as for `code_all`."""
+    """Jobs that compress the tensors of `plans`, one per group of chunks; arguments as for `code_all`."""
     for group in _groups(plans):
         if windows is None:
             yield partial(code_group, group, flat, base, digests)
@@ -397,10 +397,10 @@ def _code_window(
 
 
 def units_of(plans: Sequence[TensorPlan], flat: FlatState, room: Mapping[str, Bytes] | None) -> Iterator[Unit]:
-    """What each group of `code_all` looks at.
+    """The unit that each group of `code_all` reads.
 
     Args:
-        room: where each tensor goes once it is coded; None: nowhere.
+        room: the memory to which each tensor is copied once it is compressed; None: no such copy.
     """
     for group in _groups(plans):
         pieces = []
@@ -434,10 +434,10 @@ def code_group(
     digests: bool,
     read: Read | None = None,
 ) -> list[Coded]:
-    """The payloads of chunks of one group: (tensor, start, length) each, coded in one thread.
+    """Compress the chunks of one group, (tensor, start, length) each, in one thread.
 
     Args:
-        read: reads the state from memory that does not last; None: `host_bytes`.
+        read: reads the state from memory that is reused later; None: `host_bytes`.
     """
     fleeting, read = read is not None, read or host_bytes
     coded = []
@@ -461,7 +461,7 @@ def code_group(
 
 
 def host_bytes(source: TensorSource, start: int, length: int) -> Bytes:
-    """Bytes of a tensor: its own memory where that is possible."""
+    """Bytes of a tensor: a view of its own memory if that is possible, else a copy."""
     view = source.view()
     if view is not None:
         return view[start : start + length]

@@ -1,6 +1,6 @@
-"""A writer's fulls and deltas: the policy orders how a state is stored, `Deltas` stores it and keeps the bases.
+"""A writer's fulls and deltas: the policy decides how a state is stored; `Deltas` stores it and keeps the bases.
 
-The committer's thread alone calls it: `write` makes segments durable, `committed` follows when the record is in the
+Only the committer's thread calls it: `write` makes segments durable, and `committed` follows when the record is in the
 log. Only then does the checkpoint become a base.
 """
 
@@ -55,9 +55,9 @@ class Deltas:
 
         Args:
             options: None: every checkpoint is an uncompressed full.
-            draft: the members that all segments of the term have.
+            draft: the fields that all segments of the term share.
             reopen: opens a committed checkpoint as a base that is read from the store.
-            threads: threads that compress; each has a chunk and its payload in memory.
+            threads: how many threads compress; each holds a chunk and its payload in memory.
             policy: decides how each checkpoint is stored.
         """
         self.policy = policy
@@ -75,9 +75,9 @@ class Deltas:
         return self.policy.bases()
 
     def map_full(self, flat: FlatState, step: int) -> MappedState | None:
-        """Segments for a full of a state like `flat`, mapped to be copied into; None: the medium has no such memory.
+        """Map segments for a full of a state like `flat`, to copy into; None: the medium has no mapped segments.
 
-        Raises `StorageError`. For a writer that makes no deltas; by any thread.
+        Raises `StorageError`. Only for a writer that makes no deltas; any thread may call it.
         """
         encoding = StepEncoding(self._draft.term, "full", None, time.time())
         mapped = map_segments(self._backend, flat, replace(self._draft, encodings={step: encoding}))
@@ -96,13 +96,13 @@ class Deltas:
         restorable: Callable[[CheckpointId], bool],
         feed: Feed | None = None,
     ) -> tuple[WrittenState, Order]:
-        """Store `flat` as the policy orders, and make it durable (COMMIT step 1).
+        """Store `flat` as the policy decides, and make it durable (COMMIT step 1).
 
         Args:
-            moment: when the checkpoint was made, seconds since 1970.
-            session: writes the segments; not every segment that it begins need be part of the result.
+            moment: when the checkpoint was made, in seconds since 1970.
+            session: writes the segments; the result may leave out some segments that it began.
             restorable: whether the catalog to which the record will be applied can restore a checkpoint.
-            feed: copies `flat` unit by unit; None: it is read where it is. If anything fails before `committed`, call
+            feed: copies `flat` unit by unit; None: it is read in place. If anything fails before `committed`, call
                 `torn`.
         """
 
@@ -116,7 +116,7 @@ class Deltas:
         if feed is not None:
             fed = None if order.base is None else self._bases.receive(order, feed, follow=False)
             if fed is None:
-                # A full: no base is needed any more, and it takes the memory of one.
+                # A full needs no base, and takes the memory of the old one.
                 self.policy.forget_bases()
                 state = self._bases.receive_whole(feed).flat
                 order, base = self._order(restorable, step)
@@ -125,7 +125,7 @@ class Deltas:
             written = store(order, base)
         except CkptError as error:
             if isinstance(base, StoredBase):
-                self._restart()  # whether reading it failed or not: the next save shall not depend on it
+                self._restart()  # whether or not reading it failed: the next save must not depend on it
             if not (isinstance(base, StoredBase) and isinstance(error, CorruptionError)):
                 raise
             warn(f"{self._backend.url}: base {base.id.ref} is damaged, step {step} becomes a full: {error}")
@@ -141,14 +141,14 @@ class Deltas:
         order = self.policy.state_order(step, restorable)
         if order.base is not None:
             base = self._bases.get(order.base)
-            assert base is not None  # the policy names those alone that were kept
+            assert base is not None  # the policy names only bases that were kept
             return order, base
         if not self.policy.bases():
             self._bases.forget()
         return order, None
 
     def torn(self) -> None:
-        """A state that was copied unit by unit is not committed: what it has begun to replace is no base any more."""
+        """Note that a state copied unit by unit is not committed: the base that it has partly replaced is lost."""
         if self._bases.discard():
             self.policy.forget_bases()
 
@@ -169,7 +169,7 @@ class Deltas:
 
     @staticmethod
     def encoding(written: WrittenState, node: tuple[int, int], order: Order) -> Encoding:
-        """The edge that the COMMIT adds."""
+        """The encoding record that the COMMIT adds."""
         return Encoding(
             checkpoint=node,
             kind=order.kind,
@@ -188,40 +188,40 @@ class Deltas:
         stored: int,
         interrupted: Callable[[], bool],
     ) -> bool:
-        """The checkpoint is in the log -> whether `snapshot` was kept as a base (else the caller frees its memory).
+        """Note that the checkpoint is in the log -> whether `snapshot` was kept as a base; if not, the caller frees it.
 
-        Raises nothing: what fails here must not look like a save that failed. The next checkpoint is then a full.
+        Raises nothing: a failure here must not look like a failed save. The next checkpoint is then a full.
 
         Args:
             flat: the state that was written; still unchanged.
-            snapshot: owns its memory; None: that is training's, or it was copied unit by unit.
-            interrupted: whether training may have begun to change its memory; asked after it was copied.
+            snapshot: owns the memory of `flat`; None: training owns it, or it was copied unit by unit.
+            interrupted: whether training may have begun to change that memory; called after `flat` was copied.
         """
         self.policy.committed(order, identity, stored, sum(source.nbytes for source in flat.tensors.values()))
         try:
             kept = self._bases.settle(order, identity, flat, snapshot)
-        except Exception as error:  # noqa: BLE001  # warnings among them, where these are errors
+        except Exception as error:  # noqa: BLE001  # includes warnings, if they are turned into errors
             self._restart()
             warn(f"{self._backend.url}: {identity.ref} cannot be kept as a base, the next save is a full: {error}")
             return False
         if order.keep and interrupted():
-            # Prevents: deltas against bits that nobody saved.
+            # Prevents: deltas against bits that were never saved.
             self._restart()
             return False
         return kept
 
     def begin(self, draft: SegmentDoc) -> None:
-        """Begin another term of the same writer: without a base, as the first began."""
+        """Begin another term of the same writer without a base, as for the first term."""
         self._restart()
         self.policy.begin_term()
         self._draft = draft
 
     def _restart(self) -> None:
-        """Give up every base; the next checkpoint is a full."""
+        """Discard every base; the next checkpoint is a full."""
         self.policy.forget_bases()
         self._bases.clear()
 
     def close(self) -> None:
-        """Give up every base. A second time does nothing."""
+        """Discard every base. A second call does nothing."""
         self.workers.pool.shutdown()
         self._restart()

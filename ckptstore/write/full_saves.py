@@ -1,12 +1,12 @@
-"""Plain fulls on their way, several at once: copied by the caller, made durable by lanes, committed by one thread.
+"""The save path of uncompressed fulls, several at once: the caller copies, lanes make durable, one thread commits.
 
-A full is copied unit by unit into memory under a budget (`host.arenas`), and returns it unit by unit as it is written.
-Nothing is written while everything can still be copied without waiting: two cores that hash would make the copy, for
-which training waits, twice as long. When memory is short its lane begins at once.
+A full is copied unit by unit into memory with a byte budget (`host.arenas`), and frees it unit by unit as it is
+written. Writing does not begin while everything can still be copied without waiting: two cores that hash would double
+the time of the copy, for which training waits. When memory runs short, the lane of the full begins at once.
 
-COMMITs go through the thread that all commits go through, in the order in which the segments are durable: SPEC.md 7.4
-lets a term commit an older step behind a newer one, and `latest` stays the highest. So no save waits for a slower one
-before it, and whoever kills the process finds the newest that was acknowledged.
+COMMITs go through the one thread that commits, in the order in which the segments become durable: SPEC.md 7.4 lets a
+term commit an older step after a newer one, and `latest` stays the highest. So no save waits for a slower earlier one,
+and after a kill of the process the newest acknowledged checkpoint is there.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _T = TypeVar("_T")
 
 
 class Fulls(SavePath):
-    """What the plain fulls of a writer share.
+    """The save path that all uncompressed fulls of a writer share.
 
     Attributes:
-        memory: what they are copied into.
+        memory: the memory into which they are copied.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Fulls(SavePath):
     ) -> None:
         """
         Args:
-            lanes: how many are written at once.
+            lanes: how many fulls are written at once.
             begin_save: `Backend.begin_save` of the medium.
-            threads: those that write, of each.
-            memory: bytes of host memory; None: as many times the state as there are lanes.
-            commit: the thread through which every COMMIT goes.
-            tend: what that thread does after each of them.
-            background: has memory touched while others work.
+            threads: how many threads write in each lane.
+            memory: bytes of host memory; None: the size of the state times the number of lanes.
+            commit: the thread that sends every COMMIT.
+            tend: upkeep that this thread does after each save.
+            background: submits work that touches memory in the background.
             segment_bytes: `Backend.segment_bytes` of the medium.
         """
         super().__init__()
@@ -78,10 +78,10 @@ class Fulls(SavePath):
         self._commit = commit
         self._tend = tend
         self._background = background
-        self._copied: set[Full] = set()  # those that are being copied
+        self._copied: set[Full] = set()  # fulls that are being copied
         self._lanes = Lanes(lanes, threads, begin_save, self._end_of)
         self._copiers = SleepingPool(default_threads(), "ckptstore-copy")
-        self._waiters: ThreadPoolExecutor | None = None  # from the first state on a device
+        self._waiters: ThreadPoolExecutor | None = None  # made for the first state on a device
 
     # -- the caller's side
 
@@ -91,14 +91,14 @@ class Fulls(SavePath):
         self._lanes.wake()
 
     def expect(self, nbytes: int) -> None:
-        """Touch memory for a state of about so many bytes in the background, if none was expected before."""
+        """Touch memory for a state of about `nbytes` bytes in the background, if none was expected before."""
         if not self.memory.held:
             # A state divides into units of half a chunk or more, each of which shares a page with the next.
             self.memory.expect(nbytes + nbytes // 512 + (1 << 16), self._count)
             self._touch()
 
     def prepare(self, flat: FlatState) -> None:
-        """See `SavePath.prepare`. A second time does nothing."""
+        """See `SavePath.prepare`. A second call does nothing."""
         self.memory.expect(self._plan(flat).space, self._count)
         self._touch()
         if (device := bridge.device_of(flat.tensors)) is not None:
@@ -115,19 +115,19 @@ class Fulls(SavePath):
             self._later(run)
 
     def _register(self, device: Any) -> None:
-        """Have devices copy to this memory by themselves, from the next save on."""
+        """Register this memory with the device, so that it copies into it directly from the next save on."""
         for memory in self.memory.mappings():
             self._later(partial(bridge.register, memory, device))
 
     def _later(self, work: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, which must not fail a save
             self._background(work)
 
     def save(
         self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None, progress: Progress | None
     ) -> None:
         """See `SavePath.save`."""
-        del updates  # of no use to fulls, which the writer has said
+        del updates  # fulls need none; the writer has warned of that
         self._write(committer, job, flat, progress=progress)
 
     def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
@@ -145,11 +145,11 @@ class Fulls(SavePath):
         arrive: Callable[[], None] = lambda: None,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a state where it is, in a lane.
+        """Write a state in a lane, from the memory in which it lies.
 
         Args:
-            arrive: called before it is read.
-            let_go: called when it is not read any more, unless the job was given up before its turn.
+            arrive: called before the state is read.
+            let_go: called when the state is no longer read, unless the job was given up before its turn.
         """
 
         def work(writers: ThreadPoolExecutor) -> None:
@@ -159,7 +159,7 @@ class Fulls(SavePath):
                 arrive()
                 made = committer.make(flat, job, writers=writers, progress=progress)
                 job.done.set_result(self.commit(lambda: committer.publish(made, job)))
-            except BaseException as error:  # noqa: BLE001  # its saver hears of it
+            except BaseException as error:  # noqa: BLE001  # the save reports it
                 committer.fail(job, error)
             finally:
                 let_go()
@@ -169,7 +169,7 @@ class Fulls(SavePath):
         self.submit(lambda writers: in_scope(job.scope, lambda: work(writers))())
 
     def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
-        """See `SavePath.begin`. Raises what copying raised."""
+        """See `SavePath.begin`. Raises the error of the copy."""
         del updates
         plan = self._plan(flat)
         self.memory.expect(plan.space, self._count)
@@ -179,7 +179,7 @@ class Fulls(SavePath):
                 self._check_taking()
                 self._copied.add(full)
             full.copy(flat)
-            self._touch()  # what the next one needs, while this one is written
+            self._touch()  # memory for the next full, while this one is written
             if full.device is not None:
                 self._register(full.device)
             if plan.space >= uncached_copy.LARGE:
@@ -191,18 +191,18 @@ class Fulls(SavePath):
             with self._lock:
                 self._copied.discard(full)
 
-    # -- what a full needs
+    # -- services for a `Full`
 
     def submit(self, work: Callable[[ThreadPoolExecutor], None]) -> None:
-        """Give a full that is copied, or waits for memory, to the next free lane."""
+        """Give a full that is copied, or that waits for memory, to the next free lane."""
         with self._lock:
             self._check_taking()
             self._lanes.submit(work)
 
     def waiter(self, work: Callable[[], None]) -> Future[None]:
-        """Wait for a device, one copy after the other as it makes them.
+        """Run a wait for a device in a thread for such waits, which takes the copies in the device's order.
 
-        Not by the threads that copy: what is in host memory would wait for the device as well, and its caller with it.
+        The threads that copy must not wait: tensors in host memory, and their caller, would wait for the device, too.
         """
         with self._lock:
             if self._waiters is None:
@@ -210,25 +210,25 @@ class Fulls(SavePath):
         return self._waiters.submit(work)
 
     def copier(self, work: Callable[[], None]) -> Future[None]:
-        """Copy something beside others."""
+        """Run a copy in the threads that copy."""
         return self._copiers.submit(work)
 
     def commit(self, work: Callable[[], _T]) -> _T:
-        """What the committer's thread makes of `work`."""
+        """Run `work` in the committer's thread -> its result."""
         return self._commit.submit(in_scope(current_scope(), work)).result()
 
     def _end_of(self, space: SaveSpace) -> None:
-        """A save has ended. Its upkeep, which was submitted before, retires it if a newer one was quicker."""
+        """End the space of a save. Its upkeep, submitted before, retires its checkpoint if a newer save was faster."""
         try:
             self._commit.submit(space.end)
         except RuntimeError:  # closed meanwhile
             space.end()
 
     def tend(self) -> None:
-        """Upkeep of the log, which no save waits for."""
+        """Submit upkeep of the log. No save waits for it."""
         self._commit.submit(self._tend)
 
-    # -- the writer's side
+    # -- for the writer
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
         """See `SavePath.after`."""
@@ -253,11 +253,11 @@ class Fulls(SavePath):
 
 
 class Full:
-    """A full that is copied, and written as it is copied.
+    """A full that is copied, and that may be written while it is copied.
 
     Attributes:
         job: its save.
-        device: one that copies some of it; None: all of it is in host memory.
+        device: the device that copies some of its tensors; None: all of them are in host memory.
     """
 
     def __init__(self, fulls: Fulls, committer: Committer, job: Job, flat: FlatState, plan: UnitPlan) -> None:
@@ -279,7 +279,7 @@ class Full:
         job.stops_with(self._stop)
 
     def copy(self, flat: FlatState) -> None:
-        """Copy every unit of `flat`, waiting for memory where there is none, and have them written."""
+        """Copy every unit of `flat`, waiting for memory if there is none, and have the units written."""
         self._copying = True
         segments = self._state.plan.segments
         alone = len(segments) == 1 and len(segments[0][2]) <= 1
@@ -289,7 +289,7 @@ class Full:
             self.job.measured.waited += seconds
 
         try:
-            # If a unit is not wanted any more it has failed, which `done` says; the state may change.
+            # If a unit is not wanted any more, the save has failed, which `done` reports; the state may change.
             self._arrivals.bring(
                 copies_of(self._state.plan, flat.tensors, submit, self._queue, self._fulls.waiter),
                 self._fulls.memory,
@@ -299,12 +299,12 @@ class Full:
                 queue=self._queue,
             )
         finally:
-            self._queue = None  # it holds the caller's tensors
+            self._queue = None  # it holds references to the caller's tensors
             self._release()
         self._begin()
 
     def _release(self) -> None:
-        """Its caller has copied it, or stops."""
+        """Note that its caller has copied it, or has stopped."""
         with self._lock:
             self._copying = False
             unwanted = self._gone is not None and not self._writing
@@ -320,30 +320,30 @@ class Full:
             raise self._gone
 
     def _check(self) -> None:
-        """Raise why nothing more of it is to be written."""
-        self._check_wanted()  # else what is copied already would be written first, in vain
+        """Raise the reason if nothing more of it must be written."""
+        self._check_wanted()  # first: otherwise copied units would still be written, for nothing
         if self._committer.ended is not None:
             raise self._committer.ended
 
     def _begin(self) -> None:
         with self._lock:
             if not self._begun:
-                self._check_wanted()  # `submit` would refuse it, too: what is being copied is only given up on closing
+                self._check_wanted()  # `submit` would refuse, too: a full is given up during its copy only on closing
                 self._fulls.submit(self._work)
                 self._begun = True
 
     def _work(self, writers: ThreadPoolExecutor) -> None:
-        """In a lane: hash and write what arrives, have it committed, and say so."""
+        """Hash and write units as they arrive, commit, and set the result of the job. Runs in a lane."""
         job, committer = self.job, self._committer
         with self._lock:
             if self._left or not job.start():
-                return  # given up before its turn came: whoever did that, or copies it, gives back what it holds
+                return  # given up before its turn: the thread that gave it up, or copies it, frees its memory
             self._writing = True
         try:
             made = committer.make(self._state, job, writers=writers)
             job.done.set_result(self._fulls.commit(lambda: committer.publish(made, job)))
-        except BaseException as error:  # noqa: BLE001  # its saver hears of it
-            if not self._arrivals.spoiled:  # else its caller does, which could not copy it
+        except BaseException as error:  # noqa: BLE001  # the save reports it
+            if not self._arrivals.spoiled:  # otherwise the caller, whose copy failed, reports the error
                 committer.fail(job, error)
         finally:
             self._leave()
@@ -351,18 +351,18 @@ class Full:
             self._fulls.tend()
 
     def _stop(self) -> None:
-        """It was given up."""
+        """Stop, because the job was given up."""
         error = self.job.done.exception()
         assert error is not None
         with self._lock:
             self._gone = error
             busy = self._copying or self._writing
         self._arrivals.fail(error)
-        if not busy:  # else whoever is gives back what it holds
+        if not busy:  # otherwise the busy thread frees the memory
             self._leave()
 
     def _leave(self) -> None:
-        """Give back what it still holds."""
+        """Free the memory and the place in flight that it still holds. A second call does nothing."""
         with self._lock:
             left, self._left = self._left, True
         if left:

@@ -1,4 +1,4 @@
-"""The threads that make fulls durable: so many at once as there are lanes, each with writing threads of its own."""
+"""The threads that make fulls durable: one full per lane at a time; each lane has its own writing threads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _T = TypeVar("_T")
 
 
 class Lanes:
-    """Jobs begin in the order in which they were submitted, and may end in any."""
+    """A pool of lanes. Jobs begin in the order in which they were submitted, and may end in any order."""
 
     def __init__(
         self, lanes: int, threads: int, begin_save: Callable[[], SaveSpace], ended: Callable[[SaveSpace], object]
     ) -> None:
         """
         Args:
-            threads: those that write, of each lane.
+            threads: how many threads write in each lane.
             begin_save: `Backend.begin_save` of the medium.
-            ended: ends that, when nothing more comes of the job that may free space.
+            ended: ends the `SaveSpace` of a job, once the job can free no more space.
         """
         self._pools = [SleepingPool(threads, f"ckptstore-write-{number}") for number in range(lanes)]
         self._free: SimpleQueue[ThreadPoolExecutor] = SimpleQueue()
@@ -36,15 +36,15 @@ class Lanes:
         self._jobs = started_pool(lanes, "ckptstore-persist")
 
     def wake(self) -> None:
-        """Start the threads that write. Raises `RuntimeError`: so many are not to be had."""
+        """Start the threads that write. Raises `RuntimeError` if the system cannot start that many."""
         for pool in self._pools:
             pool.wake()
 
     def submit(self, work: Callable[[ThreadPoolExecutor], _T]) -> Future[_T]:
-        """Do `work` with the writing threads of a lane, once one is free."""
+        """Run `work` with the writing threads of a lane, once a lane is free."""
 
         def run() -> _T:
-            writers = self._free.get()  # there is one: no more jobs run than there are lanes
+            writers = self._free.get()  # does not block: no more jobs run than there are lanes
             space = self._begin_save()
             try:
                 with space.within():
@@ -56,17 +56,17 @@ class Lanes:
         return self._watched(self._jobs.submit(run))
 
     def after(self, work: Callable[[], _T]) -> Future[_T]:
-        """Do `work` when all that was submitted before has ended."""
+        """Run `work` when all jobs submitted before have ended."""
         earlier = list(self._under_way)
 
         def run() -> _T:
-            wait(earlier)  # they have begun, or this would not have
+            wait(earlier)  # they have begun, since jobs begin in order
             return work()
 
         return self._watched(self._jobs.submit(run))
 
     def close(self) -> None:
-        """Wait for everything. May be repeated."""
+        """Wait for all jobs. May be called repeatedly."""
         self._jobs.shutdown()
         for pool in self._pools:
             pool.shutdown()

@@ -1,4 +1,4 @@
-"""The writer of one process, of which every commit is acknowledged only when it is durable."""
+"""The writer of one process: it acknowledges a commit only when the commit is durable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class LocalWriter(Taking):
-    """A `Writer` of this process alone. One thread commits: the log of a term has one author."""
+    """A `Writer` of this process alone. One thread commits, because the log of a term has one author."""
 
     takes_copies = True
 
@@ -46,7 +46,7 @@ class LocalWriter(Taking):
         self._told(lambda: committer.untag(name))
 
     def _told(self, work: Callable[[], _T]) -> _T:
-        """What the committer's thread makes of `work`; whoever is told here hears of no failure a second time."""
+        """Run `work` in the committer's thread -> its result. An error raised here is not raised by a later call."""
         try:
             return self._submit(work).result()
         except BaseException as error:
@@ -64,7 +64,7 @@ class LocalWriter(Taking):
         return parent
 
     def _succeed(self, term: Term, parent: CheckpointInfo) -> None:
-        """A new term takes the place of the present one. The committer's thread calls it."""
+        """Replace the present term by a new one. The committer's thread calls this."""
         self._committer.give_way(WriterClosedError(f"term {self.term} is over: {parent.ref} was gone back to"))
         self._deltas.begin(self._draft(term))
         self._committer = self._serve(term, parent)

@@ -1,6 +1,6 @@
-"""The states that deltas build on: in host memory, or read back from the store where a budget does not allow that.
+"""Holds the bases of deltas: in host memory, or read back from the store if they exceed a memory budget.
 
-A writer of one process has whole states here, a rank its shares of them.
+A writer of one process holds whole states here, a rank its shares of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MemoryBase:
 
     Attributes:
         id: its identity.
-        tensors: by name.
+        tensors: its tensors by name.
         snapshot: owns their memory.
     """
 
@@ -47,16 +47,16 @@ class MemoryBase:
 
     @property
     def nbytes(self) -> int:
-        """Host memory it takes."""
+        """The host memory that it takes, in bytes."""
         return sum(source.nbytes for source in self.tensors.values())
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.snapshot.free()
 
 
 class ResidentBases:
-    """The bases of one writer, or of one rank. One thread calls it at a time; `ids` may be called by any thread."""
+    """The bases of one writer, or of one rank. One thread at a time calls it; any thread may call `ids`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ResidentBases:
             memory: bytes of host memory for bases; None: no limit.
             snapshots: memory for copies.
             workers: the threads that copy.
-            reopen: opens a committed checkpoint as a base that is read from the store; told the state that it has.
+            reopen: opens a committed checkpoint with the given state as a base that is read from the store.
         """
         self._memory = memory
         self._snapshots = snapshots
@@ -80,26 +80,26 @@ class ResidentBases:
         self._fed: Snapshot | None = None  # receives the state that is copied unit by unit
 
     def ids(self) -> list[CheckpointId]:
-        """The bases that are here."""
+        """The identities of the bases."""
         return list(self._bases)
 
     def get(self, identity: CheckpointId) -> MemoryBase | StoredBase | None:
-        """The base of this identity; None: it is not here."""
+        """The base of this identity; None: there is none."""
         return self._bases.get(identity)
 
     def receive(self, order: Order, feed: Feed, *, follow: bool) -> Fed | None:
-        """Say where a state goes that is copied unit by unit and compressed against `order.base`.
+        """Provide memory for a state that is copied unit by unit and compressed against `order.base`.
 
-        It takes the place of the base, unit by unit, if nothing needs the base afterwards. If anything fails before
-        `settle`, call `discard`: what the state has begun to replace is no base any more.
+        The state replaces the base, unit by unit, if nothing needs the base afterwards. If anything fails before
+        `settle`, call `discard`: a base that is partly replaced is lost.
 
         Args:
-            follow: the order cannot be changed: a state that does not fit into the place of the base gets memory of
-                its own.
+            follow: the order cannot be changed: a state that does not fit into the memory of the base gets other
+                memory.
 
         Returns:
-            None (never with `follow`): the base is not in memory, or too much of the state has another size. It has to
-            be stored as a full.
+            None: the state must be stored as a full, because the base is not in memory, or too much of the state has
+            another size. With `follow`, the latter does not happen.
         """
         assert order.base is not None
         base = self._bases[order.base]
@@ -116,35 +116,35 @@ class ResidentBases:
         return None
 
     def receive_whole(self, feed: Feed) -> Snapshot:
-        """Copy a full that is given unit by unit, at once. It takes the memory of the bases, which are given up."""
+        """Copy the whole state of a feed at once, for a full. It takes the memory of the bases, which are dropped."""
         self.clear()
         self._fed = feed.whole(lambda: self._snapshots.copy(feed.flat, self._workers.pool))
         return self._fed
 
     def discard(self) -> bool:
-        """A state that was received is not committed: give up every base -> False: none was being received."""
+        """Drop every base, because a received state is not committed -> False: no state was being received."""
         if self._fed is None:
             return False
         self.clear()
         return True
 
     def settle(self, order: Order, identity: CheckpointId, flat: FlatState, snapshot: Snapshot | None) -> bool:
-        """The checkpoint is committed: keep it as a base, and forget others, as the order says.
+        """Keep a committed checkpoint as a base, and forget other bases, as the order says.
 
         Args:
             flat: its state, still unchanged.
-            snapshot: owns the memory of `flat`; None: training does, or it was received.
+            snapshot: owns the memory of `flat`; None: training owns it, or the state was received.
 
         Returns:
-            Whether `snapshot` was kept. Else its memory is the caller's to free.
+            Whether `snapshot` was kept. If not, the caller must free its memory.
 
         Raises:
-            MemoryError, StorageError: it cannot be kept. Every base has to be given up then (`clear`).
+            MemoryError, StorageError: it cannot be kept. Then every base must be dropped (`clear`).
         """
         received, self._fed = self._fed, None
         if order.base is None:
-            # Prevents: a base that stays for ever on a rank that gave a step up: rank 0 has let go of its own then, and
-            # names it no more.
+            # Prevents: a base that stays forever on a rank that gave a step up: rank 0 has dropped its own by then, and
+            # never names it again.
             self.forget()
         for old in order.forget:
             if old in self._bases:
@@ -165,14 +165,14 @@ class ResidentBases:
         return MemoryBase(identity, snapshot or self._snapshots.copy(flat, self._workers.pool))
 
     def clear(self) -> None:
-        """Give up every base, and a state that is being received."""
+        """Drop every base, and a state that is being received."""
         received, self._fed = self._fed, None
         if received is not None:
             received.free()
         self.forget()
 
     def forget(self) -> None:
-        """Give up every base."""
+        """Drop every base."""
         for base in self._bases.values():
             base.forget()
         self._bases.clear()

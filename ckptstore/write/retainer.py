@@ -1,8 +1,8 @@
-"""A writer keeps to the store's rules of retention: what a save makes superfluous is retired by the save's own COMMIT.
+"""Applies the store's retention rules: the COMMIT of a save also retires the checkpoints that it makes superfluous.
 
-So it costs no record of its own, and of the checkpoints only those are looked at that a rule has just let go. Only when
-the rules change, or something else than saves has changed the log, are all of them looked through again. Where many are
-superfluous at once, as when rules are given late, each save retires some, and so does one record after it.
+So retirement needs no extra record, and only the checkpoints that a rule has just released are examined. All of them
+are examined again only if the rules change, or if something other than a save has changed the log. If many are
+superfluous at once, as when rules are set late, each save retires some of them, and so does one record after it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from ckptstore.log.change import Change
 __all__ = ["Retainer", "short_of_space"]
 
 _AT_ONCE: Final = 256
-"""Checkpoints that one record retires: it shall fit into a slot of the log, and take no long time."""
+"""The most checkpoints that one record retires: it must fit into a slot of the log, and be quick to make."""
 _PINNED: Final = 16
-"""Held checkpoints, at least, of which it is worth a look why they are."""
+"""With fewer held checkpoints, it is not examined why they are held."""
 _LITTLE: Final = 4
-"""Of what is stored, one part in so many may be pinned without a word."""
+"""If less than one part in `_LITTLE` of the stored bytes is pinned, there is no warning."""
 _FULLS: Final = 3
-"""Space for fewer is short: for a full, for what is written beside it, and until the chain before it is deleted."""
+"""Space for fewer fulls is short: for the full, for concurrent writes, and until the chain before it is deleted."""
 _MANY: Final = 10_000
-"""Checkpoints that no save waits for to be looked through."""
+"""With more checkpoints than this, a save does not wait until all are examined."""
 
 
 class Retainer:
-    """What one committer retires. Its thread alone calls it.
+    """Chooses the checkpoints that one committer retires. Only the committer's thread calls it.
 
     Attributes:
-        bases: gives the checkpoints that the next ones may be coded against: what restores them stays stored.
-        settled: whether a checkpoint may be retired at all: of a store with a second tier only what that has.
+        bases: returns the checkpoints that the next ones may be compressed against: what restores them stays stored.
+        settled: whether a checkpoint may be retired at all: with a second tier, only if that tier has it.
     """
 
     def __init__(self, catalog: Callable[[], Catalog]) -> None:
         """
         Args:
-            catalog: gives the catalog as the term knows it now.
+            catalog: returns the present catalog of the term.
         """
         self.bases: Callable[[], Iterable[CheckpointId]] = tuple
         self.settled: Callable[[Node], bool] = lambda _node: True
@@ -55,17 +55,17 @@ class Retainer:
         self._pinned_at = _PINNED
 
     def look_again(self) -> None:
-        """Something else than a save has changed the log, or a commit failed: look through all of it next time."""
+        """Examine all checkpoints next time: something other than a save has changed the log, or a commit failed."""
         self._keeping = None
 
     def joined(self, change: Change) -> Change:
-        """A change that adds checkpoints, with what it makes superfluous as its retirements.
+        """A change that adds checkpoints, extended by the retirement of those that it makes superfluous.
 
         Raises:
             CorruptLogError: the newest checkpoint is not known.
         """
         if self._keeping is None and len(self._catalog().checkpoints) > _MANY:
-            return change  # `rest` looks through them, when this is durable
+            return change  # `rest` examines them, when this is durable
         keeping = self._current()
         if keeping is None:
             return change
@@ -74,7 +74,7 @@ class Retainer:
         return self._retiring(change, keeping.superfluous(self._catalog(), change.tags, most=_AT_ONCE))
 
     def rest(self) -> Change | None:
-        """What is superfluous still, as far as one record goes: a save may be waiting for who commits it.
+        """A change that retires more superfluous checkpoints: at most one record, as a save may wait for this thread.
 
         Raises:
             CorruptLogError: the newest checkpoint is not known.
@@ -86,13 +86,13 @@ class Retainer:
         return change if change.retires else None
 
     def committed(self) -> None:
-        """What `joined` or `rest` gave last is history."""
+        """Note that the last change of `joined` or `rest` is committed."""
         self._released.clear()
 
     def pinned(self) -> str | None:
-        """What the rules cannot free, with its size and the remedy, once; None: it is little, or was said.
+        """A text on the retired checkpoints that must stay, with their size, once; None: few, or reported already.
 
-        Looked at only when twice as much is held as the last time: it takes a look at every checkpoint.
+        Examined only when twice as many are held as the last time, because it examines every checkpoint.
         """
         catalog = self._catalog()
         if len(catalog.held) < self._pinned_at:
@@ -113,7 +113,7 @@ class Retainer:
         )
 
     def unknown(self) -> str | None:
-        """Why nothing is retired although there are rules; None: there are none, or it is."""
+        """Why nothing is retired although there are rules; None: there are no rules, or they are applied."""
         catalog = self._catalog()
         if not catalog.keep:
             return None
@@ -122,7 +122,7 @@ class Retainer:
         return "nothing is retired while a slot of the log is damaged" if _damaged(catalog) else None
 
     def _current(self) -> RetentionTracker | None:
-        """The rules, applied so far; None: there are none, or nobody can tell what they keep."""
+        """The tracker of the rules; None: there are no rules, or it is unknown what they keep."""
         catalog = self._catalog()
         if not catalog.keep or self.unknown() is not None:
             self._keeping = None
@@ -132,7 +132,7 @@ class Retainer:
 
     def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
         catalog = self._catalog()
-        # What this very change adds is promised first; it goes with the next one.
+        # A checkpoint that this change adds is committed first; the next change may retire it.
         gone = [node for node in superfluous if node in catalog.checkpoints and self.settled(node)]
         based = {base.node for base in self.bases()}
         self._released |= self._based - based
@@ -149,16 +149,16 @@ def short_of_space(catalog: Catalog, free: Callable[[], int | None]) -> bool:
     """Whether space is short, a full still fits, and most stored checkpoints are retired ones that others build on.
 
     Args:
-        catalog: the log as the term knows it now.
-        free: gives the bytes that the medium has left; None: it does not say.
+        catalog: the present catalog of the term.
+        free: returns the free bytes of the medium; None: they are unknown.
     """
-    # Prevents: a full that frees nothing, because nothing is retired by rules that this version does not know.
+    # Prevents: a full that frees nothing, because rules that this version does not know retire nothing.
     if not catalog.keep or not known(catalog.keep) or _damaged(catalog):
         return False
     if len(catalog.held) <= len(catalog.checkpoints):
         return False
     newest, left = catalog.latest(), free()
-    # Prevents: a save that fails as a full, where a step diff or a delta would fit. The chain goes only after the full.
+    # Prevents: a save that fails as a full, though a step diff or delta would fit. The chain goes only after the full.
     return newest is not None and left is not None and newest.nbytes <= left < _FULLS * newest.nbytes
 
 

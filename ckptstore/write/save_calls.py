@@ -1,4 +1,4 @@
-"""How a writer takes states: at once, in the background, as somebody else has copied them, layer by layer."""
+"""The calls that give a writer a state: blocking, in the background, already copied, or layer by layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Taking"]
 
 
 class Taking(Lifetime):
-    """The calls of a `Writer` that are given a state."""
+    """The calls of a `Writer` that take a state."""
 
     def _save(
         self, state: Any, step: int, labels: Labels, updates: Updates | None, progress: Progress | None
@@ -75,21 +75,21 @@ class Taking(Lifetime):
         began: float | None = None,
         waited: float = 0.0,
     ) -> PendingSave:
-        """Make durable what somebody else has copied, laid out as its segments will be (`agent`): without a copy.
+        """Make a snapshot durable that the caller has copied, in the layout of its segments (`agent`): no second copy.
 
-        Waits for nothing: how many are in flight is for whoever owns the memory to bound. It may be used again once
-        `Snapshot.free` is called, which for a base of deltas is much later than `Snapshot.land`.
+        Waits for nothing: the owner of the memory limits how many saves are in flight. The memory may be reused once
+        `Snapshot.free` is called; for a base of deltas, that is much later than `Snapshot.land`.
 
         Args:
-            snapshot: the state; unchanged until it is free.
+            snapshot: the state; unchanged until it is freed.
             step, metadata, tags: as for `save`.
-            updates: as for `save`, looked up already; they may refer to what `gradients` holds.
-            gradients: what owns the memory of the gradients.
-            began, waited: since when training has waited for the copy (``time.monotonic()``), and how many seconds of
-                that for earlier saves: for `on_metrics`. None: it has not.
+            updates: as for `save`, looked up already; they may refer to memory of `gradients`.
+            gradients: owns the memory of the gradients.
+            began, waited: when training began to wait for the copy (``time.monotonic()``), and how many seconds of that
+                it waited for earlier saves: for `on_metrics`. None: training did not wait.
 
         Raises:
-            as `save_async`. The memory is the caller's again then: `land` and `free` it.
+            as `save_async`. Then the memory belongs to the caller again, who must `land` and `free` it.
         """
         refuse_within(self, self._WAIT)
         labels = Labels.of(metadata, tags)
@@ -123,7 +123,7 @@ class Taking(Lifetime):
         return begun
 
     def _owner(self, committer: Committer, job: Job, snapshot: Snapshot) -> Owner:
-        """What a snapshot that is filled by layers is given back to, finished or not."""
+        """The owner to which a layer-wise snapshot is returned, finished or not."""
 
         def give_up() -> None:
             job.give_up(CancelledError(f"the layer-wise save of step {job.step} was abandoned"))
@@ -151,10 +151,10 @@ class Taking(Lifetime):
         return Owner(hand_over, give_up, self._check_open)
 
     def _mapped(self, flat: FlatState, step: int) -> Snapshot:
-        """A snapshot whose memory is the medium's.
+        """A snapshot in memory of the medium.
 
         Raises:
-            UsageError: the store is compressed, or its medium cannot be copied into.
+            UsageError: the writer makes deltas or step diffs, or the medium has no mapped segments.
             StorageError: the medium failed or is full.
         """
         if not self._options.plain:
@@ -164,8 +164,8 @@ class Taking(Lifetime):
             raise UsageError(f"direct: {self.url} has no memory to be copied into, as pmem:// has; leave it out")
 
         def free() -> None:
-            lost = found.abort()  # harmless to those that are sealed
-            with contextlib.suppress(WriterClosedError):  # a collector finds them once the term is over
+            lost = found.abort()  # does nothing to sealed segments
+            with contextlib.suppress(WriterClosedError):  # a collector finds them after the term has ended
                 self._submit(lambda: committer.abandon(lost))
 
         return Snapshot(found, lambda: None, free)
@@ -175,7 +175,7 @@ class Taking(Lifetime):
             raise UsageError("begin: a snapshot that is filled layer by layer is a whole state; leave out memory=")
         return self._snapshots.empty(flat)
 
-    # -- what all of them do
+    # -- shared by all of these calls
 
     def _job(
         self,
@@ -187,13 +187,11 @@ class Taking(Lifetime):
         scope: Scope | None = None,
         began: float | None = None,
     ) -> tuple[Committer, Job, FlatState]:
-        """Everything that can be refused is refused here, before a byte is written -> the save, and its state.
-
-        The committer is that of the term to which the save belongs.
+        """Check every argument before a byte is written -> the committer of the save's term, the save, and its state.
 
         Args:
             scope: as for `Job`.
-            began: since when training waits, on the monotonic clock; None: since now.
+            began: when training began to wait, on the monotonic clock; None: now.
         """
         began = time.monotonic() if began is None else began
         self._explaining.remark_unused(updates)
@@ -221,14 +219,14 @@ class Taking(Lifetime):
         return committer, Job(saves, step, labels, scope), flat
 
     def _enter(self, job: Job) -> float:
-        """Wait for a place in flight -> the seconds waited. Raises what stopped an earlier save."""
+        """Wait for a place in flight -> the seconds waited. Raises the error of an earlier save."""
         place, waited = self._places.take()
         job.enter(place)
         return waited
 
     @contextmanager
     def _given(self, job: Job) -> Iterator[None]:
-        """A save is begun within this; if that fails, nothing becomes of it, unless it is being committed already."""
+        """Begin a save within this ``with``. If that fails, the save is given up, unless its commit has begun."""
         try:
             yield
         except BaseException as error:
@@ -239,15 +237,15 @@ class Taking(Lifetime):
             raise
 
     def _lose_step(self, committer: Committer) -> None:
-        """A step that was given is not saved: a sum of gradients cannot continue without it."""
+        """Note that a step was not saved: a sum of gradients cannot continue without it."""
         if self._options.diffs is not None and self._options.diffs.accumulate == "sum":
-            with contextlib.suppress(WriterClosedError, RuntimeError):  # nothing more is summed up
+            with contextlib.suppress(WriterClosedError, RuntimeError):  # then nothing more is summed
                 self._submit(committer.lose_step)
 
     def _pending(self, committer: Committer, job: Job) -> PendingSave:
         def hurry() -> None:
             if self._options.diffs is not None:
-                with contextlib.suppress(WriterClosedError, RuntimeError):  # closing flushes; the interpreter is going
+                with contextlib.suppress(WriterClosedError, RuntimeError):  # `close` flushes; the interpreter is ending
                     self._submit(lambda: committer.flush_step(job.step))
 
         return job.pending(hurry, self._tier)

@@ -1,4 +1,4 @@
-"""How states get from the caller of a writer to their commits: what every way has in common."""
+"""`SavePath`: the interface of the paths that states take from the caller of a writer to their commits."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 
 
 class SavePath(ABC):
-    """How a writer's states get to their commits.
+    """The path of a writer's states to their commits.
 
-    Each method is called by the thread that saves. Where one raises, the job is given up, unless another thread has
-    started it: then that one ends it.
+    The thread that saves calls the methods. If one raises, the job is given up, unless another thread has started it:
+    then that thread ends it.
 
     Attributes:
-        needs_caller: a save that waits holds what other calls of its thread may need.
+        needs_caller: whether a waiting save holds what other calls of the same thread may need.
     """
 
     needs_caller = True
@@ -38,7 +38,7 @@ class SavePath(ABC):
         self._ended: BaseException | None = None
 
     def _check_taking(self) -> None:
-        """Raise what ended it. Its lock is held."""
+        """Raise the error with which it ended, if it has. The caller holds the lock."""
         if self._ended is not None:
             raise self._ended
 
@@ -50,34 +50,34 @@ class SavePath(ABC):
 
     @abstractmethod
     def begin(self, committer: Committer, job: Job, flat: FlatState, updates: Updates | None) -> None:
-        """Copy a state, and have it made durable: training goes on when this returns."""
+        """Copy a state, and have it made durable in the background. When this returns, training continues."""
 
     @abstractmethod
     def adopt(self, committer: Committer, job: Job, copies: Copies) -> None:
-        """Have made durable what somebody else has copied. The memory is given back then, also if this raises."""
+        """Have a state made durable that the caller has copied. Its memory is freed then, also if this raises."""
 
     def copied_updates(self, flat: FlatState, updates: Updates | None) -> tuple[Sequence[Update], Snapshot | None]:
-        """What the optimizers did to reach a state, with gradients of its own: what explains an adopted state."""
+        """The updates of an adopted state, with copied gradients, and the snapshot that holds the gradients."""
         del flat, updates
         return (), None
 
     @abstractmethod
     def prepare(self, flat: FlatState) -> None:
-        """Touch memory for such a state in the background."""
+        """Touch memory for a state like `flat` in the background."""
 
     @abstractmethod
     def wake(self) -> None:
-        """A large state comes: start the threads that copy and write it. Raises `RuntimeError`: there are no more."""
+        """Start the threads that copy and write large states. Raises `RuntimeError` if no more can be started."""
 
     @abstractmethod
     def after(self, work: Callable[[], _T]) -> Future[_T]:
-        """Have the committer's thread do `work` when all that was given before is durable or has failed."""
+        """Run `work` in the committer's thread when every save submitted before is durable or has failed."""
 
     def end(self, error: BaseException) -> None:
-        """Take no more saves: they raise `error`. What is still being copied is given up with it."""
+        """Accept no more saves: they raise `error`. Saves that are still being copied are given up with it."""
         with self._lock:
             self._ended = self._ended or error
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for everything, and let go of memory. May be repeated."""
+        """Wait for all saves, and free the memory. May be called repeatedly."""

@@ -1,4 +1,4 @@
-"""What a writer knows of a store's second tier: somebody brings there, in order, what the writer has committed."""
+"""The interface of a store's second tier: checkpoints that the writer has committed are copied there in order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Lag", "SecondTier"]
 
 @dataclass(frozen=True, slots=True)
 class Lag(HtmlTable):
-    """How far a remote is behind.
+    """How far a second tier is behind.
 
     Attributes:
-        checkpoints: promised checkpoints that it does not have and will get.
-        steps: how many steps its newest one is behind the store's newest, in the newest term of the store's.
+        checkpoints: committed checkpoints that it does not have yet and will get.
+        steps: how many steps its newest one is behind the store's newest, in the newest term of the store.
         nbytes: bytes of the segments that it will get.
         branch: REFs of checkpoints that it never gets, because the run was continued elsewhere; they stay in the store.
-        error: why the last try to bring something there failed; None: it did not.
+        error: why the last attempt to copy something there failed; None: it succeeded.
     """
 
     checkpoints: int = 0
@@ -31,31 +31,31 @@ class Lag(HtmlTable):
 
 
 class SecondTier(Protocol):
-    """The second tier of the store that a writer writes to. Every method may be called by any thread."""
+    """The second tier of the store to which a writer writes. Any thread may call any method."""
 
     def check(self) -> None:
         """Raise `FencedError` if the run was continued elsewhere: nothing more may be committed here."""
 
     def admit(self) -> None:
-        """Wait while too much is on this tier alone. Raises `StorageError` where that does not get less; as `check`."""
+        """Wait while too much is on the first tier alone. Raises `StorageError` if that does not shrink; as `check`."""
 
     def committed(self) -> None:
-        """Something was committed, and is to be brought there. Waits for nothing."""
+        """Note that something was committed and must be copied there. Waits for nothing."""
 
     def has(self, node: Node) -> bool:
         """Whether the second tier has a checkpoint, as far as this process knows."""
 
     def wait(self, node: Node, timeout: float | None) -> None:
-        """Return when the second tier has a checkpoint.
+        """Wait until the second tier has a checkpoint.
 
         Raises:
-            TimeoutError: not within `timeout` seconds.
-            FencedError: it never will: the run was continued elsewhere.
-            WriterClosedError: nobody brings it there any more.
+            TimeoutError: it does not have it within `timeout` seconds.
+            FencedError: it will never have it: the run was continued elsewhere.
+            WriterClosedError: nothing is copied there any more.
         """
 
     def lag(self) -> Lag:
-        """How far it is behind. Raises `CorruptLogError`, `StorageError`: the store's log cannot be read."""
+        """How far it is behind. Raises `CorruptLogError`, `StorageError` if the store's log cannot be read."""
 
     def close(self) -> None:
-        """Bring there what is left, unless that fails; then end."""
+        """Copy the rest there, unless that fails; then end."""

@@ -1,4 +1,4 @@
-"""What the error of a save that found no space says besides: what retired checkpoints still take, and what frees it."""
+"""Adds advice to the error of a save that found no space: the space of retired checkpoints, and how to free it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TOLD: Final = "; in this store "
 
 
 def tell_what_holds_space(error: BaseException, catalog: Callable[[], Catalog], backend: Backend) -> None:
-    """Complete the text of an error, if it is one of a full medium. Raises nothing.
+    """Extend the text of an error if it is the error of a full medium. Raises nothing.
 
     Args:
-        catalog: gives the log as the term knows it now.
+        catalog: returns the present catalog of the term.
     """
     if not isinstance(error, StorageError) or error.errno not in _FULL or _TOLD in str(error.strerror):
         return
@@ -59,12 +59,12 @@ def _holding(catalog: Catalog, backend: Backend) -> list[str]:
 
 
 def _not_deleted(catalog: Catalog, backend: Backend) -> int:
-    """Bytes of segments that nothing needs, and that are still there."""
+    """The bytes of segments that nothing needs and that are not deleted yet."""
     found = 0
     try:
         for key in backend.list("seg/"):
             if catalog.collectable(key):
                 found += backend.size(key)
-    except CkptError:  # deleted meanwhile, or the medium fails: what is known is said
+    except CkptError:  # deleted meanwhile, or the medium fails: use what is known
         pass
     return found

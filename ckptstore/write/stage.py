@@ -16,13 +16,13 @@ __all__ = ["Bounded", "Copies", "InPlace", "Stage"]
 
 
 class Stage:
-    """A state on its way to the thread that stores it: all of it in its caller's memory, unless a subclass says else.
+    """A state that is passed to the thread that stores it. It lies in its caller's memory, unless a subclass differs.
 
     Attributes:
         flat: the state.
         updates: what the optimizers did to reach it.
-        snapshot: the copy that it is; None: it is no copy.
-        feed: gives its units, each once it is copied; None: all of it can be read.
+        snapshot: the snapshot that holds the state; None: the state is not a copy.
+        feed: provides its units, each once it is copied; None: the whole state can be read.
     """
 
     snapshot: Snapshot | None = None
@@ -34,22 +34,22 @@ class Stage:
 
     @property
     def told(self) -> bool:
-        """Whether the call that gave the state raises what went wrong."""
+        """Whether the call that passed the state raises the error of the save."""
         return False
 
     def arrive(self) -> None:
-        """Wait until the copy is complete. Raises what stopped it."""
+        """Wait until the copy is complete. Raises the error of the copy."""
 
     def let_go(self, *, kept: bool = False) -> None:
-        """Nobody reads the state any more: give its memory back, but not that of the snapshot if it is `kept`."""
+        """Free the memory of the state, which nothing reads any more, but not that of the snapshot if it is `kept`."""
 
     @contextmanager
     def given(self, job: Job) -> Iterator[None]:
-        """Hand the state on for `job`, which gives it back if it is given up before another thread starts it.
+        """Pass the state to another thread for `job`. If the job is given up before that thread starts it, free it.
 
         If this ``with`` raises, the job is given up, or another thread has ended it.
 
-        Prevents: memory of a save that was cancelled, or handed on in vain, which nobody gives back.
+        Prevents: a leak of the memory of a save that was cancelled, or that could not be submitted.
         """
 
         def stopped() -> None:
@@ -70,7 +70,7 @@ class InPlace(Stage):
 
 
 class Copies(Stage):
-    """A copied state, and copies of the gradients that explain it."""
+    """A copied state, and copies of the gradients of its updates."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Copies(Stage):
         """
         Args:
             updates: what the optimizers did; they refer to memory of `gradients`.
-            filling: what still copies into `state` (`layerwise_save`).
+            filling: copies into `state` that are still in progress (`layerwise_save`).
         """
         super().__init__(state.flat, updates)
         self.state = self.snapshot = state
@@ -100,7 +100,7 @@ class Copies(Stage):
     def let_go(self, *, kept: bool = False) -> None:
         """See `Stage.let_go`."""
         if self._filling is not None:
-            self._filling.wait()  # Prevents: a copy into memory that is another snapshot's already.
+            self._filling.wait()  # Prevents: a copy into memory that already belongs to another snapshot.
         self.state.land()
         if self._gradients is not None:
             self._gradients.free()

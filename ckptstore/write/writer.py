@@ -1,4 +1,4 @@
-"""What everything that writes a store has: a process of its own, one of many ranks, one whose work an agent does."""
+"""The `Writer` interface: shared by the writer of one process, of one of many ranks, and of a process with an agent."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["Writer"]
 
 
 class Writer(Finishable):
-    """One term of a store, as `Store.writer` and `ckptstore.agent.writer` open it. Leaving its ``with`` saves the rest.
+    """One term of a store. `Store.writer` and `ckptstore.agent.writer` open it. Leaving its ``with`` finishes saves.
 
-    Without a ``with``, the interpreter's ordinary end does what leaving would; only a process that is killed loses what
-    is on its way. Any thread may call it, but for `rollback` and `close`: those by one, while no other saves.
+    Without a ``with``, a normal exit of the interpreter does the same; only a killed process loses saves in flight. Any
+    thread may call any method, except `rollback` and `close`: one thread calls them, while no other thread saves.
     """
 
     takes_copies: ClassVar[bool] = False
-    """Whether its caller may copy a state by itself: `LocalWriter.adopt`, `AgentWriter.save_filled`."""
+    """Whether the caller may copy the state itself: `LocalWriter.adopt`, `AgentWriter.save_filled`."""
     _WAIT: ClassVar[frozenset[CodeType]] = frozenset()
-    """The code of methods that wait for others while they hold something that those may need."""
+    """The code of methods that wait for others while they hold something that the others may need."""
     _interrupted = False
-    """Ctrl-C ended its ``with``: closing says what it waits for."""
+    """Whether Ctrl-C ended the ``with``: then `close` says what it waits for."""
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """The store's."""
+        """The URL of the store."""
 
     @property
     @abstractmethod
@@ -54,7 +54,7 @@ class Writer(Finishable):
 
     @property
     def inherited(self) -> object:
-        """A state that an agent has kept of a trainer that died, until the first save; None: there is none."""
+        """The state of a dead trainer that an agent has kept, until the first save; None: there is none."""
         return None
 
     def __repr__(self) -> str:
@@ -74,33 +74,35 @@ class Writer(Finishable):
         updates: Updates | None = None,
         progress: Progress | bool | None = None,
     ) -> CheckpointInfo:
-        """Make `state` durable as the checkpoint of `step`; it may be loaded by anyone when this returns.
+        """Make `state` durable as the checkpoint of `step`. When this returns, anyone can load it.
 
         Args:
-            state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (one that was taken
-                apart already); must not change meanwhile. Of one of many ranks: this rank's tensors; a `DTensor` is a
-                shard of one that all ranks make up.
-            step: optimizer steps done, above every step that this term continues from; numpy's integers, too. All ranks
-                save the same steps in the same order.
-            metadata: what is to be known of the checkpoint wherever the store is listed (a loss, a commit, a note): a
-                mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is in
-                `CheckpointInfo.metadata`. Of many ranks, what rank 0 gives counts.
-            tags: a name or names for it, given in the same commit; a tag that exists moves. Likewise.
-            updates: what the optimizers did since the save before (`training.OptimizerStep`), for step diffs, which
-                only a writer with `diffs` makes. With a `DiffOptions.batch` above 1, everything that waits is written.
-            progress: called as bytes are copied, from other threads; the total is the bytes of the state, or of this
-                rank's share. True: a line on stderr.
+            state: nested dict of tensors, numbers, strings, lists, RNG states ..., or a `FlatState` (a state that is
+                flattened already). It must not change during the call. With many ranks: this rank's tensors; a
+                `DTensor` is this rank's shard of a tensor that is distributed over all ranks.
+            step: number of optimizer steps done; a Python or numpy integer. It must be above every step that this term
+                continues from. All ranks save the same steps in the same order.
+            metadata: facts about the checkpoint that every listing of the store shows (a loss, a commit, a note): a
+                mapping of texts, numbers, booleans, None, lists and mappings, at most 16 KiB as JSON. It is stored in
+                `CheckpointInfo.metadata`. With many ranks, rank 0's metadata is stored.
+            tags: one or more names for the checkpoint, set in the same commit; an existing tag moves. With many ranks,
+                rank 0's tags are set.
+            updates: what the optimizers did since the previous save (`training.OptimizerStep`), for step diffs; only a
+                writer with `diffs` makes these. With a `DiffOptions.batch` above 1, all waiting steps are written.
+            progress: called from other threads as bytes are copied; the total is the size of the state in bytes, or of
+                this rank's share. True: a progress line on stderr.
 
         Raises:
-            UnsupportedStateError: something in `state` cannot be stored; names its key path. Nothing was written.
+            UnsupportedStateError: a value in `state` cannot be stored; the error names its key path. Nothing was
+                written.
             StepOrderError: the step exists, or is not above the parent's. Nothing was written.
             UsageError: `metadata` or `tags` cannot be stored; or a signal handler calls this while the same thread is
                 inside `save`, `save_async` or `begin`. Nothing was written.
-            RankError: the ranks could not save this step, which the classes below it tell apart. Nothing was
-                committed, and the next step may be saved.
-            StorageError: the medium failed. The checkpoint does not exist; the writer may be used again.
-            FencedError: a newer term exists. This writer is finished.
-            CommitUnknownError: the checkpoint may or may not exist. This writer is finished.
+            RankError: the ranks could not save this step; its subclasses tell why. Nothing was committed, and the next
+                step may be saved.
+            StorageError: the medium failed. The checkpoint does not exist; the writer is still usable.
+            FencedError: a newer term exists. This writer can save no more.
+            CommitUnknownError: the checkpoint may or may not exist. This writer can save no more.
         """
         refuse_within(self, self._WAIT)
         return self._save(state, step_number(step), Labels.of(metadata, tags), updates, as_progress(progress))
@@ -115,19 +117,19 @@ class Writer(Finishable):
         tags: str | Sequence[str] = (),
         updates: Updates | None = None,
     ) -> PendingSave:
-        """Copy `state` to host memory and make it durable in the background; the state may change when this returns.
+        """Copy `state` to host memory and make it durable in the background. When this returns, the state may change.
 
         Args:
             state, step, metadata, tags: as for `save`.
             updates: as for `save`; gradients are copied, too.
 
-        Waits while `max_in_flight` earlier saves are not durable yet, and while `memory` is spent (`on_metrics` is told
-        how long); a step diff that waits for its batch does not count. One of many ranks waits for the others, if they
-        have to agree anew who writes what (the first save). An error that nobody asked for with `result` is raised by
-        the next call, or on leaving the ``with``.
+        Waits while `max_in_flight` earlier saves are not durable yet, and while the `memory` budget is used up
+        (`on_metrics` receives the time). A step diff that waits for its batch is not counted. A rank waits for the
+        other ranks if they must agree again who writes what, as at the first save. An error that `result` has not
+        returned to anyone is raised by the next call, or on leaving the ``with``.
 
         Raises:
-            as `save`; what concerns the medium and other ranks comes from `PendingSave.result`.
+            as `save`; errors of the medium and of other ranks come from `PendingSave.result`.
         """
         refuse_within(self, self._WAIT)
         return self._save_async(state, step_number(step), Labels.of(metadata, tags), updates)
@@ -143,18 +145,18 @@ class Writer(Finishable):
         """See `save_async`."""
 
     def prepare(self, state: Any) -> None:
-        """Say what `save_async` will be given, so that it finds its memory ready. Returns at once, and writes nothing.
+        """Announce a state for `save_async`, so that its memory is ready. Returns at once, and writes nothing.
 
-        Memory that nobody has used yet costs several times what copying to it does, so the first `save_async` of a run
-        keeps training waiting for longer than the others. Call this when the state is complete (the optimizer's moments
-        are there) and something else is to be done still: the memory is touched in the background. A second time does
-        nothing. A writer of many ranks does nothing.
+        The first use of fresh memory costs several times as much as the copy into it, so the first `save_async` of a
+        run blocks training longer than later ones. Call this when the state is complete (the optimizer's moments exist)
+        and there is other work to do: the memory is touched in the background. A second call does nothing. On a writer
+        of many ranks, it does nothing.
 
         Args:
-            state: as for `save`; only its tensors' names, types and shapes matter.
+            state: as for `save`; only the names, types and shapes of its tensors matter.
 
         Raises:
-            UnsupportedStateError: something in `state` cannot be stored.
+            UnsupportedStateError: a value in `state` cannot be stored.
             WriterClosedError, FencedError: as `save`.
         """
 
@@ -162,23 +164,23 @@ class Writer(Finishable):
     def begin(self, state: Any, step: int, layers: Mapping[str, Sequence[str]], *, direct: bool = False) -> LayeredSave:
         """Begin a save whose snapshot is filled layer by layer, as layers are updated (LightCheck, section III-B).
 
-        `training.LayerwiseSnapshots` does this for torch's optimizers. One at a time: it is finished or abandoned
-        before the next save.
+        `training.LayerwiseSnapshots` does this for torch's optimizers. One at a time: finish or abandon it before the
+        next save.
 
         Args:
-            state: as for `save_async`; the tensors of `layers` may still change, each until it is `ready`. Of others
-                only dtype and shape are looked at here.
+            state: as for `save_async`; each tensor of `layers` may still change until its layer is `ready`. Only the
+                dtype and shape of the other tensors are read here.
             step: as for `save`.
-            layers: names of tensors (`FlatState.tensors`) by the name of the layer that they belong to.
-            direct: copy straight into mapped segments of a medium that has them (``pmem://``), through no host memory.
-                Only without `deltas` and `diffs`, and not by an agent.
+            layers: names of tensors (`FlatState.tensors`) by the name of their layer.
+            direct: copy straight into mapped segments, without host memory in between. Needs a medium with mapped
+                segments (``pmem://``) and a writer without `deltas` and `diffs`; an agent cannot do it.
 
         Waits while `max_in_flight` earlier snapshots are not durable yet.
 
         Raises:
             as `save_async`.
-            UsageError: a tensor is in two layers, or not in the state; the medium cannot be copied into; or this is a
-                writer of many ranks.
+            UsageError: a tensor is in two layers, or not in the state; `direct`, and the medium has no mapped segments;
+                or this is a writer of many ranks.
             StorageError: `direct`, and the medium failed or is full.
         """
         refuse_within(self, self._WAIT)
@@ -189,21 +191,21 @@ class Writer(Finishable):
         del state, step, layers, direct
         raise UsageError("begin: ranks that save together copy their states whole: call save_async")
 
-    # -- what was given
+    # -- waiting, tags, rollback
 
     @property
     def _needs_caller(self) -> bool:
-        """Whether a save that waits holds what other calls of its thread may need."""
+        """Whether a waiting save holds what other calls of the same thread may need."""
         return True
 
     @warns_last
     def wait(self) -> None:
-        """Return when everything given so far is durable: what is in flight, and what waits for its batch, which is
+        """Wait until every save so far is durable: those in flight, and those that wait for their batch, which are
         written now.
 
         Raises:
-            StorageError, FencedError, CommitUnknownError: what stopped a `save_async` of which nobody has been told
-                yet, with a note of every other one; no later call raises it again.
+            StorageError, FencedError, CommitUnknownError: a `save_async` failed and no call has raised its error yet.
+                The error has a note on every other such save; no later call raises it again.
             WriterClosedError: the writer is closed; `close` has waited, and raised.
         """
         if self._needs_caller:
@@ -216,11 +218,11 @@ class Writer(Finishable):
 
     @warns_last
     def poll(self) -> None:
-        """Answer now what other processes ask for (`Store.merge`, `tag`, `retire` ... beside this writer), and fold the
-        log if that is due. A writer does it by itself after every save, and every `poll_seconds`; of many ranks the
-        first does.
+        """Answer requests of other processes now (`Store.merge`, `tag`, `retire` ... beside this writer), and fold the
+        log if that is due. A writer also does this after every save, and every `poll_seconds`; with many ranks, the
+        first rank does.
 
-        What goes wrong fails no save: it is warned of, once, or the next save says so.
+        A failure here fails no save: it causes one warning, or the next save raises it.
 
         Raises:
             WriterClosedError: the writer is closed.
@@ -236,15 +238,15 @@ class Writer(Finishable):
     def lag(self) -> Lag | None:
         """How far the store's second tier is behind; None: it has none.
 
-        Raises `CorruptLogError`, `StorageError`: the store's own log cannot be read.
+        Raises `CorruptLogError`, `StorageError` if the store's own log cannot be read.
         """
         return None
 
     @warns_last
     def tag(self, name: str, ref: str | int | CheckpointInfo = "latest") -> CheckpointInfo:
-        """Name a checkpoint, of this term or an earlier one; a tag that exists moves. Of many ranks the first does.
+        """Tag a checkpoint of this term or an earlier one; an existing tag moves. With many ranks, only the first may.
 
-        If the checkpoint waits for its batch, that is written first.
+        If the checkpoint waits for its batch, the batch is written first.
 
         Args:
             name: 1-128 letters, digits and ``_.+/-``, beginning with a letter, digit or ``_``.
@@ -254,8 +256,8 @@ class Writer(Finishable):
             the checkpoint, with its tags.
 
         Raises:
-            UsageError: no tag name; or another rank than the first.
-            CheckpointNotFoundError: nothing answers to `ref`.
+            UsageError: `name` is not a valid tag name; or this is not the first rank.
+            CheckpointNotFoundError: no checkpoint matches `ref`.
             StorageError, FencedError, CommitUnknownError: as `save`.
         """
         if self._needs_caller:
@@ -271,7 +273,7 @@ class Writer(Finishable):
         """Remove a tag; the checkpoint stays.
 
         Raises:
-            UsageError: another rank than the first.
+            UsageError: this is not the first rank.
             CheckpointNotFoundError: there is no such tag.
             StorageError, FencedError, CommitUnknownError: as `save`.
         """
@@ -285,34 +287,34 @@ class Writer(Finishable):
 
     @warns_last
     def rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
-        """Go back: begin a new term that continues from an earlier checkpoint, in place of the present one.
+        """Go back: begin a new term that continues from an earlier checkpoint, and that replaces the present one.
 
-        What was saved since stays in the store, as a branch; what is on its way is finished first. The next checkpoint
-        is a full, and its step may be any above that of `ref`. All ranks call it with the same `ref`, and all of them
-        go back, or all raise.
+        Saves in flight are finished first. Checkpoints saved since `ref` stay in the store, as a branch. The next
+        checkpoint is a full; its step may be any above that of `ref`. All ranks call this with the same `ref`; either
+        all of them go back, or all raise.
 
         Args:
             ref: ``latest``, a step, ``STEP@TERM``, ``tag:NAME``, or a checkpoint.
 
         Returns:
-            the checkpoint that the new term continues from, to be loaded; `parent` and `term` say so, too.
+            the checkpoint that the new term continues from: load it. `parent` and `term` describe the new term.
 
         Raises:
-            UsageError: `ref` is no REF; the present term stays open.
-            CheckpointNotFoundError: there is none of that name; the present term stays open.
+            UsageError: `ref` is not a valid REF; the present term stays open.
+            CheckpointNotFoundError: no checkpoint matches `ref`; the present term stays open.
             RankMismatchError: the ranks name different checkpoints; the present term stays open.
-            MissingRankError: a rank did not come in time; the present term stays open, unless rank 0 died.
-            FailedRankError: what stopped another rank; there what stopped it.
-            FencedError: a newer term exists, which is not fenced by this. This writer is finished.
-            StorageError: the medium failed; if a term has been opened all the same, the next save says so.
-            and what a `save_async` raised unseen, before anything is done.
+            MissingRankError: a rank did not call this in time; the present term stays open, unless rank 0 died.
+            FailedRankError: another rank failed; that rank raises its own error.
+            FencedError: a newer term exists, and this call does not fence it. This writer can save no more.
+            StorageError: the medium failed; if a term was opened nevertheless, the next save raises.
+            and the error of a `save_async` that no call has raised yet; then nothing was done.
         """
         refuse_within(self, self._WAIT)
         if ref is None:  # Prevents: a term that continues from nothing, which fences the present one.
             raise UsageError(
                 "rollback takes a checkpoint to go back to; to begin from nothing open a writer with parent=None"
             )
-        return self._rollback(ref)  # as it is: a checkpoint says more than its name
+        return self._rollback(ref)  # unchanged: a CheckpointInfo says more than its name
 
     @abstractmethod
     def _rollback(self, ref: str | int | CheckpointInfo) -> CheckpointInfo:
@@ -322,7 +324,10 @@ class Writer(Finishable):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        """Wait for every save, then end the term. A second call does nothing.
+
+        Raises the error of a `save_async` that no call has raised yet.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -330,7 +335,7 @@ class Writer(Finishable):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Who ends a run wonders what it waits for.
+        # A user who interrupts a run wants to know what it waits for.
         self._interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
         try:
             self.close()

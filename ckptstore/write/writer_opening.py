@@ -1,4 +1,4 @@
-"""Opening a store for writing: the parent, the term, and what is said of the process that writes."""
+"""Opens a store for writing: chooses the parent, begins the term, and describes the process that writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckptstore.write.writer_options import WriterOptions
 __all__ = ["Opener", "TermOpener", "open_writer"]
 
 Opener: TypeAlias = Callable[[Journal, Callable[[Catalog], CheckpointId | None], Mapping[str, Any]], Term]
-"""Begins a term of a store that continues from what a function chooses, by a process of which this is known."""
+"""Begins a term of a store: arguments are the journal, a function that chooses the parent, and facts on the process."""
 
 
 def open_writer(
@@ -44,12 +44,12 @@ def open_writer(
     """Begin a new term, which fences every earlier writer. Creates the store if there is none.
 
     Args:
-        parent: what the term continues from: see `Store.writer`.
-        options: what the writer may use.
-        environment: what decides the bits of the process that trains, where that is another one (`agent`).
-        after: the term that has to be the newest, so that nobody else's is fenced; None: whichever is.
+        parent: the checkpoint from which the term continues; see `Store.writer`.
+        options: the options of the writer.
+        environment: what determines the bits of the training process, if that is another process (`agent`).
+        after: the term that must be the newest, so that no other writer's term is fenced; None: any term.
         opener: begins a term.
-        tier: what the writer is to know of the store's second one.
+        tier: the second tier of the store.
 
     Raises:
         as `Store.writer`.
@@ -96,7 +96,7 @@ def _begin(
 def _began_again(
     journal: Journal, ref: str | int | CheckpointInfo | None, after: int, about: Mapping[str, Any], opener: Opener
 ) -> tuple[Term, CheckpointInfo | None]:
-    """A term that goes back."""
+    """Begin a term that goes back to an earlier checkpoint."""
     with _closed_if_raised() as begun:
         term, info = _begin(journal, _parent_chooser(ref, after), about, opener)
         begun.append(term)
@@ -106,12 +106,12 @@ def _began_again(
 
 @contextlib.contextmanager
 def _closed_if_raised() -> Iterator[list[Term]]:
-    """A list for a term: if a warning stops its opener, the log says that it saved nothing and may end."""
+    """A list for a term: if a warning stops its opener, note in the log that the term ended without losing a step."""
     begun: list[Term] = []
     try:
         yield begun
     except Warning:
-        # Prevents: a start that a warning stopped, taken by the next one for a term that was killed and lost steps.
+        # Prevents: the next start mistaking a start that a warning stopped for a term that was killed and lost steps.
         with contextlib.suppress(CkptError):
             for term in begun:
                 term.commit(CommitRecord(term.number, extra={CLOSED: True}))
@@ -119,19 +119,19 @@ def _closed_if_raised() -> Iterator[list[Term]]:
 
 
 def _note_rules(term: Term, keep: Sequence[str] | None) -> None:
-    """Have the store keep checkpoints by these rules from now on."""
+    """Set the store's retention rules, if they differ from the present ones."""
     if keep is not None and tuple(keep) != term.catalog.keep:
         term.commit(CommitRecord(term.number, keep=tuple(keep)))
 
 
 class TermOpener:
-    """Opens the terms of a group of ranks, on the one that commits."""
+    """Opens the terms of a group of ranks, on the rank that commits."""
 
     def __init__(self, options: WriterOptions, *, ranks: int, environment: Mapping[str, Any] | None = None) -> None:
         """
         Args:
-            options: how the group stores steps tells how many a kill may cost.
-            ranks: how many write together.
+            options: the options of the group; they determine how many steps a kill may lose.
+            ranks: how many ranks write together.
             environment: as for `open_writer`.
         """
         self._about = _about_this_process(options.diffs, options.max_in_flight) | {"ranks": ranks}
@@ -142,11 +142,11 @@ class TermOpener:
     def open(
         self, journal: Journal, parent: str | int | CheckpointInfo | None, after: int | None = None
     ) -> tuple[Term, CheckpointInfo | None]:
-        """Begin a term -> it, and the checkpoint it continues from.
+        """Begin a term -> the term, and the checkpoint from which it continues.
 
         Args:
             parent: see `Store.writer`.
-            after: the term that has to be the newest; None: whichever is.
+            after: the term that must be the newest; None: any term.
 
         Raises:
             as `open_writer`; `FencedError` if a newer term than `after` exists.
@@ -156,7 +156,7 @@ class TermOpener:
             term, info = _begin(journal, _parent_chooser(parent, after, anything=after is None), about)
             begun.append(term)
             _note_rules(term, self._keep)
-            self._keep = None  # who goes back later finds the rules that there are by then
+            self._keep = None  # a later rollback keeps the rules that are set by then
             term.journal.backend.keep_reserve()
             _warn(term, asked=parent is not None)
         return term, info
@@ -165,16 +165,16 @@ class TermOpener:
 def _parent_chooser(
     parent: str | int | CheckpointInfo | None, after: int | None = None, *, anything: bool = False
 ) -> Callable[[Catalog], CheckpointId | None]:
-    """Looks the parent up in whatever view the OPEN is built on: it must be live there.
+    """A function that looks the parent up in the catalog on which the OPEN is built: it must be live there.
 
     Args:
-        after: the term that has to be the newest there; None: whichever is.
-        anything: ``latest`` of a term that begins from nothing is nothing.
+        after: the term that must be the newest there; None: any term.
+        anything: ``latest`` means no parent if there is no checkpoint; if False, that is an error.
     """
 
     def choose(catalog: Catalog) -> CheckpointId | None:
         if after is not None and catalog.term != after:
-            # Prevents: a writer that is over, and fences the one that took its place.
+            # Prevents: a writer that has ended from fencing the one that replaced it.
             raise FencedError(f"term {after} is over: term {catalog.term} was opened after it")
         if parent is None:
             return None
@@ -195,7 +195,7 @@ def _parent_chooser(
 def _about_this_process(diffs: DiffOptions | None, max_in_flight: int) -> dict[str, Any]:
     waiting: dict[str, Any] = {}
     if diffs is not None and diffs.waits:
-        # What is in flight waits, too, to be put to the batch. None: it changes.
+        # Saves in flight wait to join the batch, so they count, too. None: the batch size changes.
         waiting = {"batch": diffs.batch + max_in_flight - 1 if diffs.controller is None else None}
     return waiting | {
         "version": __version__,
@@ -206,39 +206,39 @@ def _about_this_process(diffs: DiffOptions | None, max_in_flight: int) -> dict[s
 
 
 def _warn(term: Term, *, asked: bool) -> None:
-    """Warn of what there is to be warned of. Once: where warnings are errors, the next start finds this term, and runs.
+    """Give all warnings of an opened term, once: if warnings are errors, the next start finds this term, and runs.
 
     Args:
-        asked: whether somebody asked for a run to continue.
+        asked: whether the caller asked to continue a run.
     """
-    # Prevents: a job that is started again and again, is stopped by the same warning each time, and never trains. So
-    # this comes after the OPEN, which says to the next one what was told. All is told at once (`WarningsLast`): the
-    # next start is told none of it.
+    # Prevents: a job that is restarted again and again, is stopped by the same warning each time, and never trains. So
+    # this comes after the OPEN, which tells the next start what was warned of. All warnings are given together
+    # (`WarningsLast`), because the next start gives none of them.
     if term.parent is None:
         if asked:
             _warn_of_fresh_start(term)
         return
     between = _openings_between(term.catalog, term.parent, term.number)
     _warn_of_other_environment(term.catalog, term.parent, term.number, between)
-    if between:  # the first of them was told of the parent's term
+    if between:  # the first of them was warned of the parent's term
         _warn_of_lost_term(term.catalog, between[-1], term.parent)
     else:
         _warn_of_lost_steps(term.catalog, term.parent)
 
 
 def _openings_between(catalog: Catalog, parent: CheckpointId, term: int) -> list[TermEntry]:
-    """Terms for training that continued from the same checkpoint, opened since its own."""
+    """Training terms that continued from the same checkpoint, opened after the checkpoint's own term."""
     later = (catalog.terms[number] for number in catalog.terms if parent.term < number < term)
     return [one for one in later if one.parent == parent and "environment" in one.writer]
 
 
 def _warn_of_fresh_start(term: Term) -> None:
-    """Say so if nobody asked for a run from nothing, and the store holds another."""
+    """Warn if the term begins from nothing, though the caller did not ask for that and the store has checkpoints."""
     if not term.catalog.checkpoints:
         return
     before = term.catalog.terms.get(term.number - 1)
     if before is not None and before.parent is None and before.writer.get("asked") is True:
-        return  # that one was told, if there was anything to tell
+        return  # that term gave the warning, if there was a reason
     newest = ref_of(max(term.catalog.checkpoints))
     warn(
         f"{term.journal.url}: term {term.number} begins from nothing, because the term before it does and holds no "
@@ -262,7 +262,7 @@ def _warn_of_other_environment(catalog: Catalog, parent: CheckpointId, term: int
 
 
 def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId) -> None:
-    """Say that a term that was killed has left nothing, if steps may have waited for a batch in it."""
+    """Warn that a killed term has left no checkpoint, if steps may have waited for a batch in it."""
     if "batch" not in before.writer or before.extra.get(CLOSED):
         return
     if catalog.checkpoints.highest(before.term) is not None:
@@ -275,7 +275,7 @@ def _warn_of_lost_term(catalog: Catalog, before: TermEntry, parent: CheckpointId
 
 
 def _warn_of_lost_steps(catalog: Catalog, parent: CheckpointId) -> None:
-    """Say which steps a term that was killed may have computed and not written."""
+    """Warn of the steps that a killed term may have computed and not written."""
     before = catalog.terms.get(parent.term)
     if before is None or "batch" not in before.writer or before.extra.get(CLOSED):
         return

@@ -1,4 +1,4 @@
-"""What a writer may use: every number is checked before a term is opened."""
+"""The options of a writer, all checked before a term is opened."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ _MOST_IN_FLIGHT: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
-    """What a writer may use.
+    """The options of a writer.
 
     Attributes:
-        staging_bytes: host memory between state and medium; at least 32 MiB. Coding deltas may take as much again.
+        staging_bytes: host memory between state and medium; at least 32 MiB. Compressing deltas may take as much again.
         threads: threads that write blocks of one checkpoint; one or two saturate a local disk.
-        max_in_flight: saves that `Writer.save_async` may have on their way. Plain fulls are made durable at the same
-            time, each by `threads` threads; deltas and step diffs in turn, because each is coded against another.
-        poll_seconds: how often to look for requests of other processes while idle; None or infinity: only at commits.
+        max_in_flight: the most saves of `Writer.save_async` in flight. Uncompressed fulls are made durable
+            concurrently, each by `threads` threads; deltas and step diffs one by one, because each is compressed
+            against another.
+        poll_seconds: how often an idle writer looks for requests of other processes; None or infinity: only at commits.
         deltas: how checkpoints are stored as deltas against earlier ones; None: every one is a full.
-        diffs: how steps are stored as step diffs; None: not at all.
-        memory: bytes of host memory for what `Writer.save_async` has copied and the medium has not; training waits
-            while it is spent. None: `max_in_flight` times the state. With deltas or step diffs it is what they take
-            beside the state that they are coded against, and a save is coded as it is copied, when its turn has come.
-        on_metrics: told of each save; see `SaveMetrics`.
-        keep: the rules of retention that the store shall have from now on; None: as before.
+        diffs: how steps are stored as step diffs; None: there are no step diffs.
+        memory: bytes of host memory for states that `Writer.save_async` has copied and that are not on the medium yet;
+            training waits while it is used up. None: `max_in_flight` times the state. With deltas or step diffs: the
+            memory beside the state that they are compressed against; then a save is compressed as it is copied, when
+            its turn has come.
+        on_metrics: called for each save; see `SaveMetrics`.
+        keep: the new retention rules of the store; None: they stay as they are.
     """
 
     staging_bytes: int = DEFAULT_BUDGET
@@ -57,14 +59,14 @@ class WriterOptions:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether a state that was copied as a whole stays in memory: the next ones are coded against it."""
+        """Whether a whole copied state stays in memory, because later saves are compressed against it."""
         if self.memory is not None:
             return False
         return self.diffs is not None or (self.deltas is not None and self.deltas.memory is None)
 
     def __post_init__(self) -> None:
         interpreter_exit.check()
-        # Says what is wrong with it, before a term is opened and another one fenced.
+        # Raises if it is invalid, before a term is opened and another one fenced.
         Staging.for_chunks(budget=whole("staging_bytes", self.staging_bytes, 0, MOST_BYTES))
         whole("threads", self.threads, 1, MOST_THREADS)
         whole("max_in_flight", self.max_in_flight, 1, _MOST_IN_FLIGHT)

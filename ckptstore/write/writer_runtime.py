@@ -1,6 +1,6 @@
-"""What a writer has from its beginning to its end: threads, memory, a committer for each of its terms.
+"""What a writer owns while it is open: threads, memory, and a committer for each of its terms.
 
-This is the caller's side, for any thread; what the committer's thread does is in `committer`.
+This is the caller's side, for any thread; the work of the committer's thread is in `committer`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from ckptstore.write.writer_options import WriterOptions
 __all__ = ["Begin", "Lifetime"]
 
 Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, CheckpointInfo | None]]
-"""Begins a term that continues from a checkpoint, if the newest is still the one of the given number."""
+"""Begins a term that continues from a checkpoint, if the given number is still that of the newest term."""
 
 _T = TypeVar("_T")
 
 
 class Lifetime(Writer):
-    """What every part of a `LocalWriter` works with."""
+    """The threads, memory and state that every part of a `LocalWriter` uses."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Lifetime(Writer):
         self._awake = False
         self._explaining = Explaining(wanted=options.diffs is not None)
         self._committer = self._serve(term, parent)
-        # One thread commits, and persists what is coded: the log of a term has one author, and order needs no lock.
+        # One thread commits, and writes deltas and step diffs: a term's log has one author, and order needs no lock.
         self._thread = started_pool(1, "ckptstore-commit")
         self._path = self._save_path()
         if parent is not None:
@@ -98,7 +98,7 @@ class Lifetime(Writer):
         self._ended: Future[None] | None = None
         self._lock = threading.Lock()
         self._polls: Periodic | None = None
-        self._layer_pool: ThreadPoolExecutor | None = None  # copies layers, behind nothing else; from the first `begin`
+        self._layer_pool: ThreadPoolExecutor | None = None  # copies layers and nothing else; from the first `begin`
         self._begun: Begun | None = None
         self._companion: Companion | None = None
         if options.poll_seconds is not None:
@@ -110,7 +110,7 @@ class Lifetime(Writer):
 
     @property
     def url(self) -> str:
-        """The store's."""
+        """The URL of the store."""
         return self._journal.url
 
     @property
@@ -139,16 +139,16 @@ class Lifetime(Writer):
         )
 
     def _encoders(self) -> int:
-        """Threads that code: payloads under way take no more memory than the staging blocks do."""
-        # What is not coded has no payloads.
+        """How many threads compress: payloads in progress take no more memory than the staging blocks."""
+        # Uncompressed saves have no payloads.
         plain = self._options.max_in_flight * self._options.threads if self._options.plain else 1
         return min(os.cpu_count() or 1, max(self._staging.blocks - 1, plain))
 
     def _upkeep(self) -> None:
-        self._committer.housekeeping()  # whichever it is by then
+        self._committer.housekeeping()  # of the term that is current when this runs
 
     def _save_path(self) -> SavePath:
-        """How states get to their commits: as these options need it."""
+        """The save path that these options need."""
         options = self._options
         if options.plain:
             return Fulls(
@@ -170,11 +170,11 @@ class Lifetime(Writer):
         )
 
     def _expect(self, nbytes: int) -> None:
-        """A state of about so many bytes will come: touch memory for it in the background."""
+        """Touch memory in the background for a state of about `nbytes` bytes, which will be saved."""
         options = self._options
         self._wake_for(nbytes)
         if isinstance(self._path, Fulls):
-            # Both are for `save_async` alone: who only calls `save` shall not find a state's memory taken.
+            # Only `save_async` uses either: a caller of `save` alone must not pay for the memory of a whole state.
             if options.memory is not None or options.max_in_flight > 1:
                 self._path.expect(nbytes)
         elif isinstance(self._path, Coded) and self._path.feeding is not None:
@@ -182,10 +182,10 @@ class Lifetime(Writer):
             self._path.feeding.prepare(nbytes)
 
     def _wake_for(self, nbytes: int) -> None:
-        """Start the threads that copy, hash and write, if a state of so many bytes is worth it.
+        """Start the threads that copy, hash and write, if a state of `nbytes` bytes is large enough to need them.
 
         Raises:
-            RuntimeError: so many threads are not to be had.
+            RuntimeError: the system cannot start that many threads.
         """
         if nbytes >= WORTH_THREADS and not self._awake:
             self._background.wake()
@@ -195,11 +195,11 @@ class Lifetime(Writer):
             self._awake = True
 
     def _draft(self, term: Term) -> SegmentDoc:
-        """What all segments of a term say of themselves."""
+        """The fields that all segments of a term share."""
         return SegmentDoc(self._journal.run, term.number, "", {}, parents={term.number: term.parent})
 
     def _serve(self, term: Term, parent: CheckpointInfo | None) -> Committer:
-        """What a term has of its own; everything else the terms of a writer share."""
+        """Make the committer of a term. The terms of a writer share everything else."""
         self._term = term.number
         self._parent = parent
         diffs: Diffs | None = None
@@ -233,11 +233,11 @@ class Lifetime(Writer):
         return f"the writer of term {self.term} is closed{why}"
 
     def _check_process(self) -> None:
-        """A fork has none of the threads: without this it would wait for ever."""
+        """Refuse a fork: it has none of the threads, and would wait forever."""
         check_owner(self._process, self.term)
 
     def _submit(self, work: Callable[[], _T]) -> Future[_T]:
-        """Have the committer's thread do `work` after all that was given before."""
+        """Run `work` in the committer's thread, after all work submitted before."""
         self._check_process()
         with self._lock:
             if self._ended is None:
@@ -245,8 +245,8 @@ class Lifetime(Writer):
         raise WriterClosedError(self._closed())
 
     def _tend(self) -> Future[None] | None:
-        """Upkeep of the log, once what the committer's thread has to do before is done; None: the writer is closed."""
-        with self._lock:  # if it was closed by another thread, that is no reason to fail a save
+        """Queue upkeep of the log behind the work of the committer's thread; None: the writer is closed."""
+        with self._lock:  # a close by another thread must not fail a save
             return self._thread.submit(self._committer.housekeeping) if self._ended is None else None
 
     def _poll_beside(self) -> None:
@@ -254,44 +254,44 @@ class Lifetime(Writer):
             if (tended := self._tend()) is not None:
                 tended.result()
                 return
-        except (WriterError, RuntimeError):  # closed meanwhile, or the interpreter is going
+        except (WriterError, RuntimeError):  # the writer was closed, or the interpreter is ending
             pass
         assert self._polls is not None
         self._polls.stop()
 
-    # -- who works beside the saves
+    # -- background work beside the saves
 
     def accompany(self, companion: Companion) -> None:
-        """Somebody works beside the saves until this is closed; each save's metrics say whether it was at work."""
+        """Attach background work until this is closed; the metrics of each save say whether it was active."""
         self._companion = companion
         self._meter.beside = companion.active
 
     def busy(self) -> bool:
-        """Whether a save is on its way, other than those that only wait for their batch."""
+        """Whether a save is in flight; saves that only wait for their batch do not count."""
         return self._begun is not None or self._meter.under_way > self._committer.waiting
 
     def commit_beside(self, term: int, change: Change) -> Outcome:
-        """Commit, between two saves, what was made for `term` in this process. Raises as `Committer.take_in`."""
+        """Commit, between two saves, a change made for `term` in this process. Raises as `Committer.take_in`."""
         committer = self._committer
         return self._submit(lambda: committer.take_in(term, change)).result()
 
     # -- the end
 
     def _settle(self) -> None:
-        """Write what waits, and note in the log that nothing is missing if the process ends now (`host.sigterm`).
+        """Write waiting steps, and note in the log that no step is lost if the process ends now (`host.sigterm`).
 
-        Raises nothing that concerns the steps: their saves do.
+        Raises no error of a step: the save of that step does.
         """
         self._submit(self._committer.flush_and_close).result()
 
     @warns_last
     def close(self) -> None:
-        """Wait for every save, then end; a second time does nothing. Raises what a `save_async` raised unseen."""
+        """See `Writer.close`."""
         if self._process != os.getpid():
-            return  # a fork: threads, bases and pins are the parent's
+            return  # a fork: threads, bases and pins belong to the parent process
         sigterm.forget(self)
         if self._companion is not None:
-            self._companion.close()  # before the end: it may be waiting for a commit of its own
+            self._companion.close()  # before the end: it may be waiting for its own commit
         interpreter_exit.await_end(self, interrupted=self._interrupted)
         if self._polls is not None:
             self._polls.stop()
@@ -312,18 +312,18 @@ class Lifetime(Writer):
         self._failures.raise_unseen()
 
     def _end(self) -> Future[None]:
-        """Take no more saves -> done when every earlier one is, and the term is closed."""
+        """Accept no more saves -> a future that is done when every earlier save is, and the term is closed."""
         with self._lock:
             if self._ended is None:
-                # Under one lock: a step submitted after that would wait for its batch for ever.
+                # Under one lock: a step submitted after that would wait forever for its batch.
                 self._path.end(WriterClosedError(self._closed()))
                 self._ended = self._path.after(self._committer.finish)
             return self._ended
 
     def _unfinished(self) -> list[int]:
-        """The steps of `save_async` that are on their way, ascending (`host.interpreter_exit`)."""
+        """The steps of `save_async` that are in flight, ascending (`host.interpreter_exit`)."""
         return self._committer.saves.pending()
 
     def _unseen(self) -> list[tuple[int, BaseException]]:
-        """The steps whose `save_async` failed and nobody has asked for, each with what stopped it; once."""
-        return sorted(self._failures.take(), key=itemgetter(0))  # several at once fail in any order
+        """The steps whose `save_async` failed without any call raising it, each with its error; returned once."""
+        return sorted(self._failures.take(), key=itemgetter(0))  # concurrent saves fail in any order

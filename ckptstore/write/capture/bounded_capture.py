@@ -1,9 +1,9 @@
-"""A state that the thread which trains copies unit by unit, as the committer's thread codes it: under a byte budget.
+"""Copies a state under a byte budget: the training thread copies it unit by unit, as the committer compresses it.
 
-What is coded needs two things at once: the new bytes and the base's. With whole copies that is twice the state. Here
-the committer's thread says, when its turn has come, in which *units* it will look at the state; the thread that trains
-copies one after the other into memory under a budget, and waits while that is spent. A unit that is coded takes its
-place in the base, if the new state is to be a base, and its memory is free for another.
+Compression needs the new bytes and those of the base at the same time. With whole copies that is twice the state. Here,
+when a save has its turn, the committer's thread lists the *units* in which it will read the state. The training thread
+copies one unit after the other into memory with a budget, and waits while the budget is used up. A compressed unit is
+copied into the base, if the new state is to be a base, and its memory is free for another unit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptstore.segments.staged_units import StagedUnits, copy_now
 __all__ = ["Feed", "Feeding", "Piece", "Unit", "Window"]
 
 _LINE: Final = 64
-"""Pieces begin at multiples of that: of cache lines, and of every dtype."""
+"""Pieces begin at multiples of this: it is the size of a cache line and a multiple of every dtype's size."""
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ class Piece:
     """Bytes of one tensor.
 
     Attributes:
-        place: where they go once they are coded; None: nowhere.
+        place: the memory to which they are copied once they are compressed; None: no such copy.
     """
 
     source: TensorSource
@@ -50,10 +50,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is coded at once.
+    """The pieces that are compressed together.
 
     Attributes:
-        name: a tensor of it, for errors.
+        name: one of its tensors, for error messages.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Unit:
 
     @property
     def space(self) -> int:
-        """Bytes of memory that it needs: whole pages."""
+        """The bytes of memory that it needs, rounded up to whole pages."""
         return -(-sum(-(-piece.length // _LINE) * _LINE for piece in self.pieces) // BLOCK) * BLOCK
 
 
 class Window:
-    """A unit in memory, as whoever codes it sees it."""
+    """A copied unit in memory, for the thread that compresses it."""
 
     def __init__(self, unit: Unit, lease: ArenaLease) -> None:
         self._lease = lease
@@ -80,13 +80,13 @@ class Window:
                 self._parts[key] = part
 
     def read(self, source: TensorSource, start: int, length: int) -> Bytes:
-        """Bytes of a tensor, which begin where one of the unit's pieces does. A view: nothing is copied."""
+        """Bytes of a tensor, from the beginning of one of the unit's pieces. A view: nothing is copied."""
         part = self._parts[id(source), start]
         assert length <= len(part), (start, length)
         return part[:length]
 
     def done(self) -> None:
-        """It is coded: its bytes take their place in the base, and its memory is free."""
+        """End a unit that is compressed: copy its bytes into the base, and free its memory."""
         for place, part in self._placed:
             place[:] = part
         self._parts.clear()
@@ -115,11 +115,11 @@ def _copied(submit: Callable[[Callable[[], None]], Future[None]], unit: Unit, me
 
 
 class Feed:
-    """One state on its way. Two threads share it: `run` is for the one that trains, all else for the committer's.
+    """One state that is copied unit by unit. The training thread calls `run`; the committer's thread calls the rest.
 
     Attributes:
-        flat: the state, in training's own memory: to be read within `reading` alone.
-        told: `run` raises what went wrong, so that nobody else has to be told.
+        flat: the state, in training's own memory: read it only within `reading`.
+        told: `run` raises the error, so no other call needs to raise it.
     """
 
     def __init__(self, flat: FlatState, memory: Arenas, budget: int, copiers: ThreadPoolExecutor) -> None:
@@ -131,19 +131,19 @@ class Feed:
         self._wanted: Future[Sequence[Unit]] = Future()
         self._arrivals = StagedUnits(self._check)
         self._gone: BaseException | None = None
-        self._turn: float | None = None  # when it began
+        self._turn: float | None = None  # when its turn began
         self._reads = threading.Lock()
 
-    # -- the thread that trains
+    # -- the training thread
 
     def run(self) -> float:
-        """Copy what is asked for, in turn -> seconds that were waited, for the turn and for memory.
+        """Copy the requested units in order -> the seconds waited, for the turn and for memory.
 
-        When it returns nobody reads the state any more.
+        When this returns, nothing reads the state any more.
 
         Raises:
             UsageError: the budget is too small for a unit.
-            whatever copying raised.
+            and the error of a copy.
         """
         began = time.monotonic()
         waited: list[float] = []
@@ -152,7 +152,7 @@ class Feed:
             waited.append((self._turn or time.monotonic()) - began)
             submit = copy_now if len(wanted) == 1 else self._copiers.submit
             copies = ((unit.space, partial(_copied, submit, unit)) for unit in wanted)
-            # If a unit is not wanted any more it has failed, which its saver hears of otherwise.
+            # If a unit is not wanted any more, the save has failed, and another call reports the error.
             self._arrivals.bring(copies, self._memory, waited.append)
         except BaseException as error:
             self._give_up(error)
@@ -163,7 +163,7 @@ class Feed:
         self.told = True
         self._gone = error
         self._arrivals.fail(error)
-        with self._reads:  # Prevents: training's tensors read after the call that lent them has raised.
+        with self._reads:  # Prevents: reading training's tensors after the call that passed them has raised.
             pass
 
     # -- the committer's thread
@@ -174,10 +174,10 @@ class Feed:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The state may be read within this ``with``, by any thread; what goes wrong there `run` raises, too.
+        """Read the state within this ``with``, in any thread; `run` raises an error in there, too.
 
         Raises:
-            what ended `run`: the state is not to be had any more.
+            the error that ended `run`: the state cannot be read any more.
         """
         with self._reads:
             self._check()
@@ -190,17 +190,17 @@ class Feed:
                 raise
 
     def whole(self, copy: Callable[[], _T]) -> _T:
-        """What `copy` makes of the state, all at once. Training may go on when this returns."""
+        """Copy the whole state at once -> the result of `copy`. Training continues when this returns."""
         with self.reading():
             copied = copy()
         self._wanted.set_result(())
         return copied
 
     def windows(self, units: Sequence[Unit]) -> Iterator[Window]:
-        """The units of the state, each once it is copied.
+        """Request the units of the state -> each of them, once it is copied.
 
         Raises:
-            UsageError: the budget is too small for one of them; `run` raises it, too.
+            UsageError: the budget is too small for a unit; `run` raises it, too.
         """
         largest = max(units, key=lambda unit: unit.space, default=None)
         if largest is not None and largest.space > self._budget:
@@ -216,25 +216,25 @@ class Feed:
 
     @property
     def spoiled(self) -> bool:
-        """Whether a unit could not be copied, which `run` raises."""
+        """Whether a unit could not be copied. `run` raises the error."""
         return self._arrivals.spoiled
 
     def finish(self) -> None:
-        """Nothing is read any more, whatever came of it: memory is free, and training goes on."""
+        """End the feed, after success or failure: free its memory, and let training continue."""
         if not self._wanted.done():
             self._wanted.set_result(())
         self._arrivals.discard()
 
 
 class Feeding:
-    """The memory that the states of a writer are fed through."""
+    """The memory with a byte budget through which the states of a writer are copied."""
 
     def __init__(self, budget: int, copiers: SleepingPool, background: Callable[[Callable[[], None]], object]) -> None:
         """
         Args:
             budget: bytes of host memory.
             copiers: threads that copy.
-            background: has memory touched while others work.
+            background: submits work that touches memory in the background.
         """
         self.memory = Arenas(budget)
         self._budget = budget
@@ -242,22 +242,22 @@ class Feeding:
         self._background = background
 
     def prepare(self, nbytes: int) -> None:
-        """Touch memory for a state of so many bytes in the background. A second time does nothing."""
+        """Touch memory for a state of `nbytes` bytes in the background. A second call does nothing."""
         if not self.memory.held:
-            self.memory.expect(min(nbytes + nbytes // 2, self._budget), 1)  # gradients, and what two tensors share
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+            self.memory.expect(min(nbytes + nbytes // 2, self._budget), 1)  # plus gradients and shared bytes
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, which must not fail a save
             for run in self.memory.touch():
                 self._background(run)
 
     def wake(self) -> None:
-        """Start the threads that copy. Raises `RuntimeError`: there are no more."""
+        """Start the threads that copy. Raises `RuntimeError` if no more can be started."""
         self._copiers.wake()
 
     def feed(self, flat: FlatState) -> Feed:
-        """A state to be fed."""
+        """Make the `Feed` of a state."""
         return Feed(flat, self.memory, self._budget, self._copiers)
 
     def close(self) -> None:
-        """Let go of memory. May be repeated."""
+        """Stop the threads that copy, and free the memory. May be called repeatedly."""
         self._copiers.shutdown()
         self.memory.close()

@@ -1,4 +1,4 @@
-"""Layers copied by threads into the memory of a snapshot, each to be waited for by itself."""
+"""Copies layers into the memory of a snapshot with several threads; each layer can be waited for separately."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class LayerCopy:
     """How one layer was copied.
 
     Attributes:
-        layer: its name.
-        nbytes: of its tensors.
-        began: when its copy was asked for, by `time.monotonic`.
-        ended: when the last byte was there; None: not yet, or it failed.
+        layer: the name of the layer.
+        nbytes: the size of its tensors.
+        began: when its copy was requested, by `time.monotonic`.
+        ended: when the last byte was copied; None: not yet, or the copy failed.
     """
 
     layer: str
@@ -36,19 +36,19 @@ class LayerCopy:
 
 @dataclass(slots=True)
 class Layer:
-    """The tensors of a layer, where they are, and how far their copy is."""
+    """The tensors of a layer, their sources, and the progress of their copy."""
 
     names: tuple[str, ...]
     nbytes: int
     sources: dict[str, TensorSource]
-    started: bool = False  # every job of its copy is handed to the threads
+    started: bool = False  # every job of its copy is submitted to the threads
     began: float = 0.0
     ended: float | None = None
     jobs: list[Future[None]] = field(default_factory=list)
 
 
 class Filling:
-    """Copies of layers into the memory of one snapshot, by threads; for any thread to wait for."""
+    """Copies layers into the memory of one snapshot with a thread pool. Any thread may wait for the copies."""
 
     def __init__(self, snapshot: Snapshot, layers: Mapping[str, Layer], pool: ThreadPoolExecutor) -> None:
         self._snapshot = snapshot
@@ -57,7 +57,7 @@ class Filling:
         self._process = os.getpid()
 
     def start(self, name: str, copied: Callable[[], None] | None) -> None:
-        """Begin to copy a layer from its sources. A copy of it that is under way is waited for."""
+        """Begin to copy a layer from its sources. Waits for an earlier copy of it that is in progress."""
         layer = self._layers[name]
         wait(layer.jobs)  # Prevents: two copies into the same memory.
         layer.started, layer.ended, layer.jobs, layer.began = False, None, [], time.monotonic()
@@ -83,13 +83,13 @@ class Filling:
         layer.started = True
 
     def busy(self) -> bool:
-        """Whether a thread copies, or is about to."""
+        """Whether a thread copies, or will copy."""
         return any(not job.done() for layer in self._layers.values() for job in layer.jobs)
 
     def wait(self, name: str | None = None) -> float:
-        """Return when no thread reads the layer any more (None: any layer) -> seconds waited. Raises no copy's error.
+        """Wait until no thread reads the layer (None: any layer) -> the seconds waited. Raises no error of a copy.
 
-        In a fork of the process nobody copies, and there is nothing to wait for.
+        In a fork of the process no thread copies, so this does not wait.
         """
         layers = self._layers.values() if name is None else (self._layers[name],)
         jobs = [job for layer in layers for job in layer.jobs if not job.done()]
@@ -100,7 +100,7 @@ class Filling:
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Wait for every layer, and raise what stopped a copy."""
+        """Wait for every layer. Raises the error of a failed copy."""
         self.wait()
         for name, layer in self._layers.items():
             for job in layer.jobs:
@@ -110,13 +110,13 @@ class Filling:
             assert layer.started, name
 
     def stop(self) -> None:
-        """Copy nothing more, and wait for what is being copied."""
+        """Cancel copies that have not begun, and wait for those in progress."""
         if os.getpid() != self._process:
-            return  # a fork: the threads are the parent's
+            return  # a fork: the threads belong to the parent process
         cancel_and_wait([job for layer in self._layers.values() for job in layer.jobs])
 
     def copies(self) -> list[LayerCopy]:
-        """Of every layer whose copy was asked for."""
+        """The copies of all layers that were requested."""
         return [
             LayerCopy(name, layer.nbytes, layer.began, layer.ended)
             for name, layer in self._layers.items()
@@ -125,7 +125,7 @@ class Filling:
 
 
 def memory(tensor: TensorSource) -> Bytes:
-    """Where a tensor of a snapshot lies."""
+    """The memory of a tensor of a snapshot."""
     found = tensor.view()
     assert found is not None  # snapshots are host memory
     return found

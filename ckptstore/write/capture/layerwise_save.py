@@ -1,8 +1,8 @@
-"""A snapshot that is filled layer by layer while training goes on (LightCheck, section III-B).
+"""A save whose snapshot is filled layer by layer while training continues (LightCheck, section III-B).
 
-Whoever trains says which layer will not change until it is asked for: `LayeredSave.ready`. Threads copy it meanwhile,
-and before it changes again, `LayeredSave.wait` waits for that layer's copy alone. What belongs to no layer is copied
-while `LayeredSave.finish` runs, at once. From there on it is a save as any other.
+The training loop declares that a layer will not change for now: `LayeredSave.ready`. Threads then copy it. Before the
+layer changes again, `LayeredSave.wait` waits for the copy of that layer alone. Tensors of no layer are copied during
+`LayeredSave.finish`. After that it is a save like any other.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST_NAMED: Final = 3
 
 
 class Awaited:
-    """A tensor of which only the form is known: its bytes come with `LayeredSave.ready` or `finish` (a `TensorSource`).
+    """A tensor whose bytes `LayeredSave.ready` or `finish` will provide; until then only dtype and shape are known.
 
-    It keeps no memory of the tensor alive.
+    A `TensorSource`. It keeps no memory of the tensor alive.
     """
 
     __slots__ = ("dtype", "identity", "nbytes", "origin", "shape")
@@ -44,22 +44,22 @@ class Awaited:
         self.identity = id(self)
 
     def view(self) -> None:
-        """There is nothing to be seen."""
+        """Return None: there is no memory yet."""
 
-    def read(self, offset: int, out: object) -> None:  # noqa: ARG002  # as every source has it
-        """Raise `UsageError`: nobody has said where its bytes are."""
+    def read(self, offset: int, out: object) -> None:  # noqa: ARG002  # the signature of every source
+        """Raise `UsageError`: its bytes have not been provided."""
         raise UsageError(f"a tensor of {self.dtype} {list(self.shape)} was to be copied before it was given")
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What a layer-wise save needs of its writer.
+    """The functions of the writer that a layer-wise save needs.
 
     Attributes:
-        hand_over: makes the snapshot durable: the state as it is now, what is said of it, updates, what to wait for.
-            Whatever happens, the memory is given back then.
-        give_up: gives memory and step back.
-        check_open: raises what ended the writer.
+        hand_over: makes the snapshot durable. Arguments: the state as it is now, its labels, updates, and the copies to
+            wait for. It frees the memory in any case.
+        give_up: frees the memory and the step.
+        check_open: raises the error that ended the writer, if it has ended.
     """
 
     hand_over: Callable[[FlatState, Labels, Any, Filling], PendingSave]
@@ -68,11 +68,11 @@ class Owner:
 
 
 class Lease:
-    """The memory and the step that a save has until it is finished or abandoned.
+    """The memory and the step of a layer-wise save, until it is finished or abandoned.
 
     Attributes:
-        step: the one that was given.
-        end: how it ended; empty: it has not.
+        step: the step that is saved.
+        end: how it ended; empty: it has not ended.
     """
 
     def __init__(self, step: int, filling: Filling, owner: Owner) -> None:
@@ -88,13 +88,13 @@ class Lease:
             raise UsageError(f"the layer-wise save of step {self.step} was {self.end} already")
 
     def claim(self) -> None:
-        """It is being finished, by whoever calls this and nobody else. Raises as `check`."""
+        """Claim the right to finish it; only one caller can. Raises as `check`."""
         with self._lock:
             self.check()
             self.end = "finished"
 
     def abandon(self) -> None:
-        """Give it back, once nobody reads the layers any more. Does nothing where it has ended."""
+        """Abandon the save, and free memory and step once nothing reads the layers. Does nothing if it has ended."""
         with self._lock:
             if self.end:
                 return
@@ -102,23 +102,23 @@ class Lease:
         self.give_back()
 
     def give_back(self) -> None:
-        """Nothing will be saved. Whoever has claimed it calls this if that failed."""
+        """Free memory and step: nothing will be saved. The caller that claimed it calls this if finishing failed."""
         self._filling.stop()
         self._owner.give_up()
 
 
 class Begun:
-    """The save that a writer has begun last."""
+    """The layer-wise save that a writer began last."""
 
     def __init__(self, save: LayeredSave) -> None:
         self._save = weakref.ref(save)
         self._lease = save._lease
 
     def settle(self) -> None:
-        """Another save begins. One that was lost is abandoned: the next would wait for its memory for ever.
+        """Prepare for another save. A lost layer-wise save is abandoned, as the next would wait forever for its memory.
 
         Raises:
-            UsageError: it is not over.
+            UsageError: it is neither finished nor abandoned.
         """
         if self._lease.end:
             return
@@ -129,17 +129,18 @@ class Begun:
         self._lease.abandon()
 
     def abandon(self) -> None:
-        """No save begins any more."""
+        """Abandon it, because the writer closes."""
         self._lease.abandon()
 
 
 class LayeredSave:
     """A save whose snapshot is filled layer by layer, as `Writer.begin` returns it.
 
-    Either `finish` or `abandon` ends it; a ``with`` abandons what was not finished. Any thread may call it.
+    Either `finish` or `abandon` ends it; leaving a ``with`` abandons a save that was not finished. Any thread may call
+    it.
 
     Attributes:
-        step: the one that was given.
+        step: the step that is saved.
     """
 
     def __init__(
@@ -153,9 +154,9 @@ class LayeredSave:
     ) -> None:
         """
         Args:
-            flat: the state, or one of its form; see `Awaited`.
-            layers: the names of each layer's tensors; each at most once (see `checked_layers`).
-            snapshot: memory for it, not filled.
+            flat: the state, or a state with the same dtypes and shapes; see `Awaited`.
+            layers: the names of each layer's tensors; each tensor at most once (see `checked_layers`).
+            snapshot: memory for the state, not filled yet.
             pool: threads that copy layers and do nothing else.
         """
         self.step = step
@@ -173,12 +174,12 @@ class LayeredSave:
         self._pool = pool
         self._owner = owner
         self._lock = threading.RLock()
-        self._now: FlatState | None = None  # as it was when `rest` was called
+        self._now: FlatState | None = None  # the state when `rest` was called
         self._lease = Lease(step, self._filling, owner)
 
     @property
     def is_open(self) -> bool:
-        """Whether it was neither finished nor abandoned."""
+        """Whether it is neither finished nor abandoned."""
         return not self._lease.end
 
     @property
@@ -192,19 +193,19 @@ class LayeredSave:
         sources: Mapping[str, TensorSource] | None = None,
         copied: Callable[[], None] | None = None,
     ) -> None:
-        """Begin to copy a layer: it does not change before `wait` for it has returned.
+        """Begin to copy a layer. The layer must not change until `wait` for it has returned.
 
-        A layer that was copied already is copied again: it has changed since.
+        A layer that was copied already is copied again, because it has changed.
 
         Args:
-            layer: its name.
-            sources: where its tensors are, by name; of those that are missing, where they were.
-            copied: called by the thread that copied the last of it, before `wait` returns; what it raises fails the
-                save.
+            layer: the name of the layer.
+            sources: the sources of its tensors, by name; for missing ones the earlier source is used.
+            copied: called by the thread that copies the last part of the layer, before `wait` returns; an exception in
+                it fails the save.
 
         Raises:
-            UsageError: there is no such layer; it was finished or abandoned; a source has another dtype or shape.
-            FencedError, CommitUnknownError, WriterClosedError: the writer is finished.
+            UsageError: there is no such layer; the save is finished or abandoned; a source has another dtype or shape.
+            FencedError, CommitUnknownError, WriterClosedError: the writer can save no more.
         """
         with self._lock:
             self._lease.check()
@@ -219,32 +220,32 @@ class LayeredSave:
             self._start(layer, copied)
 
     def wait(self, layer: str | None = None) -> float:
-        """Return once nobody reads the layer any more, so that it may change (None: any layer).
+        """Wait until nothing reads the layer any more, so that it may change (None: any layer).
 
-        An error of its copy is not raised here: training may go on, and the save fails.
+        An error of its copy is not raised here: training may continue, and the save fails.
 
         Returns:
-            seconds waited; 0.0 if there was nothing to wait for, as for a layer that is unknown or not `ready`.
+            the seconds waited; 0.0 if there was nothing to wait for, as for a layer that is unknown or not `ready`.
         """
         if layer is not None and layer not in self._layers:
             return 0.0
         return self._filling.wait(layer)
 
     def copies(self) -> list[LayerCopy]:
-        """How the layers were copied whose copy was asked for so far."""
+        """The copies of layers that were requested so far."""
         return self._filling.copies()
 
     def rest(self, state: Any = None) -> None:
-        """Copy what belongs to no layer, as it is now; it may change when this returns.
+        """Copy the tensors that belong to no layer, as they are now. They may change when this returns.
 
-        `finish` does it, unless it was done; of two calls the later one counts.
+        `finish` calls this if it was not called yet; a second call copies again.
 
         Args:
-            state: as it is now, with tensors of the same names, dtypes and shapes; None: as it was given to `begin`.
+            state: the state now, with tensors of the same names, dtypes and shapes; None: the state passed to `begin`.
                 Layers that are not `ready` yet will be copied from it.
 
         Raises:
-            UsageError: it is not open; or `state` has other tensors than it was begun with.
+            UsageError: the save is not open; or `state` has other tensors than the state passed to `begin`.
             UnsupportedStateError: as `Writer.save`.
             WriterClosedError: the writer was closed.
         """
@@ -270,17 +271,17 @@ class LayeredSave:
         tags: str | Sequence[str] = (),
         updates: Any = None,
     ) -> PendingSave:
-        """Call `rest`, begin with every layer that is not `ready` yet, and hand the save on.
+        """Call `rest`, begin to copy every layer that is not `ready` yet, and submit the save.
 
-        Layers are waited for in the background: `wait` still has to be called before they change.
+        The writer waits for the layers in the background: still call `wait` before they change.
 
         Args:
-            state: as for `rest`; None: as it was when `rest` was called, or else as it was given to `begin`.
+            state: as for `rest`; None: the state when `rest` was called, or else the one passed to `begin`.
             metadata, tags, updates: as for `Writer.save_async`.
 
         Raises:
             as `rest`; the save stays open, and may be abandoned.
-            FencedError, CommitUnknownError, WriterClosedError: the writer is finished, and the save abandoned.
+            FencedError, CommitUnknownError, WriterClosedError: the writer can save no more; the save is abandoned.
         """
         labels = Labels.of(metadata, tags)
         with self._lock:
@@ -300,7 +301,7 @@ class LayeredSave:
             return self._owner.hand_over(self._now, labels, updates, self._filling)
 
     def abandon(self) -> None:
-        """Save nothing. Returns when nobody reads the layers; does nothing to one that is not open any more."""
+        """Give the save up. Returns when nothing reads the layers. Does nothing if it is not open any more."""
         self._lease.abandon()
 
     def __enter__(self) -> LayeredSave:
@@ -310,12 +311,12 @@ class LayeredSave:
         self.abandon()
 
     def _copy_rest(self, flat: FlatState) -> None:
-        """What is in no layer may change as soon as `finish` returns."""
+        """Copy the tensors of no layer now, since they may change as soon as `finish` returns."""
         layered = {name for layer in self._layers.values() for name in layer.names}
         into = self._snapshot.flat.tensors
         rest = [(source, memory(into[name])) for name, source in flat.tensors.items() if name not in layered]
         jobs = copy_jobs(rest)
-        if self._filling.busy():  # behind the layers in the queue, this would wait for all of them
+        if self._filling.busy():  # in the pool's queue these jobs would wait for all layers
             for job in jobs:
                 job()
             return

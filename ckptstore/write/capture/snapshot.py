@@ -1,6 +1,6 @@
-"""A copy of state in memory, so that training may go on while the copy is made durable.
+"""A copy of a state in memory, so that training continues while the copy is made durable.
 
-It is laid out as its segments will be: what is written as it is needs no second copy.
+It has the layout of its segments: bytes that are written uncompressed need no second copy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["HostTensor", "Snapshot", "SnapshotPool", "copy_jobs"]
 _PIECE: Final = 8 << 20
 _PASSED: Final = 4
 _OVERHEAD: Final = 16 << 10
-"""What looking at a tensor costs, as bytes that could be copied meanwhile."""
+"""The overhead of one tensor, in bytes that could be copied in the same time."""
 _NEW: Final = 16
-"""If more than one byte in so many is of tensors that have changed their size, a state is laid out anew."""
+"""If more than one byte in `_NEW` belongs to tensors whose size has changed, the state gets a new layout."""
 
 
 class HostTensor:
-    """A tensor's bytes in host memory that nobody else changes (a `TensorSource`)."""
+    """A tensor's bytes in host memory that nothing else changes (a `TensorSource`)."""
 
     __slots__ = ("_data", "dtype", "global_shape", "identity", "nbytes", "offset", "origin", "shape")
 
@@ -57,7 +57,7 @@ class HostTensor:
 
 
 class Snapshot:
-    """A copied state. `land` it when it is durable or lost, `free` its memory when nobody needs it; each works once."""
+    """A copied state. `land` it when it is durable or lost; `free` its memory when it is not needed. Each acts once."""
 
     def __init__(self, flat: LaidOutState, landed: Callable[[], None], free: Callable[[], None]) -> None:
         self.flat = flat
@@ -66,34 +66,34 @@ class Snapshot:
         self._free: Callable[[], None] | None = free
 
     def land(self) -> None:
-        """It is no longer in flight: another snapshot may be taken."""
+        """End its time in flight: another snapshot may be taken."""
         landed, self._landed = self._landed, None
         if landed is not None:
             landed()
 
     def arrives(self, wait: Callable[[], None]) -> None:
-        """Devices still copy to it; `wait` waits for that."""
+        """Note that devices still copy to it; `wait` waits for that."""
         self._arrive = wait
 
     def arrive(self) -> None:
-        """Wait for copies that a device makes. Raises what went wrong on the device."""
+        """Wait for copies that a device makes. Raises the error of the device."""
         if self._arrive is not None:
             self._arrive()
             self._arrive = None
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Return the memory to the pool."""
         free, self._free = self._free, None
         if free is not None:
-            # Prevents: memory that the next save has been given while a device still copies to it.
-            with contextlib.suppress(Exception):  # a device that failed copies no more; the save has raised that
+            # Prevents: giving the memory to the next save while a device still copies to it.
+            with contextlib.suppress(Exception):  # a failed device copies no more; the save has raised its error
                 self.arrive()
             free()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
-        """Where each tensor of `flat` may take the place of this state's -> None: too much of it is new.
+        """The memory in which each tensor of `flat` may replace a tensor of this state; None: too much of it is new.
 
-        What has another size than here gets memory of its own.
+        A tensor that has another size here gets fresh memory.
         """
         new = {name: source.nbytes for name, source in flat.tensors.items() if not self._has(name, source)}
         if sum(new.values()) * _NEW > sum(source.nbytes for source in flat.tensors.values()):
@@ -105,9 +105,9 @@ class Snapshot:
         return mine is not None and (mine.dtype, mine.nbytes) == (source.dtype, source.nbytes)
 
     def turned(self, flat: FlatState, room: Mapping[str, Bytes]) -> Snapshot:
-        """`flat` in this memory: every tensor has taken its place in `room`. This snapshot is no more."""
+        """The snapshot of `flat` in this memory: every tensor lies in `room`. This snapshot is invalid after that."""
         tensors: dict[str, TensorSource] = {name: HostTensor(one, room[name]) for name, one in flat.tensors.items()}
-        # Without regions it is written through staging blocks, as any state is.
+        # Without regions it is written through staging blocks, like any state.
         regions = self.flat.regions if _specs(self.flat) == _specs(flat) else ()
         turned = LaidOutState(flat.tree, tensors, regions)
         free, self._free = self._free, None
@@ -122,10 +122,10 @@ def _view(tensor: TensorSource) -> Bytes:
 
 
 class SnapshotPool:
-    """Memory for snapshots, kept and reused: touching fresh memory costs more than the copy.
+    """Memory for snapshots that is kept and reused: touching fresh memory costs more than the copy.
 
-    Whoever asks for a copy has a place in flight. That bounds host memory to as many times the state as there are
-    places, and what is kept of them.
+    A save that requests a copy has a place in flight. So host memory is limited to the size of the state times the sum
+    of places and kept copies.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class SnapshotPool:
     ) -> None:
         """
         Args:
-            limit: how many copies are in flight at most.
-            background: has memory touched while others work.
-            segment_bytes: `Backend.segment_bytes` of the medium: copies lie as their segments will.
-            kept: how many stay in memory beside those, for others to build on, as soon as there are any.
+            limit: the most copies in flight.
+            background: submits work that touches memory in the background.
+            segment_bytes: `Backend.segment_bytes` of the medium: copies have the layout of their segments.
+            kept: how many more copies stay in memory, as bases of later saves, once there are any.
         """
         self._limit = limit
         self._kept = kept
@@ -149,23 +149,23 @@ class SnapshotPool:
         self._background = background
         self._free: list[_Free] = []
         self._out = 0
-        self._device: Any = None  # that states come from: memory that is touched is then registered with it
+        self._device: Any = None  # the device of the states: touched memory is then registered with it
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
-        """Touch memory for a state of about so many bytes in the background, if there is none yet."""
+        """Touch memory for a state of about `nbytes` bytes in the background, if there is none yet."""
         self._prepare(nbytes + nbytes // 512 + (1 << 16), 1)
 
     def prepare(self, flat: FlatState) -> None:
-        """Touch memory for a state like `flat`, and for those that stay, in the background, once.
+        """Touch memory for a state like `flat`, and for the copies that stay, once, in the background.
 
-        The first save stays, so that the second takes memory of its own: asked for now, it is touched by then.
+        The copy of the first save stays, so the second save needs other memory: touch it now.
         """
         self._device = self._device or bridge.device_of(flat.tensors)
         self._prepare(self._plan(flat).size, 1 + self._kept)
 
     def kept(self, flat: FlatState) -> None:
-        """A copy of `flat` stays in memory: the next one will need memory of its own, which is touched by then."""
+        """Note that a copy of `flat` stays in memory: the next one needs other memory, which is touched now."""
         self._prepare(self._plan(flat).size, self._out + 1)
 
     def placed(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> Snapshot:
@@ -179,21 +179,21 @@ class SnapshotPool:
         return snapshot
 
     def empty(self, flat: FlatState) -> Snapshot:
-        """Memory for a state like `flat` at once, whatever is in flight; nothing is copied."""
+        """Memory for a state like `flat`, at once, however many saves are in flight. Nothing is copied."""
         return self._laid_out(flat)[1]
 
     def copy(self, flat: FlatState, pool: ThreadPoolExecutor, *, queued: bool = False) -> Snapshot:
-        """Copy every tensor of `flat` at once, whatever is in flight.
+        """Copy every tensor of `flat`, at once, however many saves are in flight.
 
         Args:
-            queued: return when the copies of devices are queued. Call `Snapshot.arrive` before it is read.
+            queued: return when the copies of devices are queued. Call `Snapshot.arrive` before you read it.
         """
         queue = bridge.copy_queue(flat.tensors)
         memory, snapshot, copies = self._laid_out(flat)
         if queue is not None and not bridge.registered(memory):
             self._device = bridge.device_of(flat.tensors)
             with contextlib.suppress(RuntimeError):  # closed meanwhile
-                self._background(partial(bridge.register, memory, self._device))  # for the next one
+                self._background(partial(bridge.register, memory, self._device))  # for the next copy
             queue = None
         try:
             if queue is None:
@@ -220,7 +220,7 @@ class SnapshotPool:
         return plan_regions(_specs(flat), self._segment_bytes)
 
     def _laid_out(self, flat: FlatState) -> tuple[Bytes, Snapshot, list[tuple[TensorSource, Bytes]]]:
-        """Memory, a snapshot in it that is not filled yet, and what is to be copied where, in the order of `flat`."""
+        """Memory, an unfilled snapshot in it, and the pairs of source and target to copy, in the order of `flat`."""
         plan = self._plan(flat)
         memory = self._memory(plan.size)
         copies: list[tuple[TensorSource, Bytes]] = []
@@ -234,7 +234,7 @@ class SnapshotPool:
         return memory, Snapshot(laid_out, lambda: None, lambda: self._give(memory)), copies
 
     def close(self) -> None:
-        """Touch nothing any more, and let go of all memory that is not in use."""
+        """Stop touching memory, and free all memory that is not in use."""
         with self._lock:
             for one in self._free:
                 one.touching.stop()
@@ -242,12 +242,12 @@ class SnapshotPool:
 
     def _prepare(self, nbytes: int, count: int) -> None:
         fresh = []
-        with self._lock, contextlib.suppress(MemoryError):  # who needs it will say so
+        with self._lock, contextlib.suppress(MemoryError):  # the save that needs it will raise
             for _ in range(self._out + sum(one.fits(nbytes) for one in self._free), count):
                 memory = aligned(nbytes)
                 fresh.append((memory, Prefault(memory)))
                 self._free.insert(0, _Free(memory, 0, fresh[-1][1]))
-        with contextlib.suppress(RuntimeError):  # closed meanwhile: that is no reason to fail a save
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, which must not fail a save
             for memory, touching in fresh:
                 self._background(touching.run)
                 if self._device is not None:
@@ -263,7 +263,7 @@ class SnapshotPool:
             fitting = [number for number, one in enumerate(self._free) if one.fits(nbytes)]
             found = self._free.pop(fitting[-1]) if fitting else _Free(aligned(nbytes), 0, Prefault(aligned(0)))
             self._out += 1
-            # States and gradients take turns. What nobody has wanted for long is of a state that has changed its size.
+            # States and gradients alternate. Buffers unused for a while belong to an old state size: free them.
             self._free = [replace(one, passed=one.passed + 1) for one in self._free if one.passed < _PASSED]
         found.touching.use()
         return found.memory
@@ -271,11 +271,11 @@ class SnapshotPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Free:
-    """Memory that nobody uses.
+    """Memory that is not in use.
 
     Attributes:
-        passed: how often it was not what was wanted.
-        touching: how far it has been touched.
+        passed: how many requests took other memory since it was last used.
+        touching: the progress of touching it.
     """
 
     memory: Bytes
@@ -294,7 +294,7 @@ def _specs(flat: FlatState) -> tuple[_Spec, ...]:
 
 
 def copy_jobs(copies: Sequence[tuple[TensorSource, Bytes]]) -> list[Callable[[], None]]:
-    """Jobs of about `_PIECE` bytes: handing one to a thread costs as much as some hundred kilobytes."""
+    """Jobs that copy about `_PIECE` bytes each: submitting a job to a thread costs as much as copying some 100 KB."""
     jobs: list[Callable[[], None]] = []
     small: list[Callable[[], None]] = []
     size = 0

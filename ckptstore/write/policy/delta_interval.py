@@ -1,13 +1,13 @@
-"""Which checkpoint a delta is made against, and when a full pays: the dynamic interval of the XOR-delta paper.
+"""Chooses the base of each delta, and when to write a full: the dynamic interval of the XOR-delta paper.
 
 Between two fulls, checkpoints are numbered k = 1, 2, ... With interval T the base of checkpoint k is
 
 - ``anchor``: checkpoint T*floor((k-1)/T): one earlier state in memory, gaps from 1 to T;
-- ``paper``: checkpoint k-T (the paper's): T states in memory, every gap T.
+- ``paper``: checkpoint k-T (as in the paper): T states in memory, every gap is T.
 
-Either way restoring k reads ceil(k/T) deltas. A larger T makes deltas larger (their gap grows) and chains shorter; a
-chain may cost no more than a bound the user sets, so a larger T also makes fulls rarer. `Schedule` measures the deltas'
-sizes by gap as training goes and chooses the T with the fewest bytes per checkpoint within the bound.
+Either way, restoring k reads ceil(k/T) deltas. A larger T makes deltas larger (their gap grows) and chains shorter. The
+user sets a bound on the cost of a chain, so a larger T also makes fulls rarer. `Schedule` measures the sizes of deltas
+by gap during training, and chooses the T with the fewest bytes per checkpoint within the bound.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = [
 ]
 
 DEPTH_LIMIT: Final = 50
-"""Deltas in a chain at most, as git bounds them."""
+"""The most deltas in a chain, the same limit as in git."""
 CANDIDATES: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _ENOUGH: Final = 0.001
-"""A longer interval has to save at least this share of the bytes against a shorter one."""
+"""A longer interval must save at least this share of the bytes of a shorter one."""
 _PRIOR_SLOPE: Final = 0.03
-"""Growth of a delta per doubling of its gap, as a share of the state, until it is measured (0.94 of 32 bits)."""
+"""Growth of a delta per doubling of its gap, as a share of the state, before it is measured (0.94 of 32 bits)."""
 _WEIGHT: Final = 0.3
 _TRY_AGAIN: Final = 16
-"""Fulls in a row, because deltas did not pay, after which one is measured again: training settles down."""
+"""After so many fulls in a row, because deltas did not pay, a delta is tried again: training may have settled."""
 
 Form = Literal["anchor", "paper"]
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreBound:
-    """What restoring any checkpoint may cost.
+    """The limit on the cost of restoring any checkpoint.
 
     Attributes:
-        times: as a multiple of the stored bytes of a full; None: no such bound.
+        times: bytes read, as a multiple of the stored bytes of a full; None: no such bound.
         nbytes: bytes read; None: no such bound.
         seconds: time to read and decode; None: no such bound.
         depth: deltas in the chain.
@@ -69,10 +69,10 @@ class RestoreBound:
 
     @classmethod
     def parse(cls, text: str) -> RestoreBound:
-        """``3x`` (of a full), ``2GB`` (also KB, MB, KiB ...), ``30s``, ``none``; several joined by commas.
+        """Parse ``3x`` (of a full), ``2GB`` (also KB, MB, KiB ...), ``30s`` or ``none``, or several joined by commas.
 
         Raises:
-            UsageError: none of these.
+            UsageError: the text is none of these.
         """
         times: float | None = None
         nbytes: int | None = None
@@ -101,7 +101,7 @@ class RestoreBound:
         return cls(times, nbytes, seconds)
 
     def limit(self, full: float, rate: float | None) -> float:
-        """The bound in bytes read, for fulls of `full` bytes and a restore that does `rate` bytes per second."""
+        """The bound in bytes read, for fulls of `full` bytes and a restore at `rate` bytes per second."""
         bounds = [math.inf]
         if self.times is not None:
             bounds.append(self.times * full)
@@ -114,16 +114,16 @@ class RestoreBound:
 
 @dataclass(slots=True)
 class DeltaSizes:
-    """Expected bytes of a delta by its gap, learned from the deltas written.
+    """The expected bytes of a delta by its gap, learned from the deltas written.
 
-    Gaps that were measured are interpolated over log2(gap). Beyond them the slope of the last octave continues.
+    Between measured gaps, sizes are interpolated over log2(gap). Beyond them, the slope of the last octave continues.
     """
 
     full: float
     sizes: dict[int, float] = field(default_factory=dict)
 
     def observe(self, gap: int, nbytes: float) -> None:
-        """A delta over `gap` checkpoints took `nbytes`. Other gaps follow it a little: training drifts for all."""
+        """Learn that a delta over `gap` checkpoints took `nbytes`. Other gaps follow a little: training drifts."""
         before = self.sizes.get(gap)
         if before is None:
             self.sizes[gap] = nbytes
@@ -133,7 +133,7 @@ class DeltaSizes:
             self.sizes[other] *= drift
 
     def expect(self, gap: int) -> float:
-        """Bytes that a delta over `gap` checkpoints will take."""
+        """The expected bytes of a delta over `gap` checkpoints."""
         known = sorted(self.sizes.items())
         if not known:
             return 0.7 * self.full
@@ -145,7 +145,7 @@ class DeltaSizes:
                 return at_low
             share = math.log2(gap / low) / math.log2(high / low)
             return at_low + share * (at_high - at_low)
-        if above:  # nearer than anything measured: no larger than the nearest
+        if above:  # smaller than every measured gap: no larger than the delta of the nearest gap
             return above[0][1]
         last, at_last = below[-1]
         slope = _PRIOR_SLOPE * self.full
@@ -157,12 +157,12 @@ class DeltaSizes:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An interval that may be chosen, with what it costs.
+    """An interval that may be chosen, with its cost.
 
     Attributes:
         interval: T: checkpoints that share a base; 0 for fulls only.
-        deltas: the longest chain between two fulls that keeps the limit.
-        mean: expected bytes per checkpoint, fulls and deltas alike.
+        deltas: the longest chain between two fulls within the limit.
+        mean: expected bytes per checkpoint, over fulls and deltas.
         restore: bytes that the most expensive restore reads.
     """
 
@@ -175,10 +175,10 @@ class Candidate:
 def candidates(
     sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, form: Form = "anchor"
 ) -> tuple[Candidate, ...]:
-    """Fulls only, and every interval whose chains stay below `limit` bytes, ascending.
+    """Fulls only, and every interval whose chains stay within `limit` bytes, ascending.
 
     With D deltas in a chain, D*T checkpoints follow a full, so a checkpoint costs
-    (full + D * sum over a cycle of its deltas) / (D*T + 1). The largest delta of a cycle need not be its last one.
+    (full + D * sum over a cycle of its deltas) / (D*T + 1). The largest delta of a cycle is not always its last.
     """
     found = [Candidate(0, 0, sizes.full, sizes.full)]
     for interval in CANDIDATES:
@@ -192,7 +192,7 @@ def candidates(
 
 
 def best_interval(sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, form: Form = "anchor") -> int:
-    """The T of the `candidates` with the fewest expected bytes per checkpoint; of nearly equal ones the smallest."""
+    """The T of the `candidates` with the fewest expected bytes per checkpoint; the smallest of nearly equal ones."""
     found = candidates(sizes, limit, depth, form)
     least = min(one.mean for one in found)
     return next(one.interval for one in found if one.mean * (1 - _ENOUGH) <= least)
@@ -200,13 +200,13 @@ def best_interval(sizes: DeltaSizes, limit: float, depth: int = DEPTH_LIMIT, for
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do with the next checkpoint.
+    """How to store the next checkpoint.
 
     Attributes:
-        base: number of the checkpoint to make a delta against; None: write a full.
+        base: number of the checkpoint to compress a delta against; None: write a full.
         gap: checkpoints between the two.
-        keep: whether its state may be the base of later ones, and has to stay in memory.
-        forget: numbers of checkpoints that are no base any more once this one is written.
+        keep: whether its state may be the base of later ones, and must stay in memory.
+        forget: numbers of checkpoints that are no longer bases once this one is written.
     """
 
     base: int | None
@@ -216,18 +216,18 @@ class Decision:
 
 
 FULL: Final = Decision(None, 0, False, ())
-"""A full on which nothing is built."""
+"""A full that is no base."""
 
 
 @dataclass(slots=True)
 class Schedule:
-    """Decides for one term, one checkpoint after the other: `decide`, write, `written`. A failed write changes nothing.
+    """Decides for one term, one checkpoint at a time: `decide`, write, `written`. A failed write changes nothing.
 
     Attributes:
         interval: T, or ``auto``.
         form: ``anchor`` or ``paper``.
-        bound: what restoring may cost.
-        rate: bytes per second that restoring does, for a bound in seconds; measured by the writer.
+        bound: the limit on the cost of a restore.
+        rate: bytes per second of a restore, for a bound in seconds; measured by the writer.
     """
 
     interval: int | Literal["auto"] = "auto"
@@ -250,11 +250,11 @@ class Schedule:
 
     @property
     def sizes(self) -> DeltaSizes | None:
-        """What has been learned of the deltas' sizes; None before the first full."""
+        """The learned sizes of deltas; None before the first full."""
         return self._sizes
 
     def decide(self) -> Decision:
-        """What the next checkpoint should be."""
+        """How to store the next checkpoint."""
         full = Decision(None, 0, True, tuple(self._costs))
         sizes = self._sizes
         if sizes is None or not self._costs:
@@ -273,16 +273,16 @@ class Schedule:
         if depth >= self.bound.depth or cost + expected > limit:
             return full
         if not self.current or expected >= 0.98 * sizes.full:
-            # A trial is no base, and its own base is given up, so that a full follows and the interval is chosen again.
+            # A trial is no base, and its own base is dropped, so that a full follows and the interval is chosen again.
             return Decision(base, gap, False, tuple(self._costs)) if self._trial else full
         if self.form == "anchor":
-            keep = since + 1 == self.current  # the last of a cycle is the next one's anchor, and replaces this one
+            keep = since + 1 == self.current  # the last of a cycle is the anchor of the next, and replaces this anchor
             return Decision(base, gap, keep, tuple(self._costs) if keep else ())
         oldest = self._number + 2 - self.current  # the base of the next checkpoint
         return Decision(base, gap, True, tuple(number for number in self._costs if number < oldest))
 
     def expected(self, gap: int) -> float:
-        """What a delta over `gap` checkpoints will take, as a part of a full."""
+        """The expected size of a delta over `gap` checkpoints, as a fraction of a full."""
         sizes = self._sizes
         return 1.0 if sizes is None or not sizes.full else sizes.expect(gap) / sizes.full
 
@@ -291,18 +291,18 @@ class Schedule:
         return self._fulls >= _TRY_AGAIN
 
     def restart(self) -> None:
-        """No checkpoint so far can be a base any more: the next one is a full. What was learned of sizes stays."""
+        """Drop all bases: the next checkpoint is a full. The learned sizes stay."""
         self._costs = {}
         self._number = self._anchor = 0
 
     def _begin_cycle(self, sizes: DeltaSizes, limit: float) -> None:
-        """The last checkpoint of a cycle becomes the anchor of the next, whose length is chosen again."""
+        """Make the last checkpoint of a cycle the anchor of the next one, and choose the next length."""
         self._anchor = self._number
         if self.interval == "auto":
             self.current = best_interval(sizes, limit, self.bound.depth, self.form)
 
     def written(self, decision: Decision, nbytes: int) -> int:
-        """Learn from a checkpoint that was committed with `nbytes` stored; returns its number."""
+        """Learn from a checkpoint that was committed with `nbytes` stored -> its number."""
         if decision.base is None:
             self._number = self._anchor = 0
             self._fulls += 1

@@ -18,10 +18,10 @@ class DeltaOptions:
     """How a writer makes deltas.
 
     Attributes:
-        interval: checkpoints that share one base (T), or ``auto``: chosen from the sizes measured, within the bound.
+        interval: checkpoints that share one base (T), or ``auto``: chosen from measured sizes, within the bound.
         form: ``anchor`` (one state in memory) or ``paper`` (each checkpoint against the one T before; T states).
-        bound: what restoring any checkpoint may cost; a text is read as `RestoreBound.parse` does (``3x,30s``).
-        policy: which codecs may be chosen, and what for.
+        bound: the limit on the cost of restoring any checkpoint; `RestoreBound.parse` reads a text (``3x,30s``).
+        policy: which codecs may be chosen, and by which criteria.
         compress_fulls: compress fulls, too. They are smaller, but other tools cannot load them.
         memory: bytes of host memory for bases, on each rank; a base that does not fit is read back from the store.
             None: no limit.
@@ -44,4 +44,4 @@ class DeltaOptions:
             raise UsageError(f"bound: {bound!r:.80}; a RestoreBound is needed, or a text as '3x,30s'")
         if not isinstance(self.policy, Policy):
             raise UsageError(f"policy: {self.policy!r:.80}; a Policy of ckptstore.formats.codecs is needed")
-        Schedule(self.interval, self.form, self.bound)  # says what is wrong with them
+        Schedule(self.interval, self.form, self.bound)  # raises if one of them is invalid

@@ -13,32 +13,32 @@ __all__ = ["Adapting", "DiffOptions"]
 
 
 class DiffSettings(Protocol):
-    """A configuration of the LowDiff model: checkpoints from one full to the next, steps of a batch."""
+    """A configuration of the LowDiff model: checkpoints from one full to the next, and steps in a batch."""
 
     @property
     def interval(self) -> int:
-        """1/f."""
+        """Checkpoints from one full to the next: 1/f in the paper."""
 
     @property
     def batch(self) -> int:
-        """b."""
+        """Steps in a batch: b in the paper."""
 
 
 class Adapting(Protocol):
-    """What adapts (f, b) while training runs: `tuning.Controller`."""
+    """The interface of a controller that adapts (f, b) while training runs: `tuning.Controller`."""
 
     @property
     def configuration(self) -> DiffSettings:
-        """What is best now."""
+        """The best configuration now."""
 
     def wrote(self, nbytes: float, seconds: float) -> None:
-        """A full was written."""
+        """Note that a full was written: its size and duration."""
 
     def ran(self, seconds: float) -> None:
-        """So much time went by without a failure."""
+        """Note that training ran for `seconds` without a failure."""
 
     def adapt(self) -> object:
-        """Move, if it pays."""
+        """Change the configuration, if that pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,21 @@ class DiffOptions:
     """How a writer stores steps.
 
     Attributes:
-        full_every: checkpoints from one full to the next: restoring any step replays fewer than that.
-        batch: steps that are written at once. What waits for its batch is lost if the process is killed; a
-            `PendingSave` is done only when the batch is durable. Asking for its result writes it, as `Writer.save`
-            does.
-        seconds: the longest that a step waits for its batch; None or infinity: until it is full.
+        full_every: checkpoints from one full to the next: restoring a step replays fewer diffs than this.
+        batch: steps that are written together. Steps that wait for their batch are lost if the process is killed; a
+            `PendingSave` is done only when the batch is durable. `PendingSave.result` writes the batch at once, and so
+            does `Writer.save`.
+        seconds: the longest time that a step waits for its batch; None or infinity: until the batch is full.
         batch_bytes: compressed bytes that may wait in memory.
-        flush_on_sigterm: write what waits when the process is told to end (only for writers that the main thread
+        flush_on_sigterm: write waiting steps when the process receives SIGTERM (only for writers that the main thread
             opens).
-        policy: which codecs tensors get that no optimizer moves.
-        accumulate: ``concatenate``: every step of a batch is a checkpoint, exact. ``sum``: their gradients are added
-            up and applied as one step; the batch's last step is its only checkpoint, *lossy* under every optimizer,
-            and is marked so wherever it appears. Saves of the other steps answer with that one, their tags name it, and
-            its metadata are the last step's.
+        policy: which codecs are used for tensors that no optimizer updates.
+        accumulate: ``concatenate``: every step of a batch is an exact checkpoint. ``sum``: the gradients of the batch
+            are added and applied as one step; the last step of the batch is its only checkpoint, *lossy* under every
+            optimizer, and marked so wherever it appears. Saves of the other steps return that checkpoint, their tags
+            name it, and its metadata are those of the last step.
         controller: chooses `full_every` and `batch` instead, and changes them when a full is due: a
-            `tuning.Controller` is told how long fulls take and how long training has run.
+            `tuning.Controller` that receives how long fulls take and how long training has run.
     """
 
     full_every: int = 100
@@ -74,7 +74,7 @@ class DiffOptions:
 
     @property
     def waits(self) -> bool:
-        """Whether a step may wait for others."""
+        """Whether a step may wait for other steps."""
         return self.batch > 1 or self.controller is not None
 
     def __post_init__(self) -> None:

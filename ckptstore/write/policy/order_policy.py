@@ -1,10 +1,11 @@
-"""The policy decides how the next checkpoint is stored, from what was stored before and what that cost.
+"""Decides how the next checkpoint is stored, from the checkpoints stored before and their sizes.
 
-It does no I/O and has no threads. A writer of one process asks its own policy. Of many ranks, rank 0 asks its policy
-and sends the `Order` to the others; their policies learn from the same orders, but nobody asks them.
+It does no I/O and has no threads. A writer of one process uses its own policy. With many ranks, rank 0 uses its policy
+and sends the `Order` to the other ranks; their policies learn from the same orders, but make no decisions.
 
-Fulls and deltas follow `interval.Schedule`. Step diffs follow `DiffOptions`: a full after so many steps, and a batch of
-so many steps or bytes. Rules of retention that keep a checkpoint for good can ask for a full (`retention_forecast`).
+Fulls and deltas follow `delta_interval.Schedule`. Step diffs follow `DiffOptions`: a full after a number of steps, and
+batches limited in steps and bytes. Retention rules that keep a checkpoint permanently can require a full
+(`retention_forecast`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NO_DIFFS = DiffOptions()
 
 
 class OrderPolicy:
-    """Decides for one term. One thread calls it at a time; `bases` may be called by any thread."""
+    """Decides for one term. One thread at a time calls it; any thread may call `bases`."""
 
     def __init__(
         self,
@@ -38,21 +39,21 @@ class OrderPolicy:
         Args:
             deltas: None: no checkpoint is a delta.
             diffs: None: no checkpoint is a step diff.
-            chains: says which checkpoint has to be a full because rules keep it; None: there are no rules.
-            clock: seconds; what training has run between two fulls is measured with it.
+            chains: decides which checkpoint must be a full because rules keep it; None: there are no rules.
+            clock: in seconds; measures how long training has run between two fulls.
         """
         self._chains = Chains(tuple) if chains is None else chains
         self._schedule = None if deltas is None else Schedule(deltas.interval, deltas.form, deltas.bound)
-        self._numbers: dict[CheckpointId, int] = {}  # of the bases, in the schedule
+        self._numbers: dict[CheckpointId, int] = {}  # the schedule's numbers of the bases
         self._diffs = _NO_DIFFS if diffs is None else diffs
-        self._last: CheckpointId | None = None  # the step that the next step diff is made against
+        self._last: CheckpointId | None = None  # the step that the next step diff is compressed against
         self._depth = 0  # step diffs since the last full or delta
-        self._size = 0.0  # of the last step diff, as a part of a full
+        self._size = 0.0  # size of the last step diff, as a fraction of a full
         self._clock = clock
         self._begun = clock()
 
     def begin_term(self) -> None:
-        """Another term begins: the next checkpoint is a full. What was learned of sizes stays."""
+        """Begin another term: the next checkpoint is a full. The learned sizes stay."""
         self.forget_bases()
         self.end_steps()
         self._size = 0.0
@@ -61,7 +62,7 @@ class OrderPolicy:
     # -- fulls and deltas
 
     def state_order(self, step: int, restorable: Callable[[CheckpointId], bool]) -> Order:
-        """How the checkpoint of `step` is stored: as a full or a delta.
+        """Decide how the checkpoint of `step` is stored: as a full or a delta.
 
         Args:
             restorable: whether the catalog can restore a checkpoint, so that a delta may build on it.
@@ -74,8 +75,8 @@ class OrderPolicy:
         size = self._schedule.expected(order.gap)
         if restorable(order.base) and not self._chains.wants_full(step, order.base.step, size):
             return order
-        # A request retired the base and dropped its segments: a delta against it could never be committed. Or rules
-        # keep this checkpoint, and would keep the chain below it stored.
+        # A request retired the base and dropped its segments, so a delta against it could never be committed. Or rules
+        # keep this checkpoint, and a delta would keep the chain below it stored.
         self.forget_bases()
         return self._order(self._schedule.decide())
 
@@ -88,16 +89,16 @@ class OrderPolicy:
     def took(self, stored: int, seconds: float) -> None:
         """Learn how fast this medium is: `stored` bytes were written in `seconds`.
 
-        Decoding is about as fast as encoding and writing; it bounds a restore in seconds well enough.
+        Decoding is about as fast as encoding and writing, so this rate is good enough to bound a restore in seconds.
         """
         if self._schedule is not None:
             self._schedule.rate = stored / max(seconds, 1e-6)
 
     def committed(self, order: Order, identity: CheckpointId, stored: int, nbytes: int) -> None:
-        """A full or a delta is committed.
+        """Note that a full or a delta is committed.
 
         Args:
-            stored: bytes it takes. `nbytes`: logical bytes of its state.
+            stored: bytes that it takes. `nbytes`: logical bytes of its state.
         """
         below = None if order.base is None else order.base.step
         self._chains.stored(identity.step, below, stored / nbytes if nbytes else 1.0)
@@ -105,7 +106,7 @@ class OrderPolicy:
             return
         base = None if order.base is None else self._numbers.get(order.base)
         if order.base is not None and base is None:
-            # Prevents: a delta against a checkpoint whose own base was given up while it was written.
+            # Prevents: a delta against a checkpoint whose own base was dropped while it was written.
             return
         forget = tuple(self._numbers[one] for one in order.forget if one in self._numbers)
         number = self._schedule.written(Decision(base, order.gap, order.keep, forget), stored)
@@ -121,7 +122,7 @@ class OrderPolicy:
         return list(self._numbers)
 
     def forget_bases(self) -> None:
-        """No checkpoint so far is a base: the next one is no delta. What was learned of sizes stays."""
+        """Drop all bases: the next checkpoint is not a delta. The learned sizes stay."""
         self._numbers.clear()
         if self._schedule is not None:
             self._schedule.restart()
@@ -136,44 +137,44 @@ class OrderPolicy:
 
     @property
     def batch(self) -> int:
-        """Steps of a batch, at present."""
+        """Steps in a batch, at present."""
         controller = self._diffs.controller
         return self._diffs.batch if controller is None else controller.configuration.batch
 
     def step_order(
         self, step: int, restorable: Callable[[CheckpointId], bool], *, waiting: int, waits: bool = True
     ) -> Order | None:
-        """How `step` is stored as a step diff; None: it is stored as `state_order` says.
+        """Decide how `step` is stored as a step diff; None: it is stored as `state_order` decides.
 
         Args:
             restorable: as for `state_order`.
-            waiting: steps that wait for their batch.
-            waits: this step may wait, too; else its batch ends with it.
+            waiting: number of steps that wait for their batch.
+            waits: whether this step may wait, too; if not, its batch ends with it.
         """
         last = self._last
         if last is None or self._depth + 1 >= self.full_every:
             return None
         if self._chains.wants_full(step, last.step, self._size):
             return None
-        # A request may have retired what the step would build on. What waits builds on it already, and keeps it.
+        # A request may have retired the base of the step. Waiting steps already build on it, and keep it.
         if not waiting and not restorable(last):
             return None
         return Order(after=last.step, last=not waits or waiting + 1 >= self.batch)
 
     def too_large(self, stored: int) -> bool:
-        """Whether a batch of so many compressed bytes has to be written."""
+        """Whether a batch of `stored` compressed bytes must be written."""
         return stored > self._diffs.batch_bytes
 
     def joined(self) -> None:
-        """A step has joined its batch: alone (`compressed` follows, or was before), or in a sum with others."""
+        """Note that a step has joined its batch, alone (`compressed` is called before or after) or in a sum."""
         self._depth += 1
 
     def compressed(self, identity: CheckpointId, base: int, stored: int, nbytes: int) -> None:
-        """A step diff was compressed: the next one is made against it.
+        """Note that a step diff was compressed: the next one is compressed against it.
 
         Args:
-            identity: with its state hash, if that is known already; else `batch_committed` gives it.
-            base: the step that it is made against.
+            identity: its identity, with the state hash if that is known already; if not, `batch_committed` sets it.
+            base: the step that it is compressed against.
             stored: bytes of its payloads. `nbytes`: logical bytes of the state.
         """
         self._size = stored / nbytes if nbytes else 1.0
@@ -181,19 +182,19 @@ class OrderPolicy:
         self.batch_committed(identity)
 
     def batch_committed(self, identity: CheckpointId) -> None:
-        """A batch is committed, and this is its last checkpoint."""
-        # Prevents: a sum that lacks a step that failed, because what waited before that step was written meanwhile.
+        """Note that a batch is committed whose last checkpoint is `identity`."""
+        # Prevents: a sum without a failed step, because the steps that waited before it were written meanwhile.
         if self._last is not None:
             self._last = identity
 
     def begin_steps(self, identity: CheckpointId, stored: int, seconds: float) -> None:
-        """A full or a delta is durable: the next step diff is made against it.
+        """Note that a full or a delta is durable: the next step diff is compressed against it.
 
         Args:
-            stored: bytes it takes. `seconds`: how long it took.
+            stored: bytes that it takes. `seconds`: how long it took.
 
         Raises:
-            whatever the controller raises; nothing has changed then.
+            any error of the controller; then nothing has changed.
         """
         controller = self._diffs.controller
         if controller is not None:
@@ -205,11 +206,11 @@ class OrderPolicy:
         self._depth = 0
 
     def end_steps(self) -> None:
-        """The next checkpoint is no step diff."""
+        """End the chain of step diffs: the next checkpoint is not a step diff."""
         self._last = None
 
     def lost(self) -> None:
-        """A step was not saved that no batch has. Where gradients are summed up, the next checkpoint is a full."""
+        """Note that a step was not saved and is in no batch. If gradients are summed, the next checkpoint is a full."""
         # Prevents: a sum that lacks a step.
         if self._diffs.accumulate == "sum":
             self.end_steps()

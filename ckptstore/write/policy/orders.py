@@ -1,4 +1,4 @@
-"""An order says how one checkpoint is stored: as a full, a delta or a step diff. A writer and all ranks follow it."""
+"""An `Order` tells a writer and all ranks how to store one checkpoint: as a full, a delta or a step diff."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Order:
     """How one checkpoint is stored.
 
     Attributes:
-        base: the checkpoint that a delta is made against; None: a full, or a step diff.
+        base: the checkpoint that a delta is compressed against; None: a full, or a step diff.
         gap: checkpoints between the two.
         keep: the state stays in memory as a base of later deltas.
         forget: bases that no delta needs once this checkpoint is committed.
-        after: the step that a step diff is made against; None: it is no step diff.
-        last: the batch is written with this step diff.
+        after: the step that a step diff is compressed against; None: it is not a step diff.
+        last: whether this step diff ends its batch, which is then written.
     """
 
     base: CheckpointId | None = None

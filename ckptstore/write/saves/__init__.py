@@ -1,4 +1,4 @@
-"""Keeps track of saves: which steps are taken, in flight or lost, what becomes of each save, and what it costs.
+"""Keeps track of saves: which steps are taken, in flight or lost, and the outcome and cost of each save.
 
 Imports `log` and the rooms below it.
 """

@@ -1,4 +1,4 @@
-"""Places of saves in flight: how many may be given and not durable, which is what a kill can cost."""
+"""Limits how many saves are in flight (begun, but not durable): a kill can lose that many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Place:
         self._lock = threading.Lock()
 
     def leave(self) -> None:
-        """Let another save have it. Any thread; a second time does nothing."""
+        """Give the place to another save. Any thread may call this; a second call does nothing."""
         with self._lock:
             leave, self._leave = self._leave, None
         if leave is not None:
@@ -27,35 +27,35 @@ class Place:
 
 
 class Places:
-    """So many places. A save leaves its place when it is durable, has failed, or waits for its batch. Thread-safe.
+    """A fixed number of places. A save leaves its place when it is durable, fails, or waits for its batch. Thread-safe.
 
-    A failure is noted in `Failures` before its save leaves its place. So a call that waited for that place finds it.
+    A failure is added to `Failures` before its save leaves its place. So a call that waited for that place finds it.
 
     Attributes:
-        limit: how many there are.
+        limit: the number of places.
     """
 
     def __init__(self, limit: int, failures: Failures) -> None:
         """
         Args:
-            failures: of this writer that no call has raised yet.
+            failures: the failures of this writer that no call has raised yet.
         """
         self.limit = limit
         self._free = threading.BoundedSemaphore(limit)
         self._failures = failures
 
     def take(self) -> tuple[Place, float]:
-        """Wait until a place is free -> it, and the seconds waited.
+        """Wait until a place is free -> the place, and the seconds waited.
 
         Raises:
-            what stopped an earlier save (`Failures.raise_unseen`). No place is taken then.
+            the error of an earlier save (`Failures.raise_unseen`). No place is taken then.
         """
         began = time.monotonic()
         self._free.acquire()
         waited = time.monotonic() - began
         try:
-            # Prevents: a kill that costs more than `limit` saves. A save that has failed, of which its caller does not
-            # know, counts as one of them; this call's own would be one more.
+            # Prevents: a kill that loses more than `limit` saves. A failed save of which the caller does not know
+            # counts as one of them; the save of this call would be one more.
             self._failures.raise_unseen()
         except BaseException:
             self._free.release()

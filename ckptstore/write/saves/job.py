@@ -1,4 +1,4 @@
-"""One save of a writer, from the call that gives it to its commit or its failure."""
+"""One save of a writer, from the call that begins it to its commit or its failure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ckptstore.write.second_tier import SecondTier
 __all__ = ["Job"]
 
 _GRACE: Final = 2.0
-"""Seconds for which an interrupted `Writer.save` waits for the medium. Then requests under way are left alone."""
+"""Seconds for which an interrupted `Writer.save` waits for the medium. Then it abandons the requests in progress."""
 
 
 class Job:
-    """A save: its step, its place in flight, and what becomes of it. Thread-safe.
+    """A save: its step, its place in flight, and its outcome. Thread-safe.
 
-    Its commit, its failure or whoever gives it up decides what becomes of it: whichever comes first. If it is given up
-    before `start`, nothing of its state is read.
+    Its outcome is a commit, a failure, or that it is given up: whichever comes first. If it is given up before `start`,
+    nothing of its state is read.
 
     Attributes:
         step: a step that is taken in its term (`Saves.take`).
         labels: metadata and tags.
-        measured: what the save costs; given with `begin`.
-        done: answers with the committed checkpoint.
-        scope: of the call that waits until it is durable (`Writer.save`); None: no call does.
+        measured: the measurements of the save; set by `begin`.
+        done: resolves to the committed checkpoint.
+        scope: the scope of the call that waits until it is durable (`Writer.save`); None: no call waits.
         interrupted: that call has stopped waiting, so its caller may change the state.
     """
 
@@ -57,28 +57,28 @@ class Job:
         self._lock = threading.Lock()
 
     def stops_with(self, stop: Callable[[], None]) -> None:
-        """Call `stop` when it is given up: to give back what nobody else will, if it was not started."""
+        """Call `stop` when it is given up, to free what no other thread will free if it was not started."""
         self._stop = stop
 
     def begin(self, measured: Measured) -> None:
-        """The state is given, or copied as a whole: from now on it is a save on its way."""
+        """Put the save in flight: its state was passed in, or is copied completely."""
         self.measured = measured
         measured.ends_with(self.done)
         self._saves.watch(self.step, self.done)
 
-    # -- what becomes of it
+    # -- its outcome
 
     def take(self) -> bool:
-        """It is committed now, or has failed -> False: it was given up. May be repeated."""
+        """Claim the outcome, for a commit or a failure -> False: it was given up. May be called repeatedly."""
         with self._lock:
             self._taken = not self._given_up
             return self._taken
 
     def fail(self, error: BaseException, *, told: bool = False) -> None:
-        """It was not saved. Does nothing where it is durable, or was given up.
+        """Fail the save with `error`. Does nothing if it is durable or was given up.
 
         Args:
-            told: the call that gave it raises `error`. Else, and if no call waits for it, the writer's next one does.
+            told: the call that began it raises `error`. If False and no call waits for it, the writer's next call does.
         """
         if self.done.done() or not self.take():
             return
@@ -89,7 +89,7 @@ class Job:
             self._saves.fail(self.step, error, self.done)
 
     def give_up(self, error: BaseException) -> bool:
-        """Nothing becomes of it: `done` raises `error`, and its step may be given again -> False: too late for that."""
+        """Give the save up: `done` raises `error`, and its step may be saved again -> False: it is too late."""
         with self._lock:
             if self._taken or self._given_up:
                 return False
@@ -104,23 +104,23 @@ class Job:
         return True
 
     def cancel(self) -> bool:
-        """Give it up because its caller asks for that -> whether it is cancelled, now or before."""
+        """Give the save up on request of its caller -> whether it is cancelled, now or before."""
         if self.give_up(CancelledError(f"step {self.step} was cancelled")):
             return True
         return self._given_up and isinstance(self.done.exception(), CancelledError)
 
-    # -- what its state is read by
+    # -- the thread that reads its state
 
     @property
     def started(self) -> bool:
-        """Whether `start` has answered yes."""
+        """Whether `start` has returned True."""
         return self._started
 
     def start(self, *, final: bool = False) -> bool:
-        """Another thread than its caller's begins to read its state, until `finish` -> False: it was given up.
+        """Begin to read its state in another thread than its caller's, until `finish` -> False: it was given up.
 
         Args:
-            final: it cannot be given up any more.
+            final: from now on it cannot be given up.
         """
         with self._lock:
             self._started = not self._given_up
@@ -128,8 +128,8 @@ class Job:
             return self._started
 
     def finish(self) -> None:
-        """Nobody reads its state any more, and another save may have its place in flight."""
-        self._stop = None  # Prevents: memory of a copy that lives as long as the `PendingSave`.
+        """End the reading of its state, and give its place in flight to another save."""
+        self._stop = None  # Prevents: keeping the memory of a copy as long as the `PendingSave` exists.
         self._over.set()
         self.leave()
 
@@ -140,38 +140,38 @@ class Job:
     # -- its place in flight
 
     def enter(self, place: Place) -> None:
-        """It has this place in flight, until `leave`."""
+        """Take this place in flight, until `leave`."""
         self._place = place
 
     def leave(self) -> None:
-        """Another save may have its place in flight. A second time does nothing."""
+        """Give its place in flight to another save. A second call does nothing."""
         if self._place is not None:
             self._place.leave()
 
     # -- its caller
 
     def result(self) -> CheckpointInfo:
-        """Wait until it is durable. Raises what stopped it."""
+        """Wait until it is durable. Raises the error that stopped it."""
         return self.done.result()
 
     def pending(self, hurry: Callable[[], None], tier: SecondTier | None) -> PendingSave:
         """What `Writer.save_async` returns.
 
         Args:
-            hurry: has it written, if it waits for its batch.
-            tier: where it goes from the store.
+            hurry: has it written now, if it waits for its batch.
+            tier: the second tier, to which the store copies it.
         """
         return PendingSave(self.step, self.done, lambda: self._saves.seen(self.step), hurry, self.cancel, tier)
 
     def interrupt(self, error: BaseException) -> None:
-        """The call that waits for it ends with `error`. Returns when nobody reads the state any more.
+        """End the call that waits for the save with `error`. Returns when nothing reads the state any more.
 
-        What is being committed is committed all the same.
+        A commit that has begun is finished.
         """
         self.interrupted = True
-        self.give_up(error)  # Prevents: a commit of tensors that the caller changes.
+        self.give_up(error)  # Prevents: committing tensors that the caller changes.
         if not self.wait_over(_GRACE):
             if self.scope is not None:
-                self.scope.abandon()  # a server that does not answer would keep it for minutes
+                self.scope.abandon()  # a server that does not answer would block it for minutes
             self.wait_over()
         self._saves.seen(self.step)

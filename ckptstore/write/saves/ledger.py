@@ -1,4 +1,4 @@
-"""What the caller of a writer knows of its steps: which are taken, which are on their way, which failed unseen."""
+"""The steps of a writer as its caller sees them: which are taken, in flight, or failed without any call raising it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MAX_STEP: Final = 2**53 - 1
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What is said of a checkpoint beside its state, in the record that commits it.
+    """What the COMMIT record says of a checkpoint beside its state.
 
     Attributes:
-        extra: members of its entry in the log.
-        tags: names that it gets; who had them loses them.
+        extra: additional members of its entry in the log.
+        tags: names that it gets; another checkpoint that had one loses it.
     """
 
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Labels:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any] | None, tags: str | Sequence[str] | None) -> Self:
-        """As given to `Writer.save`. Raises `UsageError`."""
+        """Check the arguments of `Writer.save` -> the labels. Raises `UsageError`."""
         names = texts("tags", tags)
         for name in names:
             check_new_tag(name)
@@ -47,10 +47,10 @@ class Labels:
 
 
 class PendingSave:
-    """A checkpoint on its way to the medium, as `Writer.save_async` returns it. It answers as a `Future` does.
+    """A save in flight, as `Writer.save_async` returns it. It has the methods of a `Future`.
 
     Attributes:
-        step: the one that was given.
+        step: the step that is saved.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class PendingSave:
     ) -> None:
         """
         Args:
-            seen: called when somebody has been told that it failed.
-            hurry: lets it wait for no batch any more.
+            seen: called when a call has reported that it failed.
+            hurry: has it written now, if it waits for its batch.
             cancel: gives it up, if that is still possible.
-            tier: where it goes from the store, for `result`.
+            tier: the second tier, to which the store copies it, for `result`.
         """
         self.step = step
         self._future = future
@@ -85,15 +85,15 @@ class PendingSave:
         return f"<PendingSave of step {self.step}: {what}>"
 
     def when_done(self, call: Callable[[bool], None], /) -> None:
-        """Have `call` told, once, whether it is durable: when that is known, or now if it is already.
+        """Call `call` once, with whether it is durable: as soon as that is known, or now if it is known already.
 
-        It is called by the thread that knows, which persists: it has to be quick, and what it raises is only logged. A
-        failure stays unseen by that. Waits for nothing: a step waits for its batch as long as it would.
+        The thread that persists calls it: it must be quick, and an exception in it is only logged. A failure still
+        counts as not raised. Waits for nothing, and does not hurry a step that waits for its batch.
         """
         self._future.add_done_callback(lambda done: call(not done.cancelled() and done.exception() is None))
 
     def hurry(self) -> None:
-        """Let it wait for no batch any more; returns at once."""
+        """Have it written now, if it waits for its batch. Returns at once."""
         if not self._future.done() and self._process == os.getpid():
             self._hurry()
 
@@ -104,8 +104,8 @@ class PendingSave:
     def cancel(self) -> bool:
         """Give it up, unless it is being committed, is durable, or has failed -> whether it is cancelled.
 
-        Its memory is free again, what was written of it is dropped, and its step may be saved again. A step that is
-        stored as a step diff cannot be cancelled: the next one is compressed against it.
+        Its memory is freed, the bytes written for it are dropped, and its step may be saved again. A step stored as a
+        step diff cannot be cancelled: the next one is compressed against it.
         """
         if self._process != os.getpid():
             return False
@@ -116,19 +116,19 @@ class PendingSave:
         return self._future.done() and isinstance(self._future.exception(), CancelledError)
 
     def result(self, timeout: float | None = None, *, tier: Literal["local", "remote"] = "local") -> CheckpointInfo:
-        """Wait until it is durable. If it waits for its batch, that is written now, as `Writer.wait` would.
+        """Wait until it is durable. If it waits for its batch, the batch is written now, as by `Writer.wait`.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds; None: no limit.
             tier: ``local``: in the store, so that it survives the process and a power cut. ``remote``: in the store's
-                second tier as well (`open(remote=)`), so that it survives the machine.
+                second tier as well (`open(remote=)`), so that it survives the loss of the machine.
 
         Raises:
-            UsageError: ``remote``, of a store that has no second tier; or `timeout` is no time.
-            TimeoutError: not within `timeout` seconds; the save goes on.
-            StorageError, FencedError, CommitUnknownError: what stopped it.
+            UsageError: ``remote``, and the store has no second tier; or `timeout` is not a valid time.
+            TimeoutError: it is not durable within `timeout` seconds; the save continues.
+            StorageError, FencedError, CommitUnknownError: the error that stopped it.
             concurrent.futures.CancelledError: it was cancelled.
-            WriterClosedError: this is a fork of the process that saves, and will never hear of it.
+            WriterClosedError: this is a fork of the process that saves, and cannot learn the outcome.
         """
         if tier not in ("local", "remote"):
             raise UsageError(f"tier={tier!r}: 'local' or 'remote'")
@@ -144,7 +144,7 @@ class PendingSave:
         return info
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What stopped it, or None when it is durable; waits as `result` does. Then no later call raises it again.
+        """Wait as `result` does -> the error that stopped it, which no later call raises again; None: it is durable.
 
         Raises:
             TimeoutError, WriterClosedError: as `result`.
@@ -166,37 +166,37 @@ class PendingSave:
 
 
 def check_owner(process: int, term: int) -> None:
-    """Raise `WriterClosedError` in a fork of `process`, which writes `term`: no thread would ever do what is asked."""
+    """Raise `WriterClosedError` in a fork of `process`, which writes `term`: a fork has no threads to do the work."""
     if process != os.getpid():
         raise WriterClosedError(f"the writer of term {term} belongs to process {process}, not to its fork")
 
 
 def _patience(timeout: float | None) -> float | None:
-    """Seconds to wait; a time that is over is none. Raises `UsageError`: it is no time."""
+    """The seconds to wait; a negative time becomes 0. Raises `UsageError` if it is not a valid time."""
     return seconds("timeout", max(timeout, 0.0) if isinstance(timeout, int | float) else timeout)
 
 
 class Failures:
-    """Which steps of a writer failed without anybody being told, by (term, step); for any thread."""
+    """The steps of a writer whose failure no call has raised yet, by (term, step). Thread-safe."""
 
     def __init__(self) -> None:
         self._unseen: dict[tuple[int, int], BaseException] = {}
 
     def add(self, term: int, step: int, error: BaseException) -> None:
-        """Nobody knows yet that it failed."""
+        """Add a failed step. No call has raised its error yet."""
         self._unseen[term, step] = error
 
     def seen(self, term: int, step: int) -> None:
-        """Somebody knows that it failed."""
+        """Remove a step: a call has reported its failure."""
         self._unseen.pop((term, step), None)
 
     def seen_error(self, error: BaseException) -> None:
-        """Somebody knows of every step that `error` stopped."""
+        """Remove every step that `error` stopped: a call has raised it."""
         for term, step in [key for key, other in list(self._unseen.items()) if other is error]:
             self.seen(term, step)
 
     def take(self) -> list[tuple[int, BaseException]]:
-        """Every step that nobody knows of, in the order of the failures; now they are known."""
+        """Remove and return all steps, in the order of their failures."""
         failures: list[tuple[int, BaseException]] = []
         while self._unseen:
             (_, step), error = self._unseen.popitem()
@@ -212,12 +212,12 @@ class Failures:
 
 
 class Saves:
-    """The steps of one term, for any thread. They are taken in ascending order; what becomes of them may come in any.
+    """The steps of one term. They are taken in ascending order, and may end in any order. Thread-safe.
 
     Attributes:
-        term: its number.
-        parent: the checkpoint it continues from.
-        failures: what failed unseen, in this term and in those of the same writer before.
+        term: the number of the term.
+        parent: the checkpoint from which the term continues.
+        failures: failures that no call has raised yet, of this term and of earlier terms of the same writer.
     """
 
     def __init__(self, term: int, parent: CheckpointInfo | None, failures: Failures) -> None:
@@ -229,7 +229,7 @@ class Saves:
         self._lock = threading.Lock()
 
     def check(self, step: int) -> None:
-        """Raises `StepOrderError` for a step that no checkpoint of this term may have, or not any more."""
+        """Raise `StepOrderError` if no checkpoint of this term may have this step, or no later one may."""
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
             raise StepOrderError(f"step {step!r}: a whole number from 0 to 2^53 - 1 is needed")
         if self.parent is not None and step <= self.parent.step:
@@ -242,13 +242,13 @@ class Saves:
             self._check_order(step)
 
     def take(self, step: int) -> None:
-        """Nobody else may save `step` from now on. Raises `StepOrderError` if it is not above all that were taken."""
+        """Take `step`, so that no other save may. Raises `StepOrderError` if it is not above all steps taken before."""
         with self._lock:
             self._check_order(step)
             self._taken.add(step)
 
     def _check_order(self, step: int) -> None:
-        """Prevents: a run that went back, and resumes from what it had abandoned, which stays the highest step."""
+        """Prevents: a run that went back, but resumes from what it had abandoned, which is still the highest step."""
         highest = self._taken.highest
         if highest is None or step > highest:
             return
@@ -259,28 +259,28 @@ class Saves:
         )
 
     def watch(self, step: int, done: Future[CheckpointInfo]) -> None:
-        """`step` is on its way until `done` is."""
+        """Count `step` as in flight until `done` resolves."""
         self._pending[step] = done
         done.add_done_callback(lambda _: self._pending.pop(step, None))
 
     def pending(self) -> list[int]:
-        """Steps on their way, ascending."""
+        """The steps in flight, ascending."""
         return sorted(self._pending.copy())
 
     def release(self, step: int, error: BaseException | None) -> None:
-        """A step that failed for good may be tried again; one that may have been committed may not."""
+        """Allow a failed step to be saved again, unless it may have been committed."""
         if isinstance(error, CommitUnknownError):
             return
         with self._lock:
             self._taken.discard(step)
 
     def fail(self, step: int, error: BaseException, done: Future[CheckpointInfo]) -> None:
-        """A step whose saver has not been told was not saved: he hears of it from `done`, or from `failures`."""
+        """Fail a step whose saver does not know yet: `done` or `failures` reports the error."""
         self.release(step, error)
-        # Before anyone can ask for the result: who then sees the error takes it back.
+        # Before any caller can get the result: a caller that sees the error there removes it here.
         self.failures.add(self.term, step, error)
         done.set_exception(error)
 
     def seen(self, step: int) -> None:
-        """Somebody knows that `step` failed."""
+        """Note that a call has reported the failure of `step`."""
         self.failures.seen(self.term, step)

@@ -1,4 +1,4 @@
-"""Steps that were not saved, by name: on the error that a call raises, and in what is said of several at once."""
+"""Names the steps that were not saved: in notes on the error that a call raises, and for several errors at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["by_error", "first_of", "lost_steps", "name_steps", "note_lost"]
 
 
 def lost_steps(error: BaseException, steps: Sequence[int]) -> str:
-    """That an error stopped these steps, as a text."""
+    """A text that says that an error stopped these steps."""
     doubted = isinstance(error, CommitUnknownError | AgentLostError | AgentSilentError)
     return f"{named_steps(steps)} {'may or may not have been' if doubted else _was(steps)} saved"
 
@@ -22,7 +22,7 @@ def _was(steps: Sequence[int]) -> str:
 
 
 def by_error(failures: Iterable[tuple[int, BaseException]]) -> list[tuple[BaseException, list[int]]]:
-    """Each error with the steps that it stopped: a batch, and whatever a writer that is finished had in flight."""
+    """Each error with the steps that it stopped: those of a batch, or all in flight when a writer ended."""
     stopped: dict[int, tuple[BaseException, list[int]]] = {}
     for step, error in failures:
         stopped.setdefault(id(error), (error, []))[1].append(step)
@@ -30,7 +30,7 @@ def by_error(failures: Iterable[tuple[int, BaseException]]) -> list[tuple[BaseEx
 
 
 def first_of(failures: Iterable[tuple[int, BaseException]]) -> BaseException:
-    """The first error, with notes that name every step of `failures`, each once."""
+    """The first error, with notes that name every step of `failures` once."""
     (first, steps), *others = by_error(failures)
     name_steps(first, steps)
     for other, steps in others:
@@ -39,18 +39,18 @@ def first_of(failures: Iterable[tuple[int, BaseException]]) -> BaseException:
 
 
 def name_steps(error: BaseException, steps: Sequence[int]) -> None:
-    """Note on an error which steps it stopped, unless it says so itself."""
+    """Add a note to an error with the steps that it stopped, unless its text names them already."""
     said = "\n".join([str(error), *getattr(error, "__notes__", ())])
     if re.search(rf"{re.escape(named_steps(steps))}\b", said) is None:
         error.add_note(lost_steps(error, steps))
 
 
 def note_lost(error: BaseException, url: str, lost: BaseException) -> None:
-    """The body of a ``with`` raises `error`, which what was lost must not hide: it is noted on it.
+    """Add a note on `lost` to `error`, which the body of a ``with`` raises, so that `lost` does not hide it.
 
     Args:
-        url: of the store.
-        lost: what closing the writer raised.
+        url: the URL of the store.
+        lost: the error that closing the writer raised.
     """
     if lost is not error:
         notes = "".join(f"; {note}" for note in getattr(lost, "__notes__", ()))

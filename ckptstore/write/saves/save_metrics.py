@@ -1,4 +1,4 @@
-"""What each save cost, told to whoever wants to know: how long training waited, for what, and how far the medium is."""
+"""Reports the cost of each save to `on_metrics`: how long training waited, for what, and how far the medium lags."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ __all__ = ["Measured", "Meter", "OnMetrics", "SaveMetrics"]
 
 @dataclass(frozen=True, slots=True)
 class SaveMetrics:
-    """One save, as it ended.
+    """The metrics of one save that has ended.
 
     Attributes:
-        step: the one that was given.
-        kind: how it was stored: ``full``, ``delta`` or ``gradient``; None: it was not.
+        step: the step of the save.
+        kind: how it was stored: ``full``, ``delta`` or ``gradient``; None: it was not stored.
         nbytes: logical bytes of all tensors.
         stored: bytes on the medium; 0 if it failed.
-        stall: seconds that the call kept training waiting: of `save` all, of `save_async` until the state was copied.
-        waited: those of `stall` that went by until earlier saves gave way: memory, or a place in flight.
+        stall: seconds that the call blocked training: the whole time of `save`, or of `save_async` until the state was
+            copied.
+        waited: the part of `stall` spent waiting for earlier saves to free memory or a place in flight.
         durable: seconds from the call to the commit, or to the failure.
-        in_flight: saves that were under way when this one was given, itself among them.
-        lag: how many steps newer the newest step was that had been given when this one ended.
-        error: what stopped it; None: it is durable.
-        compacting: whether compaction in the writer's idle time was at work when it was given, and made way for it.
+        in_flight: saves in flight when this one began, including itself.
+        lag: when this save ended, how many steps its step was behind the newest step passed to the writer.
+        error: the error that stopped it; None: it is durable.
+        compacting: whether compaction in the writer's idle time was active when the save began, and paused for it.
     """
 
     step: int
@@ -50,29 +51,29 @@ class SaveMetrics:
 
     @property
     def rate(self) -> float:
-        """Logical bytes a second, from the call to the commit."""
+        """Logical bytes per second, from the call to the commit."""
         return self.nbytes / max(self.durable, 1e-9)
 
 
 OnMetrics: TypeAlias = Callable[[SaveMetrics], object]
-"""Is told of each save once, by a thread of the writer's."""
+"""Called once for each save, by a thread of the writer."""
 
 
 class Measured:
-    """One save that is being measured. Its end is told when the call has returned, too, whichever comes last.
+    """The measurement of one save. It is reported once the save has ended and the call has returned.
 
     Attributes:
         waited: see `SaveMetrics`.
-        stored: bytes on the medium, if they are not those of the checkpoint: a rank's.
+        stored: bytes on the medium, if they differ from those of the checkpoint: the bytes of one rank.
     """
 
     def __init__(self, meter: Meter, step: int, nbytes: int, began: float, in_flight: int, beside: bool) -> None:
         """
         Args:
-            nbytes: of its tensors.
-            began: when it was given, on the monotonic clock.
-            in_flight: saves under way with it.
-            beside: whether somebody works beside it.
+            nbytes: the size of its tensors.
+            began: when it began, on the monotonic clock.
+            in_flight: saves in flight, including this one.
+            beside: whether background work was active when it began.
         """
         self.waited = 0.0
         self.stored: int | None = None
@@ -84,29 +85,29 @@ class Measured:
         self._began = began
         self._stall = 0.0
         self._ended: tuple[float, CheckpointInfo | None, BaseException | None] | None = None
-        self._ends = False  # something else will say when
+        self._ends = False  # a future will report its end
         self._left = 2
         self._lock = threading.Lock()
 
     def returned(self) -> None:
-        """The call returns."""
+        """Note that the call returns."""
         self._stall = time.monotonic() - self._began
         self._count()
 
     def ended(self, info: CheckpointInfo | None, error: BaseException | None = None) -> None:
-        """It is durable, or was not saved."""
+        """Note that the save is durable, or has failed."""
         self._ended = time.monotonic() - self._began, info, error
         self._count()
 
     def failed(self, error: BaseException) -> None:
-        """The call raises `error`: so it ends, if nothing else has ended it."""
+        """Note that the call raises `error`: this ends the save, unless a future reports its end."""
         with self._lock:
             if self._ends:
                 return
         self.ended(None, error)
 
     def ends_with(self, done: Future[CheckpointInfo]) -> None:
-        """It ends when `done` is."""
+        """End the save when `done` resolves."""
         with self._lock:
             self._ends = True
 
@@ -141,17 +142,17 @@ class Measured:
 
 
 class Meter:
-    """Tells of every save of a writer, one after the other.
+    """Reports every save of a writer, one after the other.
 
     Attributes:
-        newest: the newest step that was given.
-        beside: whether somebody works beside the saves.
+        newest: the newest step passed to the writer.
+        beside: returns whether background work beside the saves is active.
     """
 
     def __init__(self, on_metrics: OnMetrics | None) -> None:
         """
         Args:
-            on_metrics: None: nobody wants to know.
+            on_metrics: called for each save; None: nothing is reported.
         """
         self.newest = 0
         self.beside: Callable[[], bool] = lambda: False
@@ -159,16 +160,16 @@ class Meter:
         self._under_way = 0
         self._warned = False
         self._lock = threading.Lock()
-        # A thread of its own: whoever is told may call the writer, whose threads would wait for themselves.
+        # In a separate thread: `on_metrics` may call the writer, whose own threads would wait for themselves.
         self._thread = None if on_metrics is None else started_pool(1, "ckptstore-metrics")
 
     @property
     def under_way(self) -> int:
-        """How many saves have been given and have not ended; for any thread."""
+        """How many saves have begun and have not ended. Any thread may ask."""
         return self._under_way
 
     def begin(self, flat: FlatState, step: int, began: float) -> Measured:
-        """A step is given, since `began` on the monotonic clock."""
+        """Begin to measure a save whose call began at `began` on the monotonic clock."""
         nbytes = flat.nbytes
         with self._lock:
             self.newest = step
@@ -176,23 +177,23 @@ class Meter:
             return Measured(self, step, nbytes, began, self._under_way, self.beside())
 
     def tell(self, metrics: SaveMetrics) -> None:
-        """A save has ended."""
+        """Report a save that has ended."""
         with self._lock:
             self._under_way -= 1
         if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # the interpreter is going
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
                 self._thread.submit(self._told, metrics)
 
     def _told(self, metrics: SaveMetrics) -> None:
         assert self._tell is not None
         try:
             self._tell(metrics)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is no reason to harm a save
+        except Exception as error:  # noqa: BLE001  # no error of `on_metrics` may harm a save
             if not self._warned:
                 self._warned = True
                 warn(f"on_metrics raised {type(error).__name__}, at step {metrics.step} and perhaps later: {error}")
 
     def close(self) -> None:
-        """Wait until everything is told."""
+        """Wait until every save is reported."""
         if self._thread is not None:
             self._thread.shutdown()

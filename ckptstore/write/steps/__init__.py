@@ -1,4 +1,4 @@
-"""Step diffs: what optimizers did, coded step by step, batched, written.
+"""Step diffs: the updates of optimizers, compressed step by step, batched and written.
 
 Used by the committer. Imports its siblings `snapshot`, `step_encoding` and `deltas`, and what is below `write`.
 """

@@ -1,7 +1,7 @@
-"""Writing a batch of coded steps as one packed segment, or as few as its size allows.
+"""Writes a batch of compressed steps as one packed segment, or as few segments as its size allows.
 
-Every step of a batch stays a checkpoint of its own: it has its tree, its tensors with their hashes, and an encoding
-that names the step before it as base.
+Every step of a batch is a separate checkpoint: it has its tree, its tensors with their hashes, and an encoding that
+names the previous step as its base.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Unit = tuple[EncodedTensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """Whose steps they are, if many ranks save together: the others have the other tensors, and one has the trees.
+    """The rank whose share the steps are, if many ranks save together. Others have other tensors; one has the trees.
 
     Attributes:
-        rank: which of them.
+        rank: the number of the rank.
         tree: uuid of the segment that holds the trees of all steps.
     """
 
@@ -43,7 +43,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one segment holds of one step."""
+    """The part of one step in one segment."""
 
     step: EncodedStep
     units: tuple[Unit, ...]
@@ -51,7 +51,7 @@ class _Part:
 
     @property
     def stored(self) -> int:
-        """Bytes of its payloads."""
+        """The bytes of its payloads."""
         return sum(tensor.stored for unit in self.units for tensor in unit)
 
 
@@ -65,18 +65,18 @@ def write_batch(
     limit: int | None = None,
     share: RankShare | None = None,
 ) -> tuple[tuple[SegmentEntry, ...], tuple[Encoding, ...]]:
-    """Write coded steps and make them durable (COMMIT step 1) -> the segments, and for each step the edge to it.
+    """Write compressed steps and make them durable (COMMIT step 1) -> the segments, and the encoding of each step.
 
     Args:
-        steps: ascending, each coded against the one before it.
-        draft: what its segments say of themselves; their uuids and steps are filled in.
+        steps: ascending, each compressed against the previous one.
+        draft: the fields that its segments share; their uuids and steps are filled in.
         times: when each of the steps was made.
         digests: state digests of the last step's tensors, by name.
-        limit: payload bytes of a segment; None: what the medium wants.
-        share: they are one rank's. Then the segments hold no trees, and the edges those segments alone.
+        limit: payload bytes of a segment; None: the size that the medium prefers.
+        share: one rank wrote the steps. Then the segments hold no trees, and the encodings name only these segments.
 
     Raises:
-        StorageError: the medium failed; what was written is removed as far as possible.
+        StorageError: the medium failed; the written segments are removed as far as possible.
     """
     written: list[SegmentEntry] = []
     most = session.backend.segment_bytes if limit is None else limit
@@ -118,7 +118,7 @@ def write_batch(
 
 
 def _place(segment: str, every: Sequence[str], share: RankShare | None) -> SegmentPart | None:
-    """Which part of a step is in one of its segments; SPEC.md 5.1, also of many ranks."""
+    """Which part of a step is in one of its segments (SPEC.md 5.1), also with many ranks."""
     number = every.index(segment)
     if share is not None:
         return SegmentPart(share.tree, 1 + number, 1 + len(every))

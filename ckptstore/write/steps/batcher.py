@@ -1,6 +1,6 @@
-"""A writer's step diffs: what waits for its batch, and how that is written.
+"""A writer's step diffs: keeps the steps that wait for their batch, and writes the batch.
 
-The committer's thread alone uses it.
+Only the committer's thread uses it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Waiting:
 
     Attributes:
         job: its save.
-        time: when it was compressed, seconds since 1970.
-        coded: how it will be stored; None where gradients are summed up.
+        time: when it was compressed, in seconds since 1970.
+        coded: the compressed step; None if gradients are summed.
     """
 
     job: Job
@@ -49,13 +49,13 @@ class Waiting:
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """The number of the step."""
         return self.job.step
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the COMMIT of a batch adds, and for each step that waited the checkpoint that it became; tags name those."""
+    """What the COMMIT of a batch adds. `became` has a checkpoint for each step that waited; `tags` name them."""
 
     segments: tuple[SegmentEntry, ...]
     encodings: tuple[Encoding, ...]
@@ -64,12 +64,12 @@ class Written:
 
     @property
     def checkpoints(self) -> tuple[CheckpointEntry, ...]:
-        """Each once."""
+        """The checkpoints, each once."""
         return tuple({entry.step: entry for entry in self.became}.values())
 
 
 class BecomesFullError(Exception):
-    """A step cannot be stored as a step diff, and is in memory as a whole.
+    """A step cannot be stored as a step diff; all of it is in memory.
 
     Attributes:
         snapshot: the state.
@@ -87,11 +87,11 @@ class Diffs:
         """Begin without a step in memory: the first checkpoint is a full.
 
         Args:
-            draft: the members that all segments of the term have.
+            draft: the fields that all segments of the term share.
             workers: threads that compress.
-            policy: decides which step is a step diff. Learns of fulls and deltas elsewhere.
+            policy: decides which step is a step diff. Another object informs it of fulls and deltas.
         """
-        self._missed: int | None = None  # a step that could not be compressed, since the one in memory
+        self._missed: int | None = None  # a step after the one in memory that could not be compressed
         self.options = options
         self._draft = draft
         self._term = draft.term
@@ -102,7 +102,7 @@ class Diffs:
         self.waiting: list[Waiting] = []
 
     def order(self, restorable: Callable[[CheckpointId], bool], step: int) -> Order | None:
-        """How `step` is stored as a step diff; None: it has to be a full, or a delta.
+        """Decide how `step` is stored as a step diff; None: it must be a full or a delta.
 
         Args:
             restorable: whether the catalog can restore a checkpoint, so that others may build on it.
@@ -110,37 +110,40 @@ class Diffs:
         return self._policy.step_order(step, restorable, waiting=len(self.waiting))
 
     def begin(self, identity: CheckpointId, snapshot: Snapshot, nbytes: int, seconds: float) -> None:
-        """A full of `nbytes`, written in `seconds`, is durable: the next step is compressed against it.
+        """Note that a full of `nbytes`, written in `seconds`, is durable: the next step is compressed against it.
 
-        Takes `snapshot` over.
+        Takes ownership of `snapshot`.
         """
-        self._policy.begin_steps(identity, nbytes, seconds)  # first: if it raises, `snapshot` is still the caller's
+        self._policy.begin_steps(identity, nbytes, seconds)  # first: if it raises, the caller still owns `snapshot`
         self._missed = None
         self._resident.advance(identity, snapshot)
 
     def add(self, snapshot: Snapshot, updates: Sequence[Update], job: Job, order: Order) -> bool:
-        """Compress a step; it waits for its batch -> whether the batch has to be written. Takes `snapshot` over.
+        """Compress a step, which then waits for its batch -> whether the batch must be written.
+
+        Takes ownership of `snapshot`.
 
         Args:
-            order: what `order` returned for this step.
+            order: the result of `order` for this step.
 
         Raises:
-            StorageError, MemoryError: nothing has changed; `snapshot` is still the caller's.
-            UsageError: a gradient is missing that was to be summed up; likewise, but the next checkpoint is a full.
+            StorageError, MemoryError: nothing has changed; the caller still owns `snapshot`.
+            UsageError: a gradient to be summed is missing; the caller still owns `snapshot`, and the next checkpoint is
+                a full.
         """
         step = job.step
         if self.options.accumulate == "sum":
             try:
                 self._sums.add(updates, snapshot, self._resident.here, explained=bool(updates))
             except BaseException:
-                self._policy.end_steps()  # sums without this step lead to where training never was near
+                self._policy.end_steps()  # sums without this step lead to a state far from any state of training
                 raise
             self._policy.joined()
             self.waiting.append(Waiting(job, time.time(), None))
             return order.last
         if self._missed is not None:
             _warn_unexplained(step, self._missed)
-            updates = ()  # Prevents: a step explained by itself alone, from a checkpoint that lies further back.
+            updates = ()  # Prevents: explaining by one step's updates a difference to a checkpoint further back.
         try:
             coded = self._resident.encode(snapshot.flat, updates, step)
         except BaseException:
@@ -155,27 +158,27 @@ class Diffs:
         return self._wait(job, coded, order)
 
     def _wait(self, job: Job, coded: EncodedStep, order: Order) -> bool:
-        """Put a compressed step to those that wait -> whether their batch has to be written."""
+        """Add a compressed step to the waiting ones -> whether their batch must be written."""
         self.waiting.append(Waiting(job, time.time(), coded))
         stored = sum(one.coded.stored for one in self.waiting if one.coded is not None)
         return order.last or self._policy.too_large(stored)
 
     def lose_step(self) -> None:
-        """A step was not saved, and is not in the step in memory. See `OrderPolicy.lost`."""
+        """Note that a step was not saved, and is not part of the step in memory. See `OrderPolicy.lost`."""
         self._policy.lost()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
-        """Where the tensors of a state that is copied unit by unit take the places of the step before -> None: a full
-        has to be stored, because too much of it has another size.
+        """The memory in which the tensors of a state copied unit by unit replace those of the previous step; None: a
+        full must be stored, because too much of the state has another size.
         """
         return self._resident.here.snapshot.room(flat)
 
     def add_fed(self, fed: Fed, updates: Sequence[Update], job: Job, order: Order) -> bool:
-        """As `add`, of a step that is copied unit by unit.
+        """As `add`, for a step that is copied unit by unit.
 
         Raises:
-            BecomesFullError: it has to be stored as a full, from memory.
-            anything else: the next checkpoint is a full. What waits is not affected.
+            BecomesFullError: it must be stored as a full, from memory.
+            and other errors; then the next checkpoint is a full. Waiting steps are not affected.
         """
         with self._advanced(fed, updates, job.step) as (plan, reached):
             coded = plan.encode(fed, self._workers)
@@ -185,7 +188,7 @@ class Diffs:
         return self._wait(job, coded, order)
 
     def stream(self, session: SegmentSession, fed: Fed, updates: Sequence[Update], job: Job) -> Written:
-        """Make a step durable that is copied unit by unit and waits for no other.
+        """Make a step durable that is copied unit by unit and does not wait for other steps.
 
         Raises as `add_fed`, and StorageError.
         """
@@ -204,7 +207,7 @@ class Diffs:
     def _advanced(
         self, fed: Fed, updates: Sequence[Update], step: int
     ) -> Iterator[tuple[FedStep, Callable[[str], None]]]:
-        """How a step is compressed that takes the place of the one before; call the function with its state hash."""
+        """A plan to compress a step that replaces the previous one, and a function to call with its state hash."""
         assert fed.room is not None
         plan = self._resident.plan(fed.feed, updates, step)
         snapshot = self._resident.turn(fed.feed.flat, fed.room)
@@ -226,7 +229,7 @@ class Diffs:
             raise
 
     def write(self, session: SegmentSession) -> Written:
-        """Make everything that waits durable.
+        """Make all waiting steps durable.
 
         Raises:
             StorageError: the medium failed.
@@ -239,7 +242,7 @@ class Diffs:
             session,
             coded,
             self._draft,
-            times=moments[-len(coded) :],  # of what was summed up: the last step's
+            times=moments[-len(coded) :],  # of a sum: the time of the last step
             digests=self._resident.digests(coded[-1]),
         )
         last = self.waiting[-1]
@@ -256,13 +259,13 @@ class Diffs:
         return CheckpointEntry(self._term, coded.step, coded.state, one.time, tensors, nbytes, extra)
 
     def _summed_up(self) -> EncodedStep:
-        """The one step that stands for all that wait."""
+        """The one step that represents all waiting steps."""
         coded = self._sums.finish(self._resident, CheckpointId(self._term, self.waiting[-1].step, ""))
         self._policy.compressed(self._resident.here.id, coded.base.step, coded.stored, coded.nbytes)
         return coded
 
     def restart(self) -> None:
-        """Give up the step in memory: the next checkpoint is a full. What waits is forgotten."""
+        """Drop the step in memory and the waiting steps: the next checkpoint is a full."""
         self.waiting.clear()
         self._sums.clear()
         self._missed = None
@@ -271,7 +274,7 @@ class Diffs:
 
 
 def _warn_unexplained(step: int, missed: int) -> None:
-    """Say why a step is stored as a difference."""
+    """Warn that a step is stored as a difference, and why."""
     warn(
         f"step {step} is stored as a difference, which takes more bytes: step {missed} before it "
         "could not be stored, and one step can be explained",

@@ -1,7 +1,7 @@
-"""Coding a step that comes unit by unit: as `encoding` does it, while each unit takes its place in the step before.
+"""Compresses a step that is copied unit by unit: as `step_encoding` does, while each unit replaces the previous step's.
 
-A step that waits for no other is written as it is coded: its payloads, which may be as much as a third of the state,
-are nowhere in memory as a whole.
+A step that does not wait for other steps is written as it is compressed: its payloads, which may be a third of the
+state, are never in memory all at once.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ __all__ = ["FedStep", "StreamedStep", "TooLongError", "digest_of", "plan_fed"]
 
 _NOTHING: Final = np.empty(0, np.uint8)
 _Place = tuple[int, int, str]
-"""Where a payload is, its length and its hash."""
+"""The position of a payload, its length and its hash."""
 
 
 class TooLongError(Exception):
-    """A payload is larger than a chunk may be: the step cannot be stored as it was begun.
+    """A payload is larger than a chunk may be: the step cannot be stored as a step diff.
 
-    All of the state has taken its place by then.
+    When this is raised, the whole state has replaced the previous step in memory.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedStep:
-    """A step that is written.
+    """A step that was written as it was compressed.
 
     Attributes:
-        encoding: the edge that the COMMIT adds.
+        encoding: the encoding record that the COMMIT adds.
         state: the state hash.
-        tensors: how many there are.
+        tensors: the number of tensors.
         nbytes: logical bytes.
         excess: see `EncodedStep`.
     """
@@ -88,7 +88,7 @@ _Moved = tuple[Joined, Rules]
 
 @dataclass(slots=True)
 class _Share:
-    """What one segment has of a step."""
+    """The part of a step in one segment."""
 
     moved: list[_Moved] = field(default_factory=list)
     rest: list[TensorPlan] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _Share:
 
 
 class FedStep:
-    """How a step is coded that comes unit by unit."""
+    """The plan to compress a step that is copied unit by unit."""
 
     def __init__(
         self,
@@ -111,11 +111,11 @@ class FedStep:
     ) -> None:
         """
         Args:
-            flat: the state, of which only names, types and shapes are looked at.
-            moved: what an optimizer moved, each with how it is coded.
+            flat: the state; only names, types and shapes are read.
+            moved: the parameters that an optimizer updated, each with its encoding and rule.
             rest: the other tensors.
-            choices: is told what does not fit.
-            excess: of what did not fit.
+            choices: learns which parameters do not fit.
+            excess: the excess of parameters that do not fit.
         """
         self._step = step
         self._flat = flat
@@ -126,10 +126,10 @@ class FedStep:
         self._excess = list(excess)
         self._overflow = False
 
-    # -- what is done
+    # -- compressing and writing
 
     def encode(self, fed: Fed, workers: Workers) -> EncodedStep:
-        """Code it, to be kept in memory. Raises `TooLongError`, and whatever feeding raises."""
+        """Compress the step and keep it in memory. Raises `TooLongError`, and errors of the feed."""
         share = _Share(list(self._moved), list(self._rest))
         units: list[tuple[EncodedTensor, ...]] = []
         with closing(self._results([share], fed, workers)) as results:
@@ -151,17 +151,17 @@ class FedStep:
     def write(
         self, fed: Fed, session: SegmentSession, draft: SegmentDoc, moment: float, limit: int | None = None
     ) -> StreamedStep:
-        """Code it, write it as it is coded, and make it durable (COMMIT step 1).
+        """Compress the step, write it at the same time, and make it durable (COMMIT step 1).
 
         Args:
-            draft: what its segments say of themselves; their uuids and steps are filled in.
+            draft: the fields that its segments share; their uuids and steps are filled in.
             moment: when it was made.
-            limit: logical bytes of a segment; None: what the medium wants.
+            limit: logical bytes of a segment; None: the size that the medium prefers.
 
         Raises:
-            TooLongError: what was written is no part of any checkpoint.
+            TooLongError: the written bytes are not part of any checkpoint.
             StorageError: the medium failed.
-            and whatever feeding raises.
+            and errors of the feed.
         """
         shares = list(self._shares(session.backend.segment_bytes if limit is None else limit))
         ids = [uuid.uuid4().hex for _ in shares]
@@ -189,10 +189,10 @@ class FedStep:
     def _state(self, parts: Sequence[tuple[str, str, tuple[int, ...], str]]) -> str:
         return checksums.state_hash(jsontext.dumps(self._flat.tree), parts)
 
-    # -- what is coded in which order
+    # -- the order of compression
 
     def _shares(self, limit: int) -> Iterator[_Share]:
-        """Segments whose payloads fit, whatever they are coded to."""
+        """Divide the step into segments whose payloads fit, however large they become."""
         share = _Share()
 
         def full(nbytes: int, entries: int) -> bool:
@@ -219,8 +219,8 @@ class FedStep:
 
     def _results(
         self, shares: Sequence[_Share], fed: Fed, workers: Workers
-    ) -> Generator[Any]:  # of a chunk that an optimizer moved, a `CodedChunk` or None; of the others lists of `Coded`
-        assert fed.room is not None  # the next step is coded against this one
+    ) -> Generator[Any]:  # for a chunk that an optimizer updated a `CodedChunk` or None; for others lists of `Coded`
+        assert fed.room is not None  # the next step is compressed against this one
         units: list[Unit] = []
         for share in shares:
             units += [one.unit(rules[0], extent, fed.room) for one, rules in share.moved for extent in one.extents]
@@ -239,14 +239,14 @@ class FedStep:
         window.done()
         return coded
 
-    # -- what becomes of it
+    # -- the results
 
     def _chunks(self, one: Joined, results: Iterator[CodedChunk | None]) -> Generator[CodedChunk]:
         for _ in one.extents:
             coded = next(results)
             if coded is None:
                 self._choices.learn_fit(one.leader, False)
-                self._overflow = True  # what is not under way yet is not coded any more
+                self._overflow = True  # jobs that have not begun compress nothing
                 for _ in results:
                     pass
                 raise TooLongError(f"step {self._step}: {one.leader!r} is not coded to less than it is")
@@ -264,13 +264,13 @@ class FedStep:
             chunks: list[CodedChunk] = []
             for chunk in self._chunks(one, results):
                 places.append(_append(stream, chunk.payload))
-                # Prevents: all payloads of a tensor in memory, however large it is.
+                # Prevents: holding all payloads of a tensor in memory, however large it is.
                 chunks.append(replace(chunk, payload=_NOTHING))
             unit = unit_of(one, encoding, rule, chunks)
             assert unit is not None
             self._look(one, sum(length for _, length, _ in places))
             made += [_entry(tensor, stream, () if number else places) for number, tensor in enumerate(unit)]
-        # As many as belong to this segment: the rest of `results` is of the next one.
+        # Only the results of this segment: the rest of `results` belongs to the next one.
         rest = chain.from_iterable(next(results) for _ in units_of(share.rest, self._flat, None))
         for plan in share.rest:
             places, pieces = [], []
@@ -292,7 +292,7 @@ def _append(stream: BlockStream, payload: Bytes) -> _Place:
 
 
 def _entry(tensor: EncodedTensor, stream: BlockStream, places: Sequence[_Place]) -> TensorEntry:
-    """What the index says of a tensor, of which the payloads are at `places`; those that are nowhere are empty."""
+    """The index entry of a tensor whose payloads are at `places`; without places, empty payloads are appended."""
     places = places or [_append(stream, _NOTHING) for _ in tensor.chunks]
     chunks = tuple(
         Chunk(at, length, coded.logical, stored, coded.decoded_hash)
@@ -304,7 +304,7 @@ def _entry(tensor: EncodedTensor, stream: BlockStream, places: Sequence[_Place])
 
 
 def digest_of(tensor: EncodedTensor) -> int | None:
-    """The state digest of a tensor, if it was asked for when its chunks were coded."""
+    """The state digest of a tensor; None: it was not requested when its chunks were compressed."""
     shares = [coded.digest for coded in tensor.chunks if coded.digest is not None]
     if len(shares) < len(tensor.chunks):
         return None
@@ -321,7 +321,7 @@ def plan_fed(
     step_choices: StepChoices,
     workers: Workers,
 ) -> FedStep:
-    """Look at `flat`, and say how it will be coded against the step before; arguments as for `encode_step`."""
+    """Plan how to compress `flat` against the previous step, from samples of it; arguments as for `encode_step`."""
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
     rules = choose_rules(joined, step_choices, workers)
     fits = list(workers.pool.map(lambda one, rule: will_fit(one, rule, step_choices), joined, rules))

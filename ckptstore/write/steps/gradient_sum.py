@@ -1,8 +1,8 @@
-"""Batches whose gradients are added up (LowDiff, section 4.2: batched gradient writing by accumulation). Lossy.
+"""Batches whose gradients are summed (LowDiff, section 4.2: batched gradient writing by accumulation). Lossy.
 
-One diff stands for all steps of a batch: the sum of their gradients, applied as one step with the numbers of the last.
-Under Adam, and under SGD with momentum, that is not where training went; so what is stored is the state to which it
-does lead, under its own state hash, and everything about it says ``lossy``.
+One diff represents all steps of a batch: the sum of their gradients, applied as one step with the numbers of the last.
+Under Adam, and under SGD with momentum, the result is not the state of training. So the resulting state is stored under
+its own state hash, and is marked ``lossy`` everywhere.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["GradientSum"]
 
 
 class GradientSum:
-    """The gradients of a batch so far, by parameter: scaled and clipped, fp32. A rank sums those of its share.
+    """The summed gradients of a batch so far, by parameter: scaled and clipped, fp32. A rank sums those of its share.
 
     Attributes:
-        latest: the state of the last step that was added; None: none was.
+        latest: the state of the last step that was added; None: none was added.
     """
 
     def __init__(self) -> None:
@@ -41,15 +41,15 @@ class GradientSum:
         self._updates: dict[tuple[str, ...], Update] = {}
 
     def add(self, updates: Sequence[Update], snapshot: Snapshot, base: Base, *, explained: bool) -> None:
-        """Add the gradients of one step. Takes `snapshot`, its state, over.
+        """Add the gradients of one step. Takes ownership of `snapshot`, its state.
 
         Args:
-            updates: of `snapshot`. A rank may store no tensor that an optimizer moves.
-            base: what the batch is compressed against.
+            updates: the updates of `snapshot`; may be empty on a rank that stores no tensor an optimizer updates.
+            base: the checkpoint that the batch is compressed against.
             explained: the step was saved with updates=.
 
         Raises:
-            UsageError: it was not, or a parameter has no gradient; nothing was added.
+            UsageError: it was saved without updates=, or a parameter has no gradient; nothing was added.
         """
         if not explained:
             raise UsageError("gradients are to be summed up, and this step was saved without updates=")
@@ -70,11 +70,11 @@ class GradientSum:
         self._keep(snapshot)
 
     def finish(self, resident: ResidentStep, identity: CheckpointId) -> EncodedStep:
-        """Compress the one step that stands for all that were added. It is the step in memory from now on.
+        """Compress the one step that represents all added steps. It becomes the step in memory.
 
         Args:
-            resident: has the step that the batch is compressed against.
-            identity: of the last step that was added, without its state hash.
+            resident: holds the step that the batch is compressed against.
+            identity: the identity of the last step that was added, without its state hash.
         """
         snapshot = self.latest
         assert snapshot is not None
@@ -86,7 +86,7 @@ class GradientSum:
         return coded
 
     def _apply(self, flat: FlatState, base: Base) -> list[Update]:
-        """Make `flat` the state to which the sums lead from `base`, in place -> the one step that it took.
+        """Apply the sums to `base`, and put the resulting state into `flat` -> the updates of that one step.
 
         Args:
             flat: the state after the batch, in writable host memory.
@@ -122,7 +122,7 @@ def _copy(base: Base, name: str, out: Bytes) -> None:
 
 
 def _scaled(update: Update) -> npt.NDArray[Any]:
-    """The gradient of an update as the optimizer consumed it: fp32, a copy."""
+    """The gradient of an update as the optimizer consumed it, as a copy in fp32."""
     if isinstance(update.gradient, optim.SparseGradient):
         gradient = update.gradient.dense()
     else:

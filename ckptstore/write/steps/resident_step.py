@@ -1,6 +1,6 @@
-"""The step in memory, and how the next one is compressed against it.
+"""Holds the last step in memory, and compresses the next one against it.
 
-A writer of one process has the whole state of the last step here, a rank its share of it.
+A writer of one process holds the whole state of the last step, a rank its share.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class ResidentStep:
     """The state of the last step, in host memory. One thread calls it.
 
     Attributes:
-        base: the step; None: there is none.
-        unexplained: warns of steps that updates do not explain.
+        base: the last step; None: there is none.
+        unexplained: warns of steps that their updates do not explain.
     """
 
     def __init__(self, codecs: Policy, workers: Workers) -> None:
         """
         Args:
-            codecs: which codecs tensors get that no optimizer moves.
+            codecs: which codecs are used for tensors that no optimizer updates.
             workers: threads that compress.
         """
         self.base: MemoryBase | None = None
@@ -47,16 +47,16 @@ class ResidentStep:
 
     @property
     def here(self) -> MemoryBase:
-        """`base`, which is there."""
+        """`base`, which must exist."""
         assert self.base is not None
         return self.base
 
     def encode(self, flat: FlatState, updates: Sequence[Update], step: int, *, lossy: bool = False) -> EncodedStep:
-        """Compress `flat` against the step in memory, which stays."""
+        """Compress `flat` against the step in memory, which stays in memory."""
         return self._encoded(flat, updates, self.here, step, lossy=lossy)
 
     def encode_alone(self, flat: FlatState, base: CheckpointId, step: int) -> EncodedStep:
-        """Compress `flat` as a step diff against `base` that uses nothing of it: longer, but always possible."""
+        """Compress `flat` as a step diff against `base` without using its bytes: larger, but always possible."""
         return self._encoded(flat, (), _Nothing(base), step, lossy=False)
 
     def _encoded(
@@ -74,7 +74,7 @@ class ResidentStep:
         )
 
     def plan(self, feed: Feed, updates: Sequence[Update], step: int) -> FedStep:
-        """Say how a state is compressed that is copied unit by unit. Reads samples of it."""
+        """Plan how to compress a state that is copied unit by unit. Reads samples of the state."""
         with feed.reading():
             return plan_fed(
                 feed.flat,
@@ -87,45 +87,45 @@ class ResidentStep:
             )
 
     def turn(self, flat: FlatState, room: Mapping[str, Bytes]) -> Snapshot:
-        """Give the memory of the step to `flat`, which takes its place unit by unit.
+        """Give the memory of the step to `flat`, which replaces it unit by unit.
 
-        From here on there is no step in memory, until `advance`: part of it is the next one.
+        From now on, until `advance`, there is no step in memory: its memory is a mix of two steps.
         """
         before, self.base = self.here, None
         return before.snapshot.turned(flat, room)
 
     def advance(self, identity: CheckpointId, snapshot: Snapshot) -> None:
-        """This is the step in memory from now on. Takes `snapshot` over."""
+        """Make this the step in memory. Takes ownership of `snapshot`."""
         self.clear()
         self.base = MemoryBase(identity, snapshot)
 
     def clear(self) -> None:
-        """Give the memory back: there is no step in memory any more."""
+        """Free the memory: then there is no step in memory."""
         before, self.base = self.base, None
         if before is not None:
             before.forget()
 
     def digests(self, last: EncodedStep) -> dict[str, int]:
-        """State digests by name of the tensors of `last`, the last step that was compressed."""
+        """The state digests, by name, of the tensors of `last`, the last step that was compressed."""
         found = {tensor.spec.name: digest_of(tensor) for unit in last.units for tensor in unit}
         known = {name: number for name, number in found.items() if number is not None}
         if len(known) == len(found):
-            return known  # it was copied unit by unit, and what is in memory may be torn by now
+            return known  # it was copied unit by unit, and the step in memory may be torn by now
         tensors = self.here.tensors
         return dict(zip(tensors, self._workers.pool.map(_digest, tensors.values()), strict=True))
 
 
 class _Nothing:
-    """A base that has no tensor."""
+    """A base without tensors."""
 
     def __init__(self, identity: CheckpointId) -> None:
         self.id = identity
 
-    def spec(self, name: str) -> None:  # as every base has it
-        """None: there is none of that name."""
+    def spec(self, name: str) -> None:  # the signature of every base
+        """Return None: there is no such tensor."""
 
     def read(self, name: str, start: int, length: int) -> Bytes:
-        """Nobody reads a tensor that has no spec."""
+        """Never called, because no tensor has a spec."""
         raise AssertionError(f"{length} bytes from {start} of {name!r}: it has no tensor")
 
 

@@ -1,6 +1,6 @@
-"""Coding one step against the step before it: what an optimizer moved as steps, everything else as deltas.
+"""Compresses one step against the previous one: tensors that an optimizer updated as steps, all others as deltas.
 
-Small parameters of one group of settings are laid end to end, so that a thousand biases cost what one tensor does.
+Small parameters with the same settings are concatenated, so that a thousand biases cost as much as one tensor.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ __all__ = [
 ]
 
 _SMALL: Final = 1 << 18
-"""Bytes of a tensor up to which its parameter is laid end to end with others."""
+"""Parameters whose tensors have at most this many bytes are concatenated."""
 _POOL: Final = 4 << 20
-"""Bytes of each slot that are laid end to end: a unit of work for one thread."""
+"""Bytes of each slot that are concatenated: a unit of work for one thread."""
 _TOGETHER: Final = 1 << 14
-"""Parameters that are laid end to end at most: a group is never cut, and a segment has so many entries only."""
+"""The most parameters that are concatenated: a group is never split, and the entries of a segment are limited."""
 _REUSE: Final = 32
-"""Steps after which the choice of an encoding is made again."""
+"""Number of steps after which an encoding is chosen again."""
 _SURELY: Final = 0.8
-"""If samples say that a payload takes less of a chunk than that, it will fit."""
+"""If by its samples a payload takes less than this share of a chunk, it counts as fitting."""
 
 _Array = npt.NDArray[Any]
 Rules: TypeAlias = tuple[optim.Encoding, optim.Rule]
-"""How parameters are coded: the encoding, and the arithmetic of the step."""
+"""How parameters are compressed: the encoding, and the arithmetic of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A coded tensor; its payloads are nobody else's memory."""
+    """A compressed tensor, which owns the memory of its payloads."""
 
     spec: TensorSpec
     codec: str
@@ -78,23 +78,23 @@ class EncodedTensor:
 
     @property
     def stored(self) -> int:
-        """Bytes of its payloads."""
+        """The bytes of its payloads."""
         return sum(len(chunk.payload) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedStep:
-    """A checkpoint coded against the one before it, in memory.
+    """A checkpoint in memory, compressed against the previous one.
 
     Attributes:
         step: its step.
-        base: the checkpoint that it is coded against.
+        base: the checkpoint that it is compressed against.
         tree: typed JSON of the state.
-        units: tensors that have to be in one segment, together.
+        units: groups of tensors that must be together in one segment.
         state: the state hash.
         nbytes: logical bytes.
-        lossy: it is not what training had.
-        excess: what an optimizer moved in another way than its updates say.
+        lossy: whether it differs from the state of training.
+        excess: parameters that changed in another way than their updates say.
     """
 
     step: int
@@ -108,7 +108,7 @@ class EncodedStep:
 
     @property
     def tensors(self) -> int:
-        """How many tensors the state has."""
+        """The number of tensors in the state."""
         return sum(len(unit) for unit in self.units)
 
     @property
@@ -119,14 +119,14 @@ class EncodedStep:
 
 @dataclass(slots=True)
 class StepChoices:
-    """How groups were stored so far. Training drifts slowly, and its machine stays the same: so choices are kept."""
+    """How groups were stored so far. Training drifts slowly, on the same machine, so choices are reused."""
 
     _known: dict[tuple[str, int, str], tuple[optim.Encoding, str, int]] = field(default_factory=dict)
     _fits: dict[str, tuple[bool, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def known(self, leader: str, size: int, gradient: str) -> tuple[optim.Encoding, str] | None:
-        """Encoding and variant ("" for a plain difference), unless it is time to look again."""
+        """Encoding and variant ("" for a plain difference); None: choose again."""
         with self._lock:
             found = self._known.get((leader, size, gradient))
             if found is None or found[2] <= 0:
@@ -135,20 +135,20 @@ class StepChoices:
         return found[0], found[1]
 
     def variant(self, leader: str, size: int, gradient: str) -> str | None:
-        """The variant of the last choice: that of the machine that trains."""
+        """The variant of the last choice, which depends on the machine that trains."""
         with self._lock:
             found = self._known.get((leader, size, gradient))
         return found[1] or None if found is not None else None
 
     def learn(self, leader: str, size: int, gradient: str, choice: optim.StepChoice) -> None:
-        """Keep a choice for a while."""
+        """Keep a choice for the next `_REUSE` steps."""
         with self._lock:
             self._known[leader, size, gradient] = (choice.encoding, choice.variant, _REUSE)
             if choice.bits * optim.CHUNK_NUMBERS < 8 * _SURELY * CHUNK:
                 self._fits[leader] = True, _REUSE
 
     def fits(self, leader: str) -> bool | None:
-        """Whether the payloads of a parameter will be no longer than a chunk; None: it is time to look."""
+        """Whether the payloads of a parameter will fit into a chunk; None: check again."""
         with self._lock:
             fits, left = self._fits.get(leader, (False, 0))
             if left <= 0:
@@ -157,14 +157,14 @@ class StepChoices:
             return fits
 
     def learn_fit(self, leader: str, fits: bool) -> None:
-        """Keep for a while whether they are."""
+        """Keep for the next `_REUSE` steps whether they fit."""
         with self._lock:
             self._fits[leader] = fits, _REUSE
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parameters that are coded as one, and their numbers."""
+    """Parameters that are compressed as one, and their numbers."""
 
     updates: tuple[Update, ...]
     flat: FlatState
@@ -172,27 +172,27 @@ class Joined:
 
     @property
     def leader(self) -> str:
-        """The tensor that the group is named by: its payload is that of all."""
+        """The tensor that names the group and holds the payload of all its tensors."""
         return self.updates[0].slots[0]
 
     @property
     def width(self) -> int:
-        """Slots of each parameter."""
+        """The number of slots of each parameter."""
         return len(self.updates[0].slots)
 
     @property
     def extents(self) -> list[tuple[int, int]]:
-        """(start, length) in bytes of each chunk of each slot; parameters laid end to end are one chunk."""
+        """(start, length) in bytes of each chunk of each slot; concatenated parameters are one chunk."""
         if len(self.updates) > 1:
             return [(0, sum(self.flat.tensors[update.slots[0]].nbytes for update in self.updates))]
         return list(chunk_extents(self.flat.tensors[self.leader].nbytes))
 
     def new(self, slot: int, start: int, length: int, read: Read = host_bytes) -> list[Bytes]:
-        """Bytes of one slot, parameter by parameter."""
+        """The bytes of one slot, parameter by parameter."""
         return self._parts(slot, start, length, lambda name, at, count: read(self.flat.tensors[name], at, count))
 
     def old(self, slot: int, start: int, length: int) -> list[Bytes]:
-        """The same in the base."""
+        """The bytes of one slot in the base, parameter by parameter."""
         return self._parts(slot, start, length, self.base.read)
 
     def _parts(self, slot: int, start: int, length: int, read: Callable[[str, int, int], Bytes]) -> list[Bytes]:
@@ -214,19 +214,19 @@ class Joined:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def excess(self, stored: int | None) -> Excess | None:
-        """What is too much of `stored` bytes, with which all of it is restored; None: nothing.
+        """The excess of a payload of `stored` bytes for all of these parameters; None: there is none.
 
         Args:
-            stored: None: it would be more than the tensors are.
+            stored: None: the payload would be larger than the tensors.
         """
         numbers = sum(self.flat.tensors[update.slots[0]].nbytes for update in self.updates) // 4
         return Excess.of(self.leader, len(self.updates), self.width, numbers, stored)
 
     def unit(self, encoding: optim.Encoding, extent: tuple[int, int], room: Mapping[str, Bytes]) -> Unit:
-        """What `code_chunk` looks at.
+        """The unit that `code_chunk` reads.
 
         Args:
-            room: where each tensor goes once it is coded.
+            room: the memory to which each tensor is copied once it is compressed.
         """
         start, length = extent
         pieces = []
@@ -253,15 +253,16 @@ def encode_step(
     workers: Workers,
     lossy: bool = False,
 ) -> EncodedStep:
-    """Code `flat` against the step before.
+    """Compress `flat` against the previous step.
 
     Args:
         flat: the state, in host memory; must not change until this returns.
-        updates: what the optimizers did. Those that do not fit state and base are left out of account.
-        base: the state one step before.
-        choices: codecs chosen before for what no optimizer moved; updated. `step_choices`: the same for steps.
-        workers: threads that code.
-        lossy: `flat` is not what training had.
+        updates: what the optimizers did. Updates that do not fit state and base are ignored.
+        base: the state of the previous step.
+        choices: codecs chosen before for tensors that no optimizer updates; updated. `step_choices`: the same for
+            steps.
+        workers: threads that compress.
+        lossy: whether `flat` differs from the state of training.
     """
     joined = list(join(fitting_updates(updates, flat, base), flat, base))
     coded = list(_code_joined(joined, step_choices, workers))
@@ -282,11 +283,9 @@ def _stored(unit: tuple[EncodedTensor, ...] | None) -> int | None:
     return None if unit is None else sum(tensor.stored for tensor in unit)
 
 
-# -- what is coded together
-
-
+# -- grouping parameters
 def fitting_updates(updates: Sequence[Update], flat: FlatState, base: Base) -> Iterator[Update]:
-    """The updates whose tensors are there, before and after, fp32 and of one shape, and of no other update."""
+    """The updates whose tensors exist before and after the step, are fp32 of one shape, and are in no other update."""
     taken: set[str] = set()
     for update in updates:
         specs = {
@@ -309,7 +308,7 @@ def _slots_of(update: Update) -> tuple[str, ...]:
 
 
 def _fits(update: Update, flat: FlatState) -> bool:
-    """Whether there is a gradient, of the parameter's size."""
+    """Whether the update has a gradient of the parameter's size."""
     count = flat.tensors[update.slots[0]].nbytes // 4
     if isinstance(update.gradient, optim.SparseGradient):
         return update.gradient.size == count
@@ -330,7 +329,7 @@ def _kind(update: Update) -> str:
 
 
 def join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[Joined]:
-    """Parameters that are coded as one: small ones of one kind together."""
+    """Group parameters to compress as one: small ones of the same kind together."""
     pools: dict[Any, tuple[list[Update], int]] = {}
     for update in updates:
         nbytes = flat.tensors[update.slots[0]].nbytes
@@ -349,7 +348,7 @@ def join(updates: Iterator[Update], flat: FlatState, base: Base) -> Iterator[Joi
 
 
 def _range(gradient: TensorSource, start: int, length: int, cut: bool) -> tuple[int, int]:
-    """Where the numbers of a chunk (`start` and `length` in bytes of fp32), or all of them, are, and their bytes."""
+    """Start and length in bytes of a chunk's numbers (`start` and `length`: bytes of fp32), or of all without `cut`."""
     item = _ITEMSIZES[gradient.dtype]
     return (start * item // 4, length * item // 4) if cut else (0, gradient.nbytes)
 
@@ -357,14 +356,14 @@ def _range(gradient: TensorSource, start: int, length: int, cut: bool) -> tuple[
 def _numbers(
     gradient: TensorSource | optim.SparseGradient | None, start: int, length: int, cut: bool, read: Read = host_bytes
 ) -> _Array:
-    """Numbers of a dense gradient: see `_range`."""
+    """The numbers of a dense gradient; see `_range`."""
     assert gradient is not None
     assert not isinstance(gradient, optim.SparseGradient)
     return read(gradient, *_range(gradient, start, length, cut)).view(_WORDS[gradient.dtype])
 
 
 def numbers_of(gradient: TensorSource | None) -> npt.NDArray[np.float32]:
-    """A dense gradient as fp32: a copy."""
+    """A copy of a dense gradient in fp32."""
     values = _numbers(gradient, 0, 0, False)
     out = np.empty(len(values), "<f4")
     optim.widen(values, out)
@@ -382,13 +381,11 @@ def _sparse_end_to_end(gradients: Sequence[TensorSource | optim.SparseGradient |
     return optim.SparseGradient(np.concatenate(indices), np.concatenate(values), at)
 
 
-# -- coding
-
-
+# -- compressing
 def _code_joined(
     joined: Sequence[Joined], choices: StepChoices, workers: Workers
 ) -> Iterator[tuple[EncodedTensor, ...] | None]:
-    """One unit for each of `joined`, in order; None where a payload would be larger than what it restores."""
+    """One unit for each of `joined`, in order; None if a payload would be larger than the bytes that it restores."""
     rules = choose_rules(joined, choices, workers)
     jobs = (
         partial(code_chunk, one, rule, extent)
@@ -401,7 +398,7 @@ def _code_joined(
 
 
 def choose_rules(joined: Sequence[Joined], choices: StepChoices, workers: Workers) -> list[Rules]:
-    """How each of `joined` is coded."""
+    """Choose how each of `joined` is compressed."""
     futures = [workers.pool.submit(_choose_rule, one, choices) for one in joined]
     try:
         return [future.result() for future in futures]
@@ -434,7 +431,7 @@ def _joined_array(parts: Sequence[Bytes]) -> _Array:
 
 
 def will_fit(one: Joined, rule: Rules, choices: StepChoices) -> bool:
-    """Whether no payload of parameters will be larger than a chunk may be: by their first, or as it was before.
+    """Predict whether all payloads of parameters will fit into a chunk: from their first chunk, or an earlier result.
 
     It is rarely wrong: chunks of one tensor are alike.
     """
@@ -453,7 +450,7 @@ _scratch = threading.local()
 
 
 def _space(size: int) -> Bytes:
-    """Memory of this thread for a payload: fresh pages for each would cost as much as the coding."""
+    """This thread's memory for a payload: fresh pages for each payload would cost as much as the compression."""
     space: Bytes | None = getattr(_scratch, "space", None)
     if space is None or len(space) < size:
         space = _scratch.space = np.empty(size, np.uint8)
@@ -462,12 +459,12 @@ def _space(size: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class CodedChunk:
-    """A chunk of parameters that are coded as one.
+    """A chunk of parameters that are compressed as one.
 
     Attributes:
-        payload: stored bytes; nobody else's memory.
-        hashes: for each parameter those of its slots' new bytes.
-        digests: for each parameter its slots' shares of their state digests; empty if they were not wanted.
+        payload: the stored bytes, in memory of their own.
+        hashes: for each parameter, the hashes of the new bytes of its slots.
+        digests: for each parameter, its slots' parts of their state digests; empty if not requested.
     """
 
     payload: Bytes
@@ -475,7 +472,7 @@ class CodedChunk:
     digests: list[list[int]]
 
     def of(self, number: int, slot: int, payload: Bytes, length: int) -> Coded:
-        """The chunk of one slot of one of the parameters: `length` bytes, restored by `payload`."""
+        """The chunk of one slot of one parameter: `length` bytes, restored by `payload`."""
         share = self.digests[number][slot] if self.digests else None
         return Coded(payload, length, self.hashes[number][slot], share)
 
@@ -487,7 +484,7 @@ def code_chunk(
     read: Read = host_bytes,
     digests: bool = False,
 ) -> CodedChunk | None:
-    """Code one chunk -> None: its payload would be larger than a chunk may be."""
+    """Compress one chunk; None: its payload would be larger than a chunk may be."""
     encoding, arithmetic = rule
     start, length = extent
     parts = [one.new(slot, start, length, read) for slot in range(one.width)]
@@ -514,7 +511,7 @@ def unit_of(
     rule: optim.Rule,
     results: Sequence[CodedChunk | None],
 ) -> tuple[EncodedTensor, ...] | None:
-    """The tensors of parameters whose chunks are coded -> None: one would not be."""
+    """The tensors of parameters whose chunks are compressed; None: a chunk did not fit."""
     coded = [result for result in results if result is not None]
     if len(coded) < len(results):
         return None
@@ -541,7 +538,7 @@ def _code_rest(plans: Sequence[TensorPlan], flat: FlatState, base: Base, workers
             chunks = []
             for _ in chunk_extents(plan.spec.nbytes):
                 piece = next(coded)
-                # A raw payload is the state's own memory, which will not keep until the batch is written; any other
-                # is the beginning of a larger region.
+                # A raw payload is the state's own memory, which may change before the batch is written; any other
+                # payload is the beginning of a larger region.
                 chunks.append(replace(piece, payload=piece.payload.copy()))
             yield EncodedTensor(plan.spec, plan.choice.name, plan.params, tuple(chunks))

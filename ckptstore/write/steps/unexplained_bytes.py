@@ -1,8 +1,8 @@
-"""Step diffs that take more bytes than they might: measured in what was stored, whatever the reason is, and told once.
+"""Warns once of step diffs that take more bytes than necessary, measured by the bytes stored, whatever the reason.
 
-What an optimizer did to a parameter is known from its gradient: 32 bits a number at most. Where moments are kept and
-the payload takes more, the step is not what its updates say. No bit is lost by that: what they do not explain is stored
-beside them.
+The gradient explains what an optimizer did to a parameter: at most 32 bits per number. If there are moments and the
+payload takes more, the step differs from its updates. No bit is lost: what the updates do not explain is stored beside
+them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 __all__ = ["Excess", "Unexplained"]
 
 _EXPLAINED: Final = 36
-"""Bits of a number of a parameter up to which a step counts as explained: its gradient, and rounding."""
+"""A step counts as explained up to so many bits per number of a parameter: its gradient, and rounding."""
 _LITTLE: Final = 4096
-"""Bytes of a payload that is not worth a word."""
+"""Payloads of at most this many bytes cause no warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """Parameters, compressed together, that take more than an explained step does.
+    """Parameters, compressed together, that take more bytes than an explained step.
 
     Attributes:
-        leader: the first of their tensors. Another of them may be the one that takes so much.
-        parameters: how many.
-        bits: stored for each of their numbers; None: more than the tensors themselves take, so they are stored as
-            differences.
+        leader: the first of their tensors. The one that takes too much may be another.
+        parameters: the number of parameters.
+        bits: bits stored per number; None: more than the tensors themselves have, so they are stored as differences.
     """
 
     leader: str
@@ -40,12 +39,12 @@ class Excess:
 
     @classmethod
     def of(cls, leader: str, parameters: int, width: int, numbers: int, stored: int | None) -> Excess | None:
-        """What is too much of a payload; None: nothing.
+        """The excess of a payload; None: there is none.
 
         Args:
-            width: tensors of each parameter: without moments a difference is no longer than a gradient.
-            numbers: of all of the parameters.
-            stored: bytes of the payload; None: it was longer than what it restores.
+            width: tensors of each parameter: without moments, a difference is no larger than a gradient.
+            numbers: how many numbers all of the parameters have.
+            stored: bytes of the payload; None: it was larger than the bytes that it restores.
         """
         if width < 2:
             return None
@@ -57,13 +56,13 @@ class Excess:
 
 
 class Unexplained:
-    """Says it, once for each of two reasons. One term's steps; one thread calls it."""
+    """Warns of unexplained steps of one term, once for each of two reasons. One thread calls it."""
 
     def __init__(self) -> None:
         self._said: set[bool] = set()
 
     def look(self, step: int, base: int, excess: Sequence[Excess]) -> None:
-        """A step was compressed against that of `base`."""
+        """Warn if `step`, compressed against step `base`, has an excess."""
         skipped = step > base + 1
         if not excess or skipped in self._said:
             return
@@ -88,12 +87,12 @@ class Unexplained:
 
 
 def _parameters(excess: Sequence[Excess]) -> str:
-    """Which they are, as far as it is known, and what they take: the one that takes most, and how many more."""
+    """A text on the payload with the most bits per number: its parameters, its size, and how many more payloads."""
     largest = max(excess, key=lambda one: math.inf if one.bits is None else one.bits)
     taken = "more bits than its tensors have" if largest.bits is None else f"{largest.bits:.0f} bits a number"
     name = f"{largest.leader!r}"
     if largest.parameters > 1:
-        # Small parameters have one payload together. Which of them was changed it does not say.
+        # Small parameters share one payload, which does not tell which of them was changed.
         name = f"one or more of {largest.parameters} small parameters that are compressed together, {name} the first"
     more = counted(len(excess) - 1, "more payload") if excess[1:] else ""
     return f"{name} ({taken}, where 32 are enough)" + (f" and {more}" if more else "")

@@ -1,4 +1,4 @@
-"""What an optimizer's step did, as the writer of step diffs has to know it."""
+"""Describes the update of a parameter by an optimizer's step, for the writer of step diffs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ __all__ = [
 class Update:
     """One step of one parameter.
 
-    None of it is believed: what the step does not explain is stored beside it, so wrong values cost bytes, never bits.
+    The writer does not trust it: what the step does not explain is stored beside it. So wrong values cost bytes, but
+    never change a bit.
 
     Attributes:
-        slots: names of tensors of the state, all fp32 and of one shape: the weight, then what the optimizer keeps for
-            it in the order of `formats.optim.Rule.slots` (``exp_avg``, ``exp_avg_sq``, ...).
+        slots: names of tensors of the state, all fp32 and of one shape: the weight, then the optimizer's tensors for it
+            in the order of `formats.optim.Rule.slots` (``exp_avg``, ``exp_avg_sq``, ...).
         optimizer: the settings of the parameter's group.
         step: the numbers of this step.
-        gradient: what the optimizer consumed, before loss scale and clipping of `step` are applied: a tensor of the
-            parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened parameter), or
-            None if it is not at hand. It must not change until the save has taken it.
+        gradient: the gradient that the optimizer consumed, before loss scale and clipping of `step` are applied: a
+            tensor of the parameter's size (fp32, bf16 or fp16), or its largest entries (indices into the flattened
+            parameter), or None if it is not available. It must not change until the save has read it.
     """
 
     slots: tuple[str, ...]
@@ -48,11 +49,11 @@ class Update:
 
 
 class Found(list[Update]):
-    """Updates that were looked for in a state.
+    """The updates that were found in a state.
 
     Attributes:
-        left_out: what was not found, and why; None: nothing.
-        reasons: the reasons in it, without numbers that differ from step to step.
+        left_out: a text on updates that were not found, and why; None: all were found.
+        reasons: the reasons in that text, without numbers that differ from step to step.
     """
 
     def __init__(self, updates: Iterable[Update], left_out: str | None = None, reasons: Iterable[str] = ()) -> None:
@@ -62,11 +63,11 @@ class Found(list[Update]):
 
 
 Updates: TypeAlias = Sequence[Update] | Callable[[FlatState], Sequence[Update]]
-"""The updates of a step, or what finds them in the state as it was taken apart."""
+"""The updates of a step, or a function that finds them in the flattened state."""
 
 
 def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
-    """The updates of a step. Raises `UsageError` for what are none."""
+    """The updates of a step. Raises `UsageError` if the argument or its result is not a sequence of updates."""
     found = updates(flat) if callable(updates) else updates
     if not isinstance(found, Sequence) or not all(isinstance(update, Update) for update in found):
         raise UsageError(
@@ -77,10 +78,10 @@ def looked_up(updates: Updates, flat: FlatState) -> Sequence[Update]:
 
 
 class Explaining:
-    """The updates of a writer's steps, looked up; why a step is not explained is said once for each reason.
+    """Looks up the updates of a writer's steps, and warns once for each reason why a step is not explained.
 
     Attributes:
-        wanted: steps are stored as step diffs.
+        wanted: whether steps are stored as step diffs.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -88,7 +89,7 @@ class Explaining:
         self._said: set[str] = set()
 
     def found(self, updates: Updates | None, flat: FlatState) -> Sequence[Update]:
-        """The updates of a step; none where nobody wants them. Raises `UsageError` for what are none."""
+        """The updates of a step; none if steps are not stored as step diffs. Raises as `looked_up`."""
         self.remark_unused(updates)
         if updates is None or not self.wanted:
             return ()
@@ -101,7 +102,7 @@ class Explaining:
         """Warn with `text`, unless all of its reasons were given before.
 
         Args:
-            reasons: why a step is not explained; none: the text itself is the reason.
+            reasons: why a step is not explained; if empty, the text itself is the reason.
         """
         new = (frozenset(reasons) or {text}) - self._said
         if new:
@@ -109,7 +110,7 @@ class Explaining:
             warn(text, UnexplainedStepWarning)
 
     def remark_unused(self, updates: Updates | None) -> None:
-        """Say that `updates` are given to a writer that has no use for them."""
+        """Warn if `updates` are passed to a writer that does not use them."""
         if updates is None or self.wanted:
             return
         self.say(
@@ -119,7 +120,7 @@ class Explaining:
 
 
 def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
-    """The updates with copies of their sparse gradients; the others are read where they are."""
+    """The updates with copies of their sparse gradients; other gradients are read in place."""
     taken = list(updates)
     for number, update in enumerate(taken):
         gradient = update.gradient
@@ -130,7 +131,7 @@ def with_sparse_copies(updates: Sequence[Update]) -> list[Update]:
 
 
 def dense_gradients(updates: Sequence[Update]) -> FlatState:
-    """Those that `with_copies` copies, by the number of their update."""
+    """The gradients that `with_copies` copies, by the number of their update."""
     dense: dict[str, TensorSource] = {
         str(number): update.gradient
         for number, update in enumerate(updates)
@@ -142,7 +143,7 @@ def dense_gradients(updates: Sequence[Update]) -> FlatState:
 def with_copies(
     updates: Sequence[Update], snapshots: SnapshotPool, pool: ThreadPoolExecutor, *, queued: bool = False
 ) -> tuple[list[Update], Snapshot | None]:
-    """The updates with copies of their gradients, and what owns the copies' memory (`queued`: `SnapshotPool.copy`)."""
+    """The updates with copied gradients, and the snapshot that owns the copies (`queued`: see `SnapshotPool.copy`)."""
     taken = with_sparse_copies(updates)
     gradients = dense_gradients(taken)
     if not gradients.tensors:
