@@ -295,7 +295,7 @@ def everything_named() -> dict[str, object]:
 
     names: dict[str, object] = {"npt": npt, "Path": Path}
     home = Path(ckptstore.__file__).parent
-    callers_side = [home / "write" / f"{name}.py" for name in ("writer", "taking", "lifetime")]
+    callers_side = [home / "write" / f"{name}.py" for name in ("writer", "save_calls", "writer_runtime")]
     for file in (*sorted((home / "store").glob("*.py")), *callers_side):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptstore"):

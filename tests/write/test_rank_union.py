@@ -280,7 +280,7 @@ def test_verify_tells_of_a_tensor_that_no_place_shows() -> None:
     made.commit(1, [[Piece("w.x", full(1)), Piece("w.0", full(2)), Piece("w.1", full(3))]], tree)
     report = made.store.verify(deep=True)
     (damage,) = report.damage
-    assert "checkpoint 1@1: tensor 'w.0' is where ranks have things of different kinds" in damage.what
+    assert "checkpoint 1@1: ranks have values of different kinds at tensor 'w.0'" in damage.what
     assert "(as 1 more)" in damage.what
     assert (damage.checkpoints, report.restorable, report.lost) == ((), ("1@1",), ())
     with pytest.warns(HiddenTensorsWarning):
