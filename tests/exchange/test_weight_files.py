@@ -141,7 +141,7 @@ GOOD = {"t": entry("F32", [2, 3], 0, 24)}
         ({"__metadata__": {"ckptstore.dtypes": '{"t": "C64"}'}, **GOOD}, FormatError, "not how C64 is stored"),
         ({"__metadata__": {"ckptstore.dtypes": '{"t": "C65"}'}, **GOOD}, FormatError, "C65"),
         ({"__metadata__": {"ckptstore.state": "{"}, **GOOD}, FormatError, "ckptstore.state"),
-        ({"__metadata__": {"ckptstore.state": '{"$t": 5}'}, **GOOD}, FormatError, "tensor's name"),
+        ({"__metadata__": {"ckptstore.state": '{"$t": 5}'}, **GOOD}, FormatError, "is not a valid tensor name"),
         ({"__metadata__": {"ckptstore.state": '{"$t": "u"}'}, **GOOD}, None, ""),
         (b'{"t": 1, "t": 2}', FormatError, "duplicate"),
         (b"[]", FormatError, "not a JSON object"),

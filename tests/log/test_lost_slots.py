@@ -398,9 +398,7 @@ class TestAudit:
         store = self.long(20)
         assert store.view().fold_seq > seq
         store.backend.delete(slot_key(seq))
-        assert self.log_damage(store) == {
-            slot_key(seq): "the slot is missing, and no fold that is there allowed to delete that"
-        }
+        assert self.log_damage(store) == {slot_key(seq): "the slot is missing, and no fold allows this deletion"}
         assert store.view().damage == ()
 
     def test_a_slot_below_the_fold_that_continues_another_log(self) -> None:

@@ -195,7 +195,7 @@ def test_a_base_is_named_by_its_state_too(misdescribed: Callable[..., ckptstore.
     store = misdescribed(lambda doc: doc)
     (identity,) = [entry.id for entry in store.view().catalog.checkpoints.values() if entry.step == 1]
     open_base(store.journal, identity).forget()
-    with pytest.raises(CorruptSegmentError, match="another one now"):
+    with pytest.raises(CorruptSegmentError, match="was replaced by another one"):
         open_base(store.journal, identity._replace(state="0" * 32))
 
 

@@ -58,7 +58,7 @@ def check_log(
             found.add(slot_key(seq), CorruptionError(f"it does not continue the log: {what}"))
     for first, last in _runs(_unexplained(journal, catalog, slots, listed, found)):
         which = "the slot is missing" if first == last else f"the slots from here to {slot_key(last)} are missing"
-        found.add(slot_key(first), CorruptionError(f"{which}, and no existing fold allows that they were deleted"))
+        found.add(slot_key(first), CorruptionError(f"{which}, and no fold allows this deletion"))
     for opened in catalog.terms.values():
         if opened.parent is not None and not opened.parent_found:
             what = (
