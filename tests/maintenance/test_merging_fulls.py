@@ -119,8 +119,6 @@ def test_what_is_lost_is_told_first_and_a_dry_run_writes_nothing(fulls: Store, s
 def test_fulls_go_only_where_that_is_said(fulls: Store, mixed: Store) -> None:
     said = r"holds 8 checkpoints, none of them a diff\. Fulls are merged only on request .*--fulls"
     with pytest.raises(UsageError, match=said):
-        UsageError, match=r"holds 8 checkpoints, none of them a diff\. Fulls are merged only on request .*--fulls"
-    ):
         fulls.merge("1..8", take_over=True)
     with pytest.raises(UsageError, match=r"5@1 is a full: .*--fulls"):
         mixed.merge("1..5", take_over=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -96,9 +97,14 @@ def test_a_daemon_follows_a_writer_that_drains_nothing(folders: Place) -> None:
             brought += json.loads(daemon.stdout.readline())["checkpoints"]
         assert steps(folders.theirs()) == [f"{step}@1" for step in range(1, 8)]
         writer.close()
-        fill(folders.open(folders.there), 9, 9)
+        for step in range(9, 99):
+            try:
+                fill(folders.open(folders.there), step, step)
+                break
+            except ckptstore.RemoteWarning:  # the daemon was at work there at that moment
+                continue
         last = [json.loads(line) for line in daemon.stdout][-1]
-        assert last["over"].startswith("term 2")
+        assert re.match("term [2-9]", last["over"])
         assert last["branch"] == []
         assert daemon.wait(LONG) == 0
     finally:
