@@ -14,7 +14,7 @@ from ckptstore.analysis.comparison_plan import POINTS, plan_targets, spacing
 from ckptstore.analysis.measurement import Measured, Measurement, measure
 from ckptstore.analysis.methods import DELTAS, METHODS, TOP
 from ckptstore.analysis.recommendations import Advice, Shipping, Summary, advise, ship, summarize
-from ckptstore.analysis.sampling import Group, group_tensors
+from ckptstore.analysis.sampling import SampleGroup, group_tensors
 from ckptstore.analysis.series import Checkpoint, Skipped, open_series, shared_tensors
 from ckptstore.analysis.tensor_roles import TensorClass, classify
 from ckptstore.errors import UsageError
@@ -108,7 +108,7 @@ class Analysis:
     series: tuple[Checkpoint, ...]
     spacing: int
     gaps: tuple[int, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[SampleGroup, ...]
     skipped: tuple[Skipped, ...]
     options: Options
     measurements: tuple[Measurement, ...]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ckptstore.analysis.comparison_plan import Target
 from ckptstore.analysis.methods import COPIES, METHODS, Coded, Methods, prefix_counts
-from ckptstore.analysis.sampling import Estimate, Group, Sums, Unit, read_unit
+from ckptstore.analysis.sampling import Estimate, SampleGroup, SampleUnit, Sums, read_unit
 from ckptstore.analysis.series import Checkpoint, Read, TensorType
 from ckptstore.formats import codecs
 from ckptstore.formats.codecs import Codec, Sample
@@ -76,7 +76,7 @@ class _Job:
     """One group at one checkpoint."""
 
     number: int
-    group: Group
+    group: SampleGroup
     methods: Methods
     read: Read
     bases: list[tuple[int, int, Read, dict[str, Codec]]]  # position, gap, read, codecs
@@ -86,7 +86,7 @@ class _Job:
 
 def measure(
     series: Sequence[Checkpoint],
-    groups: Sequence[Group],
+    groups: Sequence[SampleGroup],
     targets: Sequence[Target],
     *,
     wanted: Sequence[str] = METHODS,
@@ -136,19 +136,19 @@ def measure(
     return measured
 
 
-def _fit(group: Group, read: Read, wanted: Sequence[str]) -> Methods:
+def _fit(group: SampleGroup, read: Read, wanted: Sequence[str]) -> Methods:
     units = [read_unit(unit, read) for unit in _few(group.units)]
     return Methods.suited(group.dtype, units, wanted)
 
 
-def _few(units: Sequence[Unit]) -> list[Unit]:
+def _few(units: Sequence[SampleUnit]) -> list[SampleUnit]:
     stride = max(1, len(units) // _FITTED)
     return list(units[::stride][:_FITTED])
 
 
 def _job(
     number: int,
-    group: Group,
+    group: SampleGroup,
     methods: Methods,
     target: Target,
     read: Read,
@@ -165,7 +165,7 @@ def _job(
     return _Job(number, group, methods, read, bases, masters, exact)
 
 
-_UnitResult = tuple[Unit, list[tuple["int | None", Coded]], "npt.NDArray[np.int64] | None"]
+_UnitResult = tuple[SampleUnit, list[tuple["int | None", Coded]], "npt.NDArray[np.int64] | None"]
 
 
 def _unit_jobs(job: _Job) -> Iterator[Callable[[], _UnitResult]]:
@@ -175,7 +175,7 @@ def _unit_jobs(job: _Job) -> Iterator[Callable[[], _UnitResult]]:
         yield partial(_measure_unit, job, unit, position % stride == 0)
 
 
-def _measure_unit(job: _Job, unit: Unit, slow: bool) -> _UnitResult:
+def _measure_unit(job: _Job, unit: SampleUnit, slow: bool) -> _UnitResult:
     data = read_unit(unit, job.read)
     alone = job.methods.alone(data, slow=slow)
     found: list[tuple[int | None, Coded]] = [(None, one) for one in alone]
@@ -186,7 +186,9 @@ def _measure_unit(job: _Job, unit: Unit, slow: bool) -> _UnitResult:
     return unit, found, prefix_counts(data, job.methods.word)
 
 
-def _collect(sums: dict[tuple[int | None, str], Sums], unit: Unit, coded: Sequence[tuple[int | None, Coded]]) -> None:
+def _collect(
+    sums: dict[tuple[int | None, str], Sums], unit: SampleUnit, coded: Sequence[tuple[int | None, Coded]]
+) -> None:
     for base, one in coded:
         sums.setdefault((base, one.method), Sums()).add(unit.nbytes, one.stored, one.encode, one.decode)
 
@@ -219,7 +221,7 @@ def _results(job: _Job, target: Target, sums: Mapping[tuple[int | None, str], Su
 # masters
 
 
-def _masters(groups: Sequence[Group], types: Mapping[str, TensorType], read: Read) -> dict[str, str]:
+def _masters(groups: Sequence[SampleGroup], types: Mapping[str, TensorType], read: Read) -> dict[str, str]:
     """Half-width tensor -> the fp32 tensor of the same shape whose rounded values it starts with."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     names = [name for group in groups for name in group.tensors]
@@ -243,7 +245,7 @@ def _masters(groups: Sequence[Group], types: Mapping[str, TensorType], read: Rea
     return found
 
 
-def _master_bytes(job: _Job, unit: Unit) -> Bytes | None:
+def _master_bytes(job: _Job, unit: SampleUnit) -> Bytes | None:
     if not job.masters or not all(piece.name in job.masters for piece in unit.pieces):
         return None
     return np.concatenate(

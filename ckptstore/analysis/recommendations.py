@@ -10,7 +10,7 @@ from typing import Final
 
 from ckptstore.analysis.measurement import Measurement
 from ckptstore.analysis.methods import COMPARED, DELTAS
-from ckptstore.analysis.sampling import Estimate, Group
+from ckptstore.analysis.sampling import Estimate, SampleGroup
 from ckptstore.errors import UsageError
 from ckptstore.formats import codecs
 from ckptstore.write.policy.delta_interval import DeltaSizes, RestoreBound, best_interval, candidates
@@ -172,7 +172,7 @@ def interval_costs(sizes: DeltaSizes, limit: float, depth: int) -> list[Interval
 
 
 def advise(
-    groups: Sequence[Group],
+    groups: Sequence[SampleGroup],
     summaries: Sequence[Summary],
     gaps: Sequence[int],
     bound: RestoreBound,
@@ -227,7 +227,7 @@ def advise(
     )
 
 
-def _margin(groups: Sequence[Group], picked: Sequence[Summary | None], best: IntervalCost) -> float | None:
+def _margin(groups: Sequence[SampleGroup], picked: Sequence[Summary | None], best: IntervalCost) -> float | None:
     """See `Advice.margin`. Groups were sampled independently."""
     margins = [
         None if one is None or one.estimate.margin is None else group.nbytes * one.estimate.margin
@@ -265,7 +265,7 @@ def _smallest(cells: Mapping[tuple[int, int | None, str], Summary], group: int, 
 
 
 def _combined(
-    groups: Sequence[Group], picked: Sequence[Summary | None], rate: Callable[[Summary], float | None]
+    groups: Sequence[SampleGroup], picked: Sequence[Summary | None], rate: Callable[[Summary], float | None]
 ) -> float:
     """Logical bytes per second of one core over all groups."""
     seconds = 0.0
@@ -310,7 +310,7 @@ class Shipping:
 
 
 def ship(
-    groups: Sequence[Group], summaries: Sequence[Summary], advice: Advice, links: Sequence[float], cores: int = 1
+    groups: Sequence[SampleGroup], summaries: Sequence[Summary], advice: Advice, links: Sequence[float], cores: int = 1
 ) -> list[Shipping]:
     """Times of every method over every link, with deltas at the smallest measured gap.
 

@@ -22,7 +22,7 @@ from ckptstore.analysis.tensor_roles import CLASSES, Classified, TensorClass
 from ckptstore.formats.codecs import BLOCK, plan_pools
 from ckptstore.host.buffers import Bytes
 
-__all__ = ["CONFIDENCE", "Estimate", "Group", "Piece", "Sums", "Unit", "group_tensors", "read_unit"]
+__all__ = ["CONFIDENCE", "Estimate", "SampleGroup", "SamplePiece", "SampleUnit", "Sums", "group_tensors", "read_unit"]
 
 CONFIDENCE: Final = 0.95
 _FEWEST: Final = 8
@@ -34,7 +34,7 @@ _STUDENT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SamplePiece:
     """A range of a tensor's bytes."""
 
     name: str
@@ -43,10 +43,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SampleUnit:
     """Bytes that are encoded separately: one piece, or tiny tensors end to end."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SamplePiece, ...]
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SampleGroup:
     """Tensors of one class and dtype.
 
     Attributes:
@@ -73,7 +73,7 @@ class Group:
     tensors: tuple[str, ...]
     nbytes: int
     blocks: int
-    units: tuple[Unit, ...]
+    units: tuple[SampleUnit, ...]
     decided: Mapping[str, int]
 
     @property
@@ -84,7 +84,7 @@ class Group:
 
 def group_tensors(
     tensors: Mapping[str, TensorType], classes: Mapping[str, Classified], budget: int | float | None
-) -> list[Group]:
+) -> list[SampleGroup]:
     """Group tensors by class and dtype, cut them into units, and draw a sample.
 
     Args:
@@ -106,23 +106,25 @@ def group_tensors(
         for name in names:
             decided[classes[name].by] = decided.get(classes[name].by, 0) + 1
         drawn = _draw(units, nbytes, budget, f"{kind} {dtype}")
-        groups.append(Group(kind, dtype, tuple(names), nbytes, len(units), drawn, decided))
+        groups.append(SampleGroup(kind, dtype, tuple(names), nbytes, len(units), drawn, decided))
     return sorted(groups, key=lambda group: (CLASSES.index(group.kind), -group.nbytes, group.dtype))
 
 
-def _cut(names: Sequence[str], tensors: Mapping[str, TensorType]) -> list[Unit]:
+def _cut(names: Sequence[str], tensors: Mapping[str, TensorType]) -> list[SampleUnit]:
     pools = plan_pools((name, 0, tensors[name].nbytes) for name in names)
     pooled = {member.name for pool in pools for member in pool.members}
     units = [
-        Unit((Piece(name, start, min(BLOCK, tensors[name].nbytes - start)),))
+        SampleUnit((SamplePiece(name, start, min(BLOCK, tensors[name].nbytes - start)),))
         for name in names
         if name not in pooled
         for start in range(0, tensors[name].nbytes, BLOCK)
     ]
-    return units + [Unit(tuple(Piece(member.name, 0, member.nbytes) for member in pool.members)) for pool in pools]
+    return units + [
+        SampleUnit(tuple(SamplePiece(member.name, 0, member.nbytes) for member in pool.members)) for pool in pools
+    ]
 
 
-def _draw(units: Sequence[Unit], nbytes: int, budget: int | float | None, seed: str) -> tuple[Unit, ...]:
+def _draw(units: Sequence[SampleUnit], nbytes: int, budget: int | float | None, seed: str) -> tuple[SampleUnit, ...]:
     if budget is None:
         return tuple(units)
     wanted = budget * nbytes if isinstance(budget, float) else budget
@@ -134,7 +136,7 @@ def _draw(units: Sequence[Unit], nbytes: int, budget: int | float | None, seed: 
     return tuple(units[index] for index in sorted(chosen))
 
 
-def read_unit(unit: Unit, read: Read) -> Bytes:
+def read_unit(unit: SampleUnit, read: Read) -> Bytes:
     """The bytes of a unit."""
     if len(unit.pieces) == 1:
         return read(unit.pieces[0].name, unit.pieces[0].start, unit.pieces[0].length)

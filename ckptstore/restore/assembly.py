@@ -13,7 +13,7 @@ from ckptstore.formats.shards import group_with_keys, key_of, with_key
 from ckptstore.formats.step_codec import StepGroup, groups_of
 from ckptstore.restore.chain import Chain, master_of
 from ckptstore.restore.chain_link import TensorLink
-from ckptstore.restore.replay import Cell, KeptBytes, Program, Stage
+from ckptstore.restore.replay import Cell, KeptBytes, Program, ReplayStage
 from ckptstore.segments.segment_reader import SegmentReader
 
 __all__ = ["Held", "Spec", "assemble", "held_by", "master_link", "spec_of", "tree_of"]
@@ -216,7 +216,7 @@ def _programs(held: Sequence[Held], roots: Sequence[_Root], *, compare: bool = T
     needs = _Requirements(held)
     for root in roots:
         needs.add(root)
-    stages: dict[Cell, list[Stage]] = {}
+    stages: dict[Cell, list[ReplayStage]] = {}
     for (number, name), cells in sorted(needs.work.items(), key=lambda item: item[0][0]):
         _append(stages.setdefault(needs.find(cells[0]), []), held[number], name, cells)
     results: dict[Cell, dict[str, tuple[Cell, TensorLink]]] = {}
@@ -236,11 +236,11 @@ def _without_hashes(link: TensorLink) -> TensorLink:
     return replace(link, tensor=replace(link.tensor, chunks=chunks))
 
 
-def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...]) -> None:
+def _append(stages: list[ReplayStage], held: Held, name: str, cells: tuple[Cell, ...]) -> None:
     """Add one link. A step joins the last stage that touches its tensors, if that has steps of the same tensors."""
     link = held[name]
     if link.group is None:
-        stages.append(Stage(cells, (link,)))
+        stages.append(ReplayStage(cells, (link,)))
         return
     followers = (tuple(held[cell.name] for cell in cells),)
     touched = set(cells)
@@ -250,7 +250,7 @@ def _append(stages: list[Stage], held: Held, name: str, cells: tuple[Cell, ...])
             continue
         same = before.steps and before.cells == cells and before.links[0].group is not None
         if same and before.links[0].group.rule.slots == link.group.rule.slots:  # type: ignore[union-attr]
-            stages[place] = Stage(cells, (*before.links, link), before.followers + followers)
+            stages[place] = ReplayStage(cells, (*before.links, link), before.followers + followers)
             return
         break
-    stages.append(Stage(cells, (link,), followers))
+    stages.append(ReplayStage(cells, (link,), followers))

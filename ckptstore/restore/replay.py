@@ -25,7 +25,7 @@ from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.pages import BLOCK
 from ckptstore.restore.chain_link import TensorLink, apply_link, check_decoded, read_payload, wrong
 
-__all__ = ["Cell", "KeptBytes", "Program", "Stage", "take_step"]
+__all__ = ["Cell", "KeptBytes", "Program", "ReplayStage", "take_step"]
 
 _WINDOW = 4 << 20
 """Payload bytes of the steps that one pass takes: enough to keep the state in cache, few enough to read ahead."""
@@ -48,7 +48,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ReplayStage:
     """One operation of a program: apply one link to its cell, or take some steps of one group.
 
     Attributes:
@@ -103,7 +103,7 @@ class Program:
 
     def __init__(
         self,
-        stages: tuple[Stage, ...],
+        stages: tuple[ReplayStage, ...],
         results: Mapping[str, tuple[Cell, TensorLink]],
         allowance: KeptBytes | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class Program:
         memory = {cell: aligned(_length(cell, index)) for cell in self.cells}
         for stage in self.stages:
             for number, link in enumerate(stage.links):
-                _run(Stage(stage.cells, (link,)), index, memory, scratch, None, True)
+                _run(ReplayStage(stage.cells, (link,)), index, memory, scratch, None, True)
                 checked = stage.followers[number] if stage.steps else stage.links
                 for cell, compared in zip(stage.cells, checked, strict=True):
                     try:
@@ -223,7 +223,7 @@ def take_step(
         CorruptSegmentError: the payload is not what was written.
         StorageError: the medium failed.
     """
-    _take_steps(Stage(cells, (link,)), index, memory, (scratch, scratch), None, True)
+    _take_steps(ReplayStage(cells, (link,)), index, memory, (scratch, scratch), None, True)
 
 
 # -- execution
@@ -234,7 +234,7 @@ def _length(cell: Cell, index: int) -> int:
 
 
 def _run(
-    stage: Stage,
+    stage: ReplayStage,
     index: int,
     memory: Mapping[Cell, Bytes],
     scratch: tuple[Bytes, Bytes],
@@ -250,7 +250,7 @@ def _run(
 
 
 def _take_steps(
-    stage: Stage,
+    stage: ReplayStage,
     index: int,
     memory: Mapping[Cell, Bytes],
     scratch: tuple[Bytes, Bytes],
@@ -320,7 +320,7 @@ def _decode(
 class _Contiguous:
     """The slots of a group as contiguous arrays: the cells, or for several parameters a copy that is written back."""
 
-    def __init__(self, stage: Stage, memory: Mapping[Cell, Bytes]) -> None:
+    def __init__(self, stage: ReplayStage, memory: Mapping[Cell, Bytes]) -> None:
         group = stage.links[0].group
         assert group is not None
         width = len(group.rule.slots)

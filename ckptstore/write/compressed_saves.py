@@ -28,12 +28,12 @@ from ckptstore.write.steps.updates import (
     with_sparse_copies,
 )
 
-__all__ = ["Coded"]
+__all__ = ["CompressedSaves"]
 
 _T = TypeVar("_T")
 
 
-class Coded(SavePath):
+class CompressedSaves(SavePath):
     """The save path of compressed saves.
 
     Attributes:

@@ -34,7 +34,7 @@ from ckptstore.write.capture.bounded_capture import Feed, Piece, Unit, Window
 __all__ = [
     "Base",
     "Choices",
-    "Coded",
+    "EncodedChunk",
     "Fed",
     "Read",
     "TensorPlan",
@@ -127,7 +127,7 @@ class TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class EncodedChunk:
     """A compressed chunk. A raw payload is the state's own memory.
 
     Attributes:
@@ -218,7 +218,7 @@ def write_coded(
 
 
 def _write_segment(
-    session: SegmentSession, draft: SegmentDoc, plans: Sequence[TensorPlan], coded: Iterator[Coded]
+    session: SegmentSession, draft: SegmentDoc, plans: Sequence[TensorPlan], coded: Iterator[EncodedChunk]
 ) -> tuple[SegmentEntry, dict[str, TensorEntry]]:
     tensors: dict[str, TensorEntry] = {}
 
@@ -231,7 +231,9 @@ def _write_segment(
     return write_stream(session, draft, nbytes, fill), tensors
 
 
-def append_tensor(stream: BlockStream, plan: TensorPlan, coded: Iterator[Coded], advance: Advance) -> TensorEntry:
+def append_tensor(
+    stream: BlockStream, plan: TensorPlan, coded: Iterator[EncodedChunk], advance: Advance
+) -> TensorEntry:
     """Append the next compressed chunks, which belong to one tensor."""
     chunks = []
     digests: list[int] = []
@@ -366,7 +368,7 @@ def code_all(
     *,
     digests: bool = False,
     windows: Iterator[Window] | None = None,
-) -> Generator[Coded]:
+) -> Generator[EncodedChunk]:
     """Compress tensors -> the chunks in order. At most one group more than there are threads is in progress.
 
     Args:
@@ -379,7 +381,7 @@ def code_all(
 
 def group_jobs(
     plans: Sequence[TensorPlan], flat: FlatState, base: Base | None, digests: bool, windows: Iterator[Window] | None
-) -> Iterator[Callable[[], list[Coded]]]:
+) -> Iterator[Callable[[], list[EncodedChunk]]]:
     """Jobs that compress the tensors of `plans`, one per group of chunks; arguments as for `code_all`."""
     for group in _groups(plans):
         if windows is None:
@@ -390,7 +392,7 @@ def group_jobs(
 
 def _code_window(
     group: Sequence[tuple[TensorPlan, int, int]], flat: FlatState, base: Base | None, digests: bool, window: Window
-) -> list[Coded]:
+) -> list[EncodedChunk]:
     coded = code_group(group, flat, base, digests, window.read)
     window.done()
     return coded
@@ -433,7 +435,7 @@ def code_group(
     base: Base | None,
     digests: bool,
     read: Read | None = None,
-) -> list[Coded]:
+) -> list[EncodedChunk]:
     """Compress the chunks of one group, (tensor, start, length) each, in one thread.
 
     Args:
@@ -456,7 +458,7 @@ def code_group(
         else:
             payload = codecs.encode(codec, image, reference, level=plan.choice.level)
         share = digest.partial(image, start // 4) if digests else None
-        coded.append(Coded(payload, length, checksums.chunk_hash(image.data), share))
+        coded.append(EncodedChunk(payload, length, checksums.chunk_hash(image.data), share))
     return coded
 
 

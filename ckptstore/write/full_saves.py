@@ -36,12 +36,12 @@ from ckptstore.write.saves.job import Job
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Updates
 
-__all__ = ["Full", "Fulls"]
+__all__ = ["FullSave", "FullSaves"]
 
 _T = TypeVar("_T")
 
 
-class Fulls(SavePath):
+class FullSaves(SavePath):
     """The save path that all uncompressed fulls of a writer share.
 
     Attributes:
@@ -78,7 +78,7 @@ class Fulls(SavePath):
         self._commit = commit
         self._tend = tend
         self._background = background
-        self._copied: set[Full] = set()  # fulls that are being copied
+        self._copied: set[FullSave] = set()  # fulls that are being copied
         self._lanes = Lanes(lanes, threads, begin_save, self._end_of)
         self._copiers = SleepingPool(default_threads(), "ckptstore-copy")
         self._waiters: ThreadPoolExecutor | None = None  # made for the first state on a device
@@ -173,7 +173,7 @@ class Fulls(SavePath):
         del updates
         plan = self._plan(flat)
         self.memory.expect(plan.space, self._count)
-        full = Full(self, committer, job, flat, plan)
+        full = FullSave(self, committer, job, flat, plan)
         try:
             with self._lock:
                 self._check_taking()
@@ -191,7 +191,7 @@ class Fulls(SavePath):
             with self._lock:
                 self._copied.discard(full)
 
-    # -- services for a `Full`
+    # -- services for a `FullSave`
 
     def submit(self, work: Callable[[ThreadPoolExecutor], None]) -> None:
         """Give a full that is copied, or that waits for memory, to the next free lane."""
@@ -252,7 +252,7 @@ class Fulls(SavePath):
         self.memory.close()
 
 
-class Full:
+class FullSave:
     """A full that is copied, and that may be written while it is copied.
 
     Attributes:
@@ -260,7 +260,7 @@ class Full:
         device: the device that copies some of its tensors; None: all of them are in host memory.
     """
 
-    def __init__(self, fulls: Fulls, committer: Committer, job: Job, flat: FlatState, plan: UnitPlan) -> None:
+    def __init__(self, fulls: FullSaves, committer: Committer, job: Job, flat: FlatState, plan: UnitPlan) -> None:
         self.job = job
         self._fulls = fulls
         self._committer = committer

@@ -8,7 +8,7 @@ from typing import TypeVar
 from ckptstore.errors import WriterClosedError
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.term import Term
-from ckptstore.write.save_calls import Taking
+from ckptstore.write.save_calls import SaveCalls
 from ckptstore.write.second_tier import Lag
 from ckptstore.write.writer_runtime import Begin
 
@@ -17,7 +17,7 @@ __all__ = ["Begin", "LocalWriter"]
 _T = TypeVar("_T")
 
 
-class LocalWriter(Taking):
+class LocalWriter(SaveCalls):
     """A `Writer` of this process alone. One thread commits, because the log of a term has one author."""
 
     takes_copies = True

@@ -27,12 +27,12 @@ from ckptstore.write.saves.job import Job
 from ckptstore.write.saves.ledger import Labels, PendingSave
 from ckptstore.write.stage import Copies
 from ckptstore.write.steps.updates import Update, Updates
-from ckptstore.write.writer_runtime import Lifetime
+from ckptstore.write.writer_runtime import WriterRuntime
 
-__all__ = ["Taking"]
+__all__ = ["SaveCalls"]
 
 
-class Taking(Lifetime):
+class SaveCalls(WriterRuntime):
     """The calls of a `Writer` that take a state."""
 
     def _save(

@@ -32,9 +32,9 @@ from ckptstore.write.capture.bounded_capture import Feeding
 from ckptstore.write.capture.layerwise_save import Begun
 from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.committer import Committer
-from ckptstore.write.compressed_saves import Coded
+from ckptstore.write.compressed_saves import CompressedSaves
 from ckptstore.write.deltas import Deltas
-from ckptstore.write.full_saves import Fulls
+from ckptstore.write.full_saves import FullSaves
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.retainer import short_of_space
 from ckptstore.write.save_path import SavePath
@@ -47,7 +47,7 @@ from ckptstore.write.steps.updates import Explaining
 from ckptstore.write.writer import Writer
 from ckptstore.write.writer_options import WriterOptions
 
-__all__ = ["Begin", "Lifetime"]
+__all__ = ["Begin", "WriterRuntime"]
 
 Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, CheckpointInfo | None]]
 """Begins a term that continues from a checkpoint, if the given number is still that of the newest term."""
@@ -55,7 +55,7 @@ Begin: TypeAlias = Callable[[str | int | CheckpointInfo, int], tuple[Term, Check
 _T = TypeVar("_T")
 
 
-class Lifetime(Writer):
+class WriterRuntime(Writer):
     """The threads, memory and state that every part of a `LocalWriter` uses."""
 
     def __init__(
@@ -151,7 +151,7 @@ class Lifetime(Writer):
         """The save path that these options need."""
         options = self._options
         if options.plain:
-            return Fulls(
+            return FullSaves(
                 options.max_in_flight,
                 self._backend.begin_save,
                 options.threads,
@@ -165,7 +165,7 @@ class Lifetime(Writer):
         if options.memory is not None:
             copiers = SleepingPool(default_threads(), "ckptstore-copy")
             feeding = Feeding(options.memory, copiers, self._background.submit)
-        return Coded(
+        return CompressedSaves(
             self._explaining, self._snapshots, self._blocks, thread=self._thread, tend=self._tend, feeding=feeding
         )
 
@@ -173,11 +173,11 @@ class Lifetime(Writer):
         """Touch memory in the background for a state of about `nbytes` bytes, which will be saved."""
         options = self._options
         self._wake_for(nbytes)
-        if isinstance(self._path, Fulls):
+        if isinstance(self._path, FullSaves):
             # Only `save_async` uses either: a caller of `save` alone must not pay for the memory of a whole state.
             if options.memory is not None or options.max_in_flight > 1:
                 self._path.expect(nbytes)
-        elif isinstance(self._path, Coded) and self._path.feeding is not None:
+        elif isinstance(self._path, CompressedSaves) and self._path.feeding is not None:
             self._snapshots.expect(nbytes)
             self._path.feeding.prepare(nbytes)
 

@@ -16,8 +16,8 @@ from ckptstore.formats.records import CheckpointId
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.capture.bounded_capture import Feed
-from ckptstore.write.compressed_saves import Coded
-from ckptstore.write.full_saves import Fulls
+from ckptstore.write.compressed_saves import CompressedSaves
+from ckptstore.write.full_saves import FullSaves
 from ckptstore.write.ranks.rank_writer import RankWriter
 from ckptstore.write.resident_bases import MemoryBase
 from ckptstore.write.saves.job import Job
@@ -51,13 +51,13 @@ def memory(writer: ckptstore.Writer) -> Arenas:
     How much of it is held and used is a promise of `WriterOptions.memory` that no figure for users tells: a process's
     size says too little, and too late.
     """
-    assert isinstance(writer._path, Fulls)
+    assert isinstance(writer._path, FullSaves)
     return writer._path.memory
 
 
 def fed_memory(writer: ckptstore.Writer) -> Arenas:
     """What deltas and step diffs are copied to unit by unit: `Writer._path`. As `memory`."""
-    assert isinstance(writer._path, Coded)
+    assert isinstance(writer._path, CompressedSaves)
     assert writer._path.feeding is not None
     return writer._path.feeding.memory
 
@@ -181,7 +181,7 @@ def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch)
 
 
 def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `Fulls._touch`.
+    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `FullSaves._touch`.
 
     Between two lines: the lane has the copy, and its caller not yet the future.
     """

@@ -29,7 +29,7 @@ from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import write_stream
 from ckptstore.segments.write_session import SegmentSession
 from ckptstore.write.capture.bounded_capture import Unit, Window
-from ckptstore.write.delta_encoding import Choices, Coded, Fed, TensorPlan, choose_all, group_jobs, units_of
+from ckptstore.write.delta_encoding import Choices, EncodedChunk, Fed, TensorPlan, choose_all, group_jobs, units_of
 from ckptstore.write.steps.batch_segments import KIND
 from ckptstore.write.steps.step_encoding import (
     Base,
@@ -138,7 +138,7 @@ class FedStep:
                 assert unit is not None
                 units.append(unit)
                 self._look(one, sum(tensor.stored for tensor in unit))
-            coded: Iterator[Coded] = chain.from_iterable(results)
+            coded: Iterator[EncodedChunk] = chain.from_iterable(results)
             for plan in share.rest:
                 chunks = tuple(replace(piece, payload=piece.payload.copy()) for piece in islice(coded, _count(plan)))
                 units.append((EncodedTensor(plan.spec, plan.choice.name, plan.params, chunks),))
@@ -219,7 +219,9 @@ class FedStep:
 
     def _results(
         self, shares: Sequence[_Share], fed: Fed, workers: Workers
-    ) -> Generator[Any]:  # for a chunk that an optimizer updated a `CodedChunk` or None; for others lists of `Coded`
+    ) -> Generator[
+        Any
+    ]:  # for a chunk that an optimizer updated a `CodedChunk` or None; for others lists of `EncodedChunk`
         assert fed.room is not None  # the next step is compressed against this one
         units: list[Unit] = []
         for share in shares:

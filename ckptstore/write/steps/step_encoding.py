@@ -24,7 +24,16 @@ from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, cancel_and_wait
 from ckptstore.write.capture.bounded_capture import Piece, Unit
-from ckptstore.write.delta_encoding import Base, Choices, Coded, Read, TensorPlan, choose_all, code_all, host_bytes
+from ckptstore.write.delta_encoding import (
+    Base,
+    Choices,
+    EncodedChunk,
+    Read,
+    TensorPlan,
+    choose_all,
+    code_all,
+    host_bytes,
+)
 from ckptstore.write.steps.unexplained_bytes import Excess
 from ckptstore.write.steps.updates import Update
 
@@ -69,7 +78,7 @@ class EncodedTensor:
     spec: TensorSpec
     codec: str
     params: Mapping[str, Any]
-    chunks: tuple[Coded, ...]
+    chunks: tuple[EncodedChunk, ...]
 
     @property
     def hash(self) -> str:
@@ -471,10 +480,10 @@ class CodedChunk:
     hashes: list[list[str]]
     digests: list[list[int]]
 
-    def of(self, number: int, slot: int, payload: Bytes, length: int) -> Coded:
+    def of(self, number: int, slot: int, payload: Bytes, length: int) -> EncodedChunk:
         """The chunk of one slot of one parameter: `length` bytes, restored by `payload`."""
         share = self.digests[number][slot] if self.digests else None
-        return Coded(payload, length, self.hashes[number][slot], share)
+        return EncodedChunk(payload, length, self.hashes[number][slot], share)
 
 
 def code_chunk(
