@@ -13,6 +13,7 @@ import pytest
 
 import ckptstore
 from ckptstore.formats.records import CheckpointId
+from ckptstore.host import sigterm
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.capture.bounded_capture import Feed
@@ -26,6 +27,7 @@ __all__ = [
     "bases",
     "copies_late",
     "fed_memory",
+    "forget_open_writers",
     "interrupt_after_submit",
     "interrupt_before_submit",
     "interrupt_feeding",
@@ -60,6 +62,15 @@ def fed_memory(writer: ckptstore.Writer) -> Arenas:
     assert isinstance(writer._path, CompressedSaves)
     assert writer._path.feeding is not None
     return writer._path.feeding.memory
+
+
+def forget_open_writers() -> None:
+    """SIGTERM flushes none of the writers that earlier tests left open: `sigterm._writers`.
+
+    While there is one, a test that replaces the handler finds that a new writer does not install it again.
+    """
+    for writer in list(sigterm._writers):
+        sigterm.forget(writer)
 
 
 def rank_memory(writer: RankWriter) -> Arenas:

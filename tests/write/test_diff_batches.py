@@ -17,6 +17,7 @@ from ckptstore import DiffOptions
 from ckptstore.log.change import Change
 from tests.store.states import same
 from tests.write.held import hold
+from tests.write.inside import forget_open_writers
 from tests.write.trainer import Trainer
 
 
@@ -213,6 +214,7 @@ def settle() -> Iterator[Callable[[], None]]:
     Until a writer is opened afterwards, a second one is nobody's.
     """
     settled: list[int] = []
+    forget_open_writers()
     before = signal.signal(signal.SIGTERM, lambda number, _: settled.append(number))
 
     def send() -> None:

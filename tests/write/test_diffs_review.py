@@ -22,6 +22,7 @@ from ckptstore.store import verify
 from ckptstore.write.capture.snapshot import SnapshotPool
 from tests.store.states import same
 from tests.write.held import elsewhere, hold
+from tests.write.inside import forget_open_writers
 from tests.write.trainer import ADAM, Trainer
 
 
@@ -241,6 +242,7 @@ def test_a_writer_that_cannot_settle_leaves_the_others_their_signal(tmp_path: Pa
 
     settled: list[Broken] = []
     handed_on = threading.Event()
+    forget_open_writers()
     original = signal.signal(signal.SIGTERM, lambda *_: handed_on.set())
     writers, pending, broken = [], [], [Broken(), Broken()]
     try:
