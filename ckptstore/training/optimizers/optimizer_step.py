@@ -131,10 +131,17 @@ class OptimizerStep:
         """The step of which these numbers were noted right after it: a schedule may have changed them since.
 
         Args:
-            notes: one for each optimizer.
+            notes: one for each optimizer. Where they do not say which parameters moved, the gradients do, if they are
+                still there.
         """
         step = cls.__new__(cls)
-        step._take(optimizers, notes)
+        step._take(
+            optimizers,
+            [
+                note if note.skipped or note.moved is not None else replace(note, moved=_moved(one))
+                for one, note in zip(optimizers, notes, strict=True)
+            ],
+        )
         return step
 
     def _take(self, optimizers: Sequence[torch.optim.Optimizer], notes: Sequence[NotedStep]) -> None:
@@ -185,9 +192,8 @@ class NotedStep:
         Args:
             sparse: what was left of the gradients that were compressed.
         """
-        moved = None if skipped else _have_gradients(optimizer)
-        if moved is not None and not any(moved):
-            moved = None  # the step freed them, so they say nothing
+        # Training waits for this. Only SGD keeps no counts, which tell later what moved: 3,000 gradients take 2 ms.
+        moved = None if skipped or not isinstance(optimizer, torch.optim.SGD) else _moved(optimizer)
         return cls(_group_numbers(optimizer), skipped, moved, sparse or {})
 
     @property
@@ -316,6 +322,12 @@ def _have_gradients(optimizer: torch.optim.Optimizer) -> list[bool]:
     """Whether each parameter has a gradient, in the order of the groups."""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     return list(map(is_not, map(attrgetter("grad"), parameters), repeat(None)))
+
+
+def _moved(optimizer: torch.optim.Optimizer) -> list[bool] | None:
+    """Whether each parameter has a gradient; None: none has, because the step freed them, so they say nothing."""
+    found = _have_gradients(optimizer)
+    return found if any(found) else None
 
 
 def _has_moved(noted: NotedStep, number: int) -> bool:
