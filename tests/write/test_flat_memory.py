@@ -15,8 +15,9 @@ from tests.forms import short_or
 BEGIN, EARLY, LATE = 96, 256, short_or(704, 2496)
 """Saves after which it is looked at what they take, and after which that is read: by the first of them caches are full.
 A set of as many numbers is enlarged between the two."""
-MOST = 10.0
-"""Bytes that a save may leave behind. It leaves 0.0; where each step was kept as a number of its own, 40 and more."""
+MOST = 20.0
+"""Bytes that a save may leave behind. Where each step was kept as a number of its own, each left 40 and more. The spread
+of one reading is about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
 
 
 def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +41,7 @@ def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pyte
             tracemalloc.stop()
     assert len(store.checkpoints()) == 10
     left = (found[LATE] - found[EARLY]) / (LATE - EARLY)
-    assert left < MOST, f"each save left {left:.0f} B behind"
+    assert left < MOST, f"each save left {left:.1f} B behind"
 
 
 def held() -> int:
