@@ -128,6 +128,8 @@ class Retainer:
             self._keeping = None
         elif self._keeping is None or self._keeping.rules != catalog.keep:
             self._keeping = RetentionTracker(catalog.keep, catalog)
+            # Prevents: segments that no later commit drops, because a term that crashed retired their checkpoints.
+            self._released.update(catalog.held)
         return self._keeping
 
     def _retiring(self, change: Change, superfluous: Sequence[Node]) -> Change:
