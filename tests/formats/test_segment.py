@@ -22,7 +22,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleForma
 from ckptstore.formats import dtypes
 from ckptstore.formats.checksums import chunk_hash, header_hash, tensor_hash, xxh3_128
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents
+from ckptstore.formats.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents, place
 from ckptstore.formats.members import MAX_TERM
 from ckptstore.formats.records import CheckpointId
 from ckptstore.formats.segment import (
@@ -221,8 +221,12 @@ def test_what_was_not_planned_is_not_encoded() -> None:
         encode(replace(DRAFT, tensors={100: {"a": raw_entry(layout, spec, ["0" * 15 + "G"])}}))
     with pytest.raises(FormatError, match="2 hashes for 1 chunks"):
         raw_entry(layout, spec, ["0" * 16] * 2)
+    longer = replace(DRAFT, trees={100: "x" * ALIGN}, tensors={100: {"a": entry}})
+    for other in (longer, replace(longer, trees={100: "y"}), replace(DRAFT, term=2, tensors=longer.tensors)):
+        with pytest.raises(FormatError, match="document differs from the planned one"):
+            encode(other)
     with pytest.raises(FormatError, match="exceeds the"):
-        encode(replace(DRAFT, trees={100: "x" * ALIGN}, tensors={100: {"a": entry}}))
+        encode_plain(place(layout.specs, layout.header_size), longer)
     with pytest.raises(FormatError, match="64-bit"):
         encode(replace(DRAFT, tensors={100: {"a": replace(entry, digest=1 << 64)}}))
 
