@@ -31,11 +31,11 @@ from ckptstore.errors import (
     IncompatibleFormatError,
     KeyNotFoundError,
 )
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
-from ckptstore.formats.record_text import SLOT_LIMIT, decode_record, unseal
-from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.history.record_text import SLOT_LIMIT, decode_record, unseal
+from ckptstore.formats.history.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
 from ckptstore.log.damage_warnings import warn_of_damage
 from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ckptstore.formats import uncached_copy
-from ckptstore.formats.layout import (
+from ckptstore.formats.segment_files.layout import (
     CHUNK,
     HEADER_LIMIT,
     SEGMENT_LIMIT,
@@ -31,7 +31,7 @@ from ckptstore.formats.layout import (
     place,
     split,
 )
-from ckptstore.formats.state import TensorSource
+from ckptstore.formats.states.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 

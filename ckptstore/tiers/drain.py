@@ -23,9 +23,9 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import REMOTE, Catalog
+from ckptstore.formats.history.catalog import REMOTE, Catalog
+from ckptstore.formats.history.records import COPYING_KEY, FORMAT_KEY, Node, SegmentEntry, ref_of
 from ckptstore.formats.html_tables import counted
-from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, Node, SegmentEntry, ref_of
 from ckptstore.host.bandwidth import rate_limited
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance

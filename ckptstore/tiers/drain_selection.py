@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 from itertools import pairwise
 
-from ckptstore.formats.catalog import LACKS, REACHED, Catalog
-from ckptstore.formats.records import Encoding, Node, ref_of
+from ckptstore.formats.history.catalog import LACKS, REACHED, Catalog
+from ckptstore.formats.history.records import Encoding, Node, ref_of
 from ckptstore.maintenance.copies.copy_selection import part_of, with_paths
 from ckptstore.write.second_tier import Lag
 

@@ -21,8 +21,8 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import REMOTE, Catalog
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.catalog import REMOTE, Catalog
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term

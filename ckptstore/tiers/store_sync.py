@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ckptstore.errors import RemoteLostError, StorageError
+from ckptstore.formats.history.records import Node
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.journal import Journal
 from ckptstore.tiers.drain import Drain, expected_there

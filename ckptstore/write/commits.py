@@ -16,9 +16,9 @@ from ckptstore.errors import (
     UsageError,
     WriterError,
 )
-from ckptstore.formats.catalog import CLOSED
-from ckptstore.formats.checkpoint_ref import Ref
-from ckptstore.formats.records import object_of
+from ckptstore.formats.history.catalog import CLOSED
+from ckptstore.formats.history.checkpoint_ref import Ref
+from ckptstore.formats.history.records import object_of
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log import fold_writer, refs, requests
 from ckptstore.log.change import Change

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import UsageError, WriterClosedError
-from ckptstore.formats.checkpoint_ref import step_number
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.checkpoint_ref import step_number
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.cancellable_calls import Scope

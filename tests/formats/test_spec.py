@@ -43,7 +43,7 @@ def test_dtypes_are_those_of_the_code() -> None:
 
 
 def test_tags_are_those_of_the_code() -> None:
-    from ckptstore.formats import rank_trees, state, tree, values
+    from ckptstore.formats.states import rank_trees, state, tree, values
 
     told = set(re.findall(r"`(\$\w+)`", section("3.1 The tree")))
     source = "".join(

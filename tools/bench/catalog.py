@@ -31,12 +31,12 @@ from typing import Any, Final
 
 import click
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.formats.catalog import CatalogBuilder
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.folds import encode_fold
-from ckptstore.formats.record_text import encode_format
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import CatalogBuilder
+from ckptstore.formats.history.folds import encode_fold
+from ckptstore.formats.history.record_text import encode_format
+from ckptstore.formats.history.records import (
     FORMAT_KEY,
     CheckpointEntry,
     CheckpointId,

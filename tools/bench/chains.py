@@ -28,7 +28,7 @@ import numpy as np
 
 import ckptstore
 from ckptstore.formats import checksums, codecs, jsontext
-from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.history.checkpoint_ref import node_of
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.reports.restore_explanation import explain

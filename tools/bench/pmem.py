@@ -31,8 +31,8 @@ from typing import Final, TypeAlias
 import click
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import address_of
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import address_of
 from tools.bench import machine
 from tools.bench.measure import Ballast
 from tools.bench.save_load import parse_size

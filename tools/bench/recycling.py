@@ -21,9 +21,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.overwriting import PAYS, measure
-from ckptstore.backends.posix import SYSTEM
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.overwriting import PAYS, measure
+from ckptstore.backends.local_disk.posix import SYSTEM
 from tools.bench import machine, raw
 from tools.bench.report import median, quartiles
 

@@ -15,8 +15,8 @@ from ckptstore.agent.client.state_transfer import Fill, FilledByOwner, StateTran
 from ckptstore.agent.protocol.message_fields import read_info
 from ckptstore.agent.protocol.replica_recipe import Recipe
 from ckptstore.errors import CorruptionError, UsageError
-from ckptstore.formats.checkpoint_ref import text_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.checkpoint_ref import text_of
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.host.progress import Progress, Tally

@@ -18,7 +18,7 @@ from ckptstore.agent.protocol.frames import Message
 from ckptstore.agent.protocol.message_fields import labels_form
 from ckptstore.agent.protocol.replica_recipe import Recipe
 from ckptstore.errors import AgentError, AgentLostError
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.write.saves.ledger import Labels, PendingSave
 
 __all__ = ["AREAS", "Failed", "Promise", "ReplicaClient", "ReplicaStep"]

@@ -16,8 +16,8 @@ from ckptstore.agent.client.replica_client import Failed
 from ckptstore.agent.protocol.message_fields import StateLayout, labels_form
 from ckptstore.agent.protocol.update_fields import Packed, updates_form
 from ckptstore.errors import AgentLostError
-from ckptstore.formats.checkpoint_ref import step_number
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.history.checkpoint_ref import step_number
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes

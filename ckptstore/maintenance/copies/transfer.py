@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.catalog import CLOSED, HIGHEST, LACKS, REACHED, Catalog, TermEntry
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import CLOSED, HIGHEST, LACKS, REACHED, Catalog, TermEntry
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CommitRecord,
     Encoding,

@@ -10,8 +10,8 @@ from typing import Self
 from ckptstore.backends.base import Backend
 from ckptstore.backends.nowhere import Nowhere
 from ckptstore.errors import CorruptSegmentError, FencedError, StorageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding, SegmentEntry, segment_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, SegmentEntry, segment_key
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import default_threads, workers

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptionError, ForeignObjectError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import fold_of, folder_term, object_of, slot_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import fold_of, folder_term, object_of, slot_key
 from ckptstore.log.fold_writer import KEEP
 from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.frameworks.torch_tensors import torch_dtype
 
 __all__ = ["DTensorTargets", "sharding"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from ckptstore.errors import AgentError
 from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import Bytes
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.host.prefault import Prefault

@@ -44,7 +44,7 @@ from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.step_settings import MAX_COUNT
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.write.steps.updates import Found, Update

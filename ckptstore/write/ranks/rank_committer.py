@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.errors import DivergedReplicasError, MailboxError, RankMismatchError
-from ckptstore.formats.rank_trees import rank_count
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
-from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.states.rank_trees import rank_count
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.caller_warnings import DivergedReplicasWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change

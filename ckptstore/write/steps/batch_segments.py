@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptstore.formats import checksums
-from ckptstore.formats.records import Encoding, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.history.records import Encoding, SegmentEntry
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment_index import MAX_ENTRIES
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import shares, write_stream
 from ckptstore.segments.write_session import SegmentSession

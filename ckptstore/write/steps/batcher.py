@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
-from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import Workers

@@ -1,0 +1,1 @@
+"""Stores on file systems of this machine: local disks and persistent memory."""
