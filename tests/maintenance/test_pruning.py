@@ -21,7 +21,7 @@ from ckptstore.log.term import open_term
 from tests.forms import short_or
 from tests.store.states import same
 from tests.write.trainer import Trainer
-from tools.bench.catalog import make
+from tools.bench.storage.catalog import make
 from tools.conformance.comparing import differences
 from tools.conformance.ours import answer
 from tools.conformance.page import store as page
