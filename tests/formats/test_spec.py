@@ -28,8 +28,9 @@ def test_the_table_of_limits_was_found() -> None:
 
 @pytest.mark.parametrize(("value", "module", "name"), LIMITS, ids=[name for _, _, name in LIMITS])
 def test_limits_are_those_of_the_code(value: str, module: str, name: str) -> None:
-    (path,) = FORMATS.rglob(f"{module}.py")  # no two modules have one name
-    dotted = ".".join(path.relative_to(FORMATS).with_suffix("").parts)
+    files = [*FORMATS.rglob(f"{module}.py"), *FORMATS.glob(f"{module}/__init__.py")]
+    (path,) = files  # no two modules have one name
+    dotted = ".".join(path.relative_to(FORMATS).with_suffix("").parts).removesuffix(".__init__")
     assert getattr(importlib.import_module(f"ckptstore.formats.{dotted}"), name) == int(value)
 
 
