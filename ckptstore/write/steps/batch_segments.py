@@ -126,6 +126,10 @@ def _place(segment: str, every: Sequence[str], share: RankShare | None) -> Segme
 
 
 def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:
+    """Divide steps among segments of at most `limit` bytes -> the parts in each. A step may have several parts.
+
+    A unit (tensors that are encoded together) is never divided, so a segment of one unit may exceed `limit`.
+    """
     parts: list[_Part] = []
     filled = entries = 0
     for step in steps:
