@@ -151,14 +151,14 @@ def plan_units(
     tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None], ...],
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> UnitPlan:
-    """Divide a state as `plain_segments.write_full` does with the same `limit`.
+    """Divide a state into segments and units, as `plain_segments.write_full` does with the same `limit`.
 
     Args:
         tensors: name, dtype and shape of each, in access order; then global shape and offset of a shard, or None twice.
         limit: maximum bytes of tensors per segment.
 
     Raises:
-        FormatError: a tensor that no segment can hold.
+        FormatError: no segment can hold one of the tensors.
     """
     divided: Sequence[Sequence[TensorSpec]] = split([TensorSpec(*tensor) for tensor in tensors], limit)
     segments = []

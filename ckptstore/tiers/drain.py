@@ -83,7 +83,8 @@ class DrainResult:
     def fenced(self, pair: StorePair) -> FencedError:
         """The error for a writer of the store when the run was continued elsewhere."""
         kept = self.kept(pair) if self.branch else "nothing is lost"
-        # A branch of an older term was left out of it, or was overtaken then: no other process works on it.
+        # Without `over`, the branch belongs to an older term: it was left out or overtaken in that term, and no other
+        # process continues it.
         elsewhere = f"the run was continued elsewhere: {self.over}"
         why = "a later term has begun without it" if self.over is None else elsewhere
         return FencedError(f"{pair.remote.url}: {why}; {kept}")

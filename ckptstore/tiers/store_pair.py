@@ -166,7 +166,11 @@ class StorePair:
 
     @contextlib.contextmanager
     def reaching(self, what: str) -> Iterator[None]:
-        """Add to errors of the remote's medium in the ``with`` what they mean; `what` says what was not done."""
+        """In the ``with``: add to errors of the remote's medium what they mean, and how to write without the remote.
+
+        Args:
+            what: what was not done, for the message.
+        """
         try:
             yield
         except RemoteLostError as error:

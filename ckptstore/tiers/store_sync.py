@@ -81,8 +81,9 @@ def sync_continuously(
     on_failure: Callable[[StorageError], object] = lambda _error: None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Iterator[Synced]:
-    """Copy each commit to the remote as it is made, and yield the result of every pass that copied something. Ends when
-    the run was continued elsewhere.
+    """Copy each commit to the remote as it is made, and yield the result of every pass that copied something.
+
+    Ends when the run was continued elsewhere.
 
     Args:
         every: seconds between two polls of the store's log.

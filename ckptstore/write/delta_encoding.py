@@ -416,6 +416,7 @@ def units_of(plans: Sequence[TensorPlan], flat: FlatState, room: Mapping[str, By
 
 
 def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int, int]]]:
+    """Group chunks into jobs for a thread -> lists of (tensor, start, length). Small tensors share a job."""
     group: list[tuple[TensorPlan, int, int]] = []
     filled = 0
     for plan in plans:

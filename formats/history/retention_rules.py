@@ -1,8 +1,8 @@
 """The retention rules, which users write and COMMITs store: they decide which checkpoints of a store are kept.
 
 The rules are a union: a checkpoint stays if any rule keeps it. The newest checkpoint and every tagged one always stay.
-Rules that rank (``last``, ``best``) rank only the line of the newest checkpoint, which is the history that a continuing
-run has behind it. The other rules judge each checkpoint separately. No clock is read: ages count back from the time of
+Rules that rank (``last``, ``best``) rank only the line of the newest checkpoint, which is the history of a run that
+continues from it. The other rules judge each checkpoint separately. No clock is read: ages count back from the time of
 the newest checkpoint. So the same log keeps the same checkpoints for every reader, and an idle store does not change.
 """
 

@@ -261,8 +261,8 @@ class AgentWriter(Writer):
     def close(self) -> None:
         """See `Writer.close`: the agent writes pending saves and ends.
 
-        The agent of one of many ranks may stay for a while, if it has a state only in memory: until it knows which of
-        these states the other ranks have, whose trainers still run. This does not wait for that.
+        With many ranks the agent may stay for a while if it has a state only in memory: it waits until it knows which
+        of these states the ranks have whose trainers still run. This call does not wait for that.
         """
         if self._agent_term.is_forked:
             return  # a fork: threads and connection are the parent's

@@ -207,10 +207,11 @@ class Folders:
                 self._kept.append(handle)
 
     def _make_root(self) -> None:
+        """Create the store's folder if it is missing, and make its whole path durable, once."""
         if self._above_synced:
             return
         existed = self.attach()
-        # A store that was moved meanwhile has other parent folders; the one who moved it must make them durable.
+        # A store that was moved meanwhile has other parent folders. The process that moved it must make them durable.
         if not existed or self._in_place():
             self._make_above(self.root)
         self.attach()

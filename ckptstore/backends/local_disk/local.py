@@ -388,7 +388,10 @@ class LocalBackend(Backend):
         return sorted(name for name, is_folder in entries if is_folder)
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Every folder below `prefix` ("" or ending in "/"), itself included, with the names of its non-folders."""
+        """Yield `prefix` ("" or ending in "/") and every folder below it, with the names of its files.
+
+        At the maximum depth a folder's name is yielded as that of a file. Folders that begin with a dot are skipped.
+        """
         with reading(f"{self.root}/{prefix}".rstrip("/")):
             try:
                 entries = self._folders.entries(prefix.rstrip("/"))

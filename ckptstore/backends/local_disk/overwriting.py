@@ -1,8 +1,8 @@
 """Decide whether to overwrite old files on a medium: as the user chose, or after one measurement.
 
 On one machine overwriting allocated blocks was 4 to 5 times as fast as writing new files, on another it was no faster.
-So it is measured where the segments will be written and in the same way: O_DIRECT, 16 MiB per write, blocks reserved
-first. This writes 256 MiB, once per process and medium, and only when a segment is deleted whose space would be kept.
+So the measurement writes where the segments will be, and in the same way: O_DIRECT, 16 MiB per write, blocks reserved
+first. It writes 256 MiB, once per process and medium, and only when a segment is deleted whose space would be kept.
 """
 
 from __future__ import annotations
@@ -157,6 +157,11 @@ def measure(posix: Posix, folder: int, clock: Callable[[], float] = time.perf_co
 
 
 def _timed(posix: Posix, descriptor: int, block: memoryview, clock: Callable[[], float], *, reserve: bool) -> float:
+    """Write and sync the file of a measurement -> the seconds that this took.
+
+    Args:
+        reserve: reserve the blocks first, as for a new file.
+    """
     begin = clock()
     if reserve:
         posix.fallocate(descriptor, _BLOCKS * _BLOCK)

@@ -155,13 +155,14 @@ class SpareFiles:
         self._posix.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _require_alone(self, descriptor: int) -> None:
-        # Prevents: overwriting a file that anybody has open or mapped who does not use our locks. A later open waits
-        # until the lease is returned, and then finds no header.
+        # Prevents: overwriting a file that a program without our locks has open or mapped. A later open waits until the
+        # lease is returned, and then finds no header.
         self._posix.set_lease(descriptor, fcntl.F_WRLCK)
 
     def _require_own_name(self, descriptor: int, folder: int, name: str) -> None:
-        # Prevents: overwriting a live segment through a second name, which a power cut or a backup of hard links left;
-        # or a segment that another writer made of this file after gc had taken it from this one, whose term has ended.
+        # Prevents: overwriting a live segment through a second name, which a power cut or a backup of hard links left.
+        # Also prevents: after this writer's term has ended, overwriting a segment that another writer made of this
+        # file, which gc had taken back.
         mine, found = self._posix.fstat(descriptor), self._posix.stat(name, folder, follow=False)
         if not self._reusable(mine) or (mine.st_dev, mine.st_ino) != (found.st_dev, found.st_ino):
             raise _InUseError
@@ -213,7 +214,13 @@ class SpareFiles:
 
     @contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:
-        """A handle of the folder. It is not synced: losing it, or a name in it, in a power cut is harmless."""
+        """A handle of the folder of spare files.
+
+        The folder is not synced: a power cut that loses it, or a name in it, does no harm.
+
+        Args:
+            make: create the folder if it is missing.
+        """
         if make:
             with self._folders.opened("") as root, suppress(FileExistsError):
                 self._posix.mkdir(SPARE_FOLDER, root)

@@ -189,7 +189,7 @@ class Requests:
         return self._run("head", key, call)
 
     def keys(self, prefix: str) -> list[str]:
-        """Keys below a folder. Raises `StorageError`, `ForeignObjectError`."""
+        """List the keys below a folder. Raises `StorageError`, `ForeignObjectError`."""
 
         def call() -> list[str]:
             self.costs.count("list")

@@ -47,7 +47,8 @@ class RewriteContext:
         Args:
             progress: called with (bytes done, bytes in all).
             dry_run: write nothing.
-            held_back: wraps the callback for every finished piece, for example to slow the work down.
+            held_back: wraps `advance`, which is called after every piece of work; the wrapper may sleep, to limit the
+                speed.
         """
         self.term = 0
         self.tally = Tally(progress)

@@ -279,5 +279,5 @@ class RankCommitter(Commits):
 
 
 def _first(identity: str, counts: Sequence[int]) -> SegmentPart | None:
-    """The part of a step that the segment with its tree is; None: it is the only segment."""
+    """Which part of a step the segment with its tree is: the first. None: it is the only segment."""
     return SegmentPart(identity, 0, 1 + sum(counts)) if sum(counts) else None

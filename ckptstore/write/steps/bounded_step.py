@@ -1,4 +1,4 @@
-"""Compresses a step that is copied unit by unit: as `step_encoding` does, while each unit replaces the previous step's.
+"""Compresses a step while it is copied unit by unit, as `step_encoding` does. Each unit replaces the previous step's.
 
 A step that does not wait for other steps is written as it is compressed: its payloads, which may be a third of the
 state, are never in memory all at once.
