@@ -22,7 +22,7 @@ from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower
 from ckptstore.formats.sources import place_of
 from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
-from ckptstore.host.threads import Workers, cancel_and_wait
+from ckptstore.host.threads import Workers
 from ckptstore.write.capture.bounded_capture import Piece, Unit
 from ckptstore.write.delta_encoding import (
     Base,
@@ -408,11 +408,8 @@ def _code_joined(
 
 def choose_rules(joined: Sequence[Joined], choices: StepChoices, workers: Workers) -> list[Rules]:
     """Choose how each of `joined` is compressed."""
-    futures = [workers.pool.submit(_choose_rule, one, choices) for one in joined]
-    try:
-        return [future.result() for future in futures]
-    finally:
-        cancel_and_wait(futures)
+    with closing(workers.in_order(partial(_choose_rule, one, choices) for one in joined)) as rules:
+        return list(rules)
 
 
 def _choose_rule(one: Joined, choices: StepChoices) -> Rules:
