@@ -61,7 +61,9 @@ def state_hash(tree_text: bytes, tensors: Iterable[tuple[str, str, Sequence[int]
 
     Each part is preceded by its length (u64, little-endian), so that different states never give the same byte string.
     """
-    parts = [tree_text]
+    parts = [struct.pack("<Q", len(tree_text)), tree_text]
     for name, dtype, shape, digest in sorted(tensors):
-        parts += (name.encode(), dtype.encode(), struct.pack(f"<{len(shape)}Q", *shape), bytes.fromhex(digest))
-    return xxh3_128(b"".join([piece for part in parts for piece in (struct.pack("<Q", len(part)), part)]))
+        one, two, last, rank = name.encode(), dtype.encode(), bytes.fromhex(digest), len(shape)
+        form = f"<Q{len(one)}sQ{len(two)}sQ{rank}QQ{len(last)}s"
+        parts.append(struct.pack(form, len(one), one, len(two), two, 8 * rank, *shape, len(last), last))
+    return xxh3_128(b"".join(parts))

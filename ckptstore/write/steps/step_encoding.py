@@ -73,22 +73,25 @@ Rules: TypeAlias = tuple[optim.Encoding, optim.Rule]
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """A compressed tensor, which owns the memory of its payloads."""
+    """A compressed tensor, which owns the memory of its payloads.
+
+    Attributes:
+        stored: the bytes of its payloads.
+    """
 
     spec: TensorSpec
     codec: str
     params: Mapping[str, Any]
     chunks: tuple[EncodedChunk, ...]
+    stored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(len(chunk.payload) for chunk in self.chunks))
 
     @property
     def hash(self) -> str:
         """See `TensorEntry.hash`."""
         return checksums.tensor_hash([chunk.decoded_hash for chunk in self.chunks])
-
-    @property
-    def stored(self) -> int:
-        """The bytes of its payloads."""
-        return sum(len(chunk.payload) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class EncodedStep:
         nbytes: logical bytes.
         lossy: whether it differs from the state of training.
         excess: parameters that changed in another way than their updates say.
+        stored: bytes of all payloads.
     """
 
     step: int
@@ -114,16 +118,15 @@ class EncodedStep:
     nbytes: int
     lossy: bool = False
     excess: tuple[Excess, ...] = ()
+    stored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stored", sum(tensor.stored for unit in self.units for tensor in unit))
 
     @property
     def tensors(self) -> int:
         """The number of tensors in the state."""
         return sum(len(unit) for unit in self.units)
-
-    @property
-    def stored(self) -> int:
-        """Bytes of all payloads."""
-        return sum(tensor.stored for unit in self.units for tensor in unit)
 
 
 @dataclass(slots=True)
