@@ -164,7 +164,6 @@ class FullSaves(SavePath):
             finally:
                 let_go()
                 job.finish()
-                self.tend()
 
         self.submit(lambda writers: in_scope(job.scope, lambda: work(writers))())
 
@@ -218,15 +217,21 @@ class FullSaves(SavePath):
         return self._commit.submit(in_scope(current_scope(), work)).result()
 
     def _end_of(self, space: SaveSpace) -> None:
-        """End the space of a save. Its upkeep, submitted before, retires its checkpoint if a newer save was faster."""
+        """Submit upkeep of the log after a save, then end its space. No save waits for it.
+
+        The upkeep retires the save's checkpoint if a newer save was faster, which frees space.
+        """
+
+        def upkeep() -> None:
+            try:
+                self._tend()
+            finally:
+                space.end()
+
         try:
-            self._commit.submit(space.end)
+            self._commit.submit(upkeep)
         except RuntimeError:  # closed meanwhile
             space.end()
-
-    def tend(self) -> None:
-        """Submit upkeep of the log. No save waits for it."""
-        self._commit.submit(self._tend)
 
     # -- for the writer
 
@@ -348,7 +353,6 @@ class FullSave:
         finally:
             self._leave()
             job.finish()
-            self._fulls.tend()
 
     def _stop(self) -> None:
         """Stop, because the job was given up."""
