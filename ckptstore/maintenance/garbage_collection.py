@@ -20,7 +20,7 @@ Any number of collectors may run, beside writers and readers. Any process that m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -132,13 +132,8 @@ def collect(
     watch = watch or PinWatch(backend)
     pins = watch.survey()
     keys = backend.list("seg/")
-    strangers = [key for key in keys if object_of(key) is None]
-    sizes: dict[str, int] = {}
-    for key in filter(catalog.collectable, keys):
-        try:
-            sizes[key] = _size(backend, key)
-        except ForeignObjectError:
-            strangers.append(key)
+    sizes, links = _sizes(backend, filter(catalog.collectable, keys))
+    strangers = [*(key for key in keys if object_of(key) is None), *links]
     if sizes:
         pins = _confirmed(pins, watch, backend)
     claimed = {key for key in sizes if pins.unreadable or _identity(key) in pins.segments}
@@ -163,6 +158,18 @@ def collect(
         spare,
         damage_of(catalog),
     )
+
+
+def _sizes(backend: Backend, keys: Iterable[str]) -> tuple[dict[str, int], list[str]]:
+    """The bytes of each of `keys`, and those of them that are no files of a store."""
+    sizes: dict[str, int] = {}
+    foreign = []
+    for key in keys:
+        try:
+            sizes[key] = _size(backend, key)
+        except ForeignObjectError:
+            foreign.append(key)
+    return sizes, foreign
 
 
 def _confirmed(pins: Survey, watch: PinWatch, backend: Backend) -> Survey:
