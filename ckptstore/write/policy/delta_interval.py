@@ -145,7 +145,7 @@ class DeltaSizes:
             return [0.7 * self.full] * len(gaps)
         last, at_last = known[-1], self.sizes[known[-1]]
         slope = _PRIOR_SLOPE * self.full
-        if len(known) > 1 and (older := bisect_right(known, last / 2)):
+        if older := bisect_right(known, last / 2):
             gap_older = known[older - 1]
             slope = max(0.0, (at_last - self.sizes[gap_older]) / math.log2(last / gap_older))
         found = []
