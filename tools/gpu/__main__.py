@@ -6,8 +6,9 @@ It has parts, which ``--part`` chooses:
   tests  every test that is marked for a CUDA device; one that skips counts as one that fails
   kills  trained on the device, killed with SIGKILL, restored in another process, compared bit for bit
   peers  the table of costs: torch.save, DCP, CheckFreq-like
-  saves  the table of costs: ckptstore's ways to save
-  table  peers and saves
+  saves  the table of costs: ckptstore's whole states
+  diffs  the table of costs: ckptstore's deltas and step diffs
+  table  peers, saves and diffs
 
 A part ends after three minutes at most, all of them after --minutes; cases that did not begin until then are reported
 as not run. It needs torch, numpy, xxhash, zstandard, click, rich, pytest and hypothesis.
@@ -22,7 +23,7 @@ saves, *kept* what of it is kept between saves; *host* the peak of resident and 
 agent's own; *equal* whether the newest checkpoint, restored, has the bits that were trained. The device is synchronized
 once in each iteration, before the save. Ways with top-k are compared with a loop that compresses its gradients.
 
-Without a device it says which tests there are, and ends with exit code 3 (``--device cpu`` runs peers, saves and kills
+Without a device it says which tests there are, and ends with exit code 3 (``--device cpu`` runs the table and the kills
 with a tiny model: does it run?). With a failure it ends with 1.
 """
 
@@ -48,10 +49,10 @@ from tools.gpu import suite, table
 __all__ = ["main"]
 
 NO_DEVICE: Final = 3
-PART_SECONDS: Final = 175.0
-PARTS: Final = ("tests", "peers", "saves", "kills")
-GROUPS: Final = {"table": ("peers", "saves")}
-_WAYS: Final = {"peers": table.PEERS, "saves": table.SAVES}
+PART_SECONDS: Final = 178.0
+PARTS: Final = ("tests", "peers", "saves", "diffs", "kills")
+GROUPS: Final = {"table": ("peers", "saves", "diffs")}
+_WAYS: Final = {"peers": table.PEERS, "saves": table.SAVES, "diffs": table.DIFFS}
 _SHM: Final = Path("/dev/shm")
 _WIDTH: Final = 1024
 """Of the model: 28 layers of it have 352 million parameters."""
@@ -63,16 +64,18 @@ _WIDTH: Final = 1024
 @click.option("--only", multiple=True, metavar="GLOB", help="Ways of the table, as 'full*'; repeatable.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--layers", default=28, show_default=True, type=click.IntRange(1), help="Of width 1024: 12.6 M each.")
-@click.option("--iteration", default=0.2, show_default=True, help="Seconds of an iteration without saves, about.")
+@click.option("--iteration", default=0.15, show_default=True, help="Seconds of an iteration without saves, about.")
 @click.option("--tokens", default=(8, 512), show_default=True, type=int, nargs=2, help="Of one micro-batch.")
 @click.option("--interval", default=10, show_default=True, type=click.IntRange(2), help="N: iterations between saves.")
-@click.option("--saves", default=6, show_default=True, type=click.IntRange(2), help="Of a block, at most.")
-@click.option("--seconds", default=6.0, show_default=True, help="Of a block, at most.")
+@click.option("--saves", default=5, show_default=True, type=click.IntRange(2), help="Of a block, at most.")
+@click.option("--seconds", default=4.0, show_default=True, help="Of a block, at most.")
 @click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Of the table.")
 @click.option("--store", type=click.Path(path_type=Path, file_okay=False), help="Where checkpoints are written: a tmpfs"
               " or a disk; default: /dev/shm if they fit there, else the folder for temporary files.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print a document as JSON.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the document here, as it grows.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the document here, as it grows."
+)
 def main(parts: tuple[str, ...], minutes: float, device: str, as_json: bool, out: Path | None, **asked: Any) -> None:
     """See the module."""
     began = time.monotonic()
@@ -154,6 +157,8 @@ def _table(
     load = Load(device, _WIDTH, asked["layers"], *asked["tokens"])
     plan = Plan(asked["interval"], asked["saves"], asked["seconds"])
     iteration = asked["iteration"]
+    if "load" in document:  # another part has found how many micro-batches an iteration takes
+        load, iteration = replace(load, micro=document["load"]["micro"]), 0.0
     if device == "cpu":
         load, plan, iteration = Load(device, 32, 1, 1, 8), Plan(3, 2, 3.0, 2), 0.0
     state = BYTES_PER_PARAMETER * 12 * load.layers * load.width**2

@@ -60,11 +60,20 @@ def watched(work: Callable[[], None], device: torch.device) -> Traffic | str:
     if ProfilerActivity.CUDA not in supported_activities():
         work()
         return "torch's profiler records no copies here (no CUPTI)"
-    with tempfile.TemporaryDirectory() as place:
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            work()
-            torch.cuda.synchronize(device)
-        path = Path(place) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        found = copies_in(json.loads(path.read_text()))
+    seen = profile(activities=[ProfilerActivity.CUDA])
+    try:
+        seen.start()
+    except RuntimeError as error:
+        work()
+        return f"torch's profiler did not start: {error}"
+    work()
+    torch.cuda.synchronize(device)
+    try:
+        seen.stop()
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "trace.json"
+            seen.export_chrome_trace(str(path))
+            found = copies_in(json.loads(path.read_text()))
+    except (RuntimeError, OSError, ValueError) as error:
+        return f"torch's profiler gave no trace: {error}"
     return "torch's profiler recorded no copies (no CUPTI?)" if found is None else found

@@ -1,8 +1,8 @@
 """One way to save in a training loop on a device: ``python -m tools.gpu.case WAY --dir FOLDER``, which prints JSON.
 
 The process trains without saves, then saves in blocks of iterations (warm-up, a save every so many iterations, a save
-every iteration), restores the newest checkpoint into other tensors, compares bit for bit, and trains without saves
-again. Each iteration synchronizes the device once, after the optimizer's step: the time of the call that saves is its
+every iteration), saves once more under a profiler, which slows down what comes after it, restores the newest checkpoint
+into other tensors, and compares bit for bit. Each iteration synchronizes the device once, after the optimizer's step: the time of the call that saves is its
 own, and the copies that it queued run beside the next iteration.
 """
 
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import gc
 import json
-import shutil
 import statistics
 import sys
 import time
@@ -62,13 +61,13 @@ class Plan:
         interval: iterations from save to save in the block with few saves; 0: there is none.
         saves: of each block, at most.
         seconds: of each block, at most; it ends with the save that is late.
-        plain: iterations without saves, before and after.
+        plain: iterations without saves.
     """
 
     interval: int = 10
-    saves: int = 6
-    seconds: float = 6.0
-    plain: int = 8
+    saves: int = 5
+    seconds: float = 4.0
+    plain: int = 10
 
 
 class Training(Trainer):
@@ -180,22 +179,35 @@ class _Loop:
     run: Run
     plan: Plan
 
-    def block(self, interval: int, saves: int, seconds: float) -> dict[str, Any]:
-        """Train with a save every `interval` iterations: `saves` of them, fewer if the time is up -> numbers."""
+    def block(self, interval: int, saves: int, seconds: float, lead: int = 0) -> dict[str, Any]:
+        """Train with a save every `interval` iterations -> numbers. Nothing is in flight before and after.
+
+        Args:
+            saves: how many count; fewer if the time is up.
+            lead: saves before those, which do not count: with them in flight the first one that counts waits for memory
+                as all later ones do.
+        """
         run = self.run
+        before = _written(run.strategy.folder)
+        # Half of an interval before the first save and half of one after the last: what a save slows down later counts.
+        half = interval // 2
+        save = -(-(run.trainer.step + half) // interval) * interval
+        run.interval = sys.maxsize if interval > 1 else 1
+        run.until(save - interval + half + lead)
+        start = run.trainer.step
         run.interval = interval
         run.iterations.clear()
         run.stalls.clear()
-        start, began = run.trainer.step, time.perf_counter()
-        # The first save comes after a whole interval, wherever the count of steps is.
-        end = -(-start // interval) * interval
-        for _ in range(saves):
-            end += interval
-            run.until(end)
+        began = time.perf_counter()
+        for number in range(1, saves + 1):
+            run.until(start + number * interval)
             if time.perf_counter() - began > seconds:
                 break
         wall = time.perf_counter() - began
         run.strategy.settle()
+        drained = time.perf_counter() - began - wall
+        written = _written(run.strategy.folder) - before
+        ways.tidied(run.strategy)
         durable = run.ledger.seconds(start)
         found = {
             "iterations": len(run.iterations),
@@ -205,8 +217,9 @@ class _Loop:
             "stalls_s": list(run.stalls),
             "stall_s": statistics.median(run.stalls) if run.stalls else None,
             "worst_stall_s": max(run.stalls, default=None),
-            "drain_s": time.perf_counter() - began - wall,
+            "drain_s": drained,
             "durable": len(durable),
+            "written_bytes": written / (len(run.stalls) + lead),
         }
         return found | ({"durable_s": statistics.median(durable)} if durable else {})
 
@@ -215,7 +228,7 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
     """Measure one way.
 
     Args:
-        folder: where it writes; what is there is not deleted.
+        folder: where it writes. The newest checkpoint stays there.
 
     Returns:
         numbers by name; bytes and seconds. ``losses`` is by interval: an iteration's mean over that of the loop without
@@ -248,19 +261,18 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
         strategy = kind(folder, training, Options(1, full_every=100), ledger)
         with _closed(strategy):
             loop = _Loop(Run(training, strategy, ledger, 1), plan)
-            first = _warmed(loop)
+            first = loop.block(1, 2, plan.seconds)  # touches memory, registers it, starts threads
             memory.restart()
             blocks = {}
             if plan.interval > 1 and not strategy.every_step:
-                blocks[plan.interval] = loop.block(plan.interval, max(1, plan.saves // 3), plan.seconds)
-            blocks[1] = loop.block(1, plan.saves, plan.seconds)
+                blocks[plan.interval] = loop.block(plan.interval, 2, plan.seconds)
+            # A way that blocks for seconds has nothing in flight.
+            blocks[1] = loop.block(1, plan.saves, plan.seconds, lead=2 if first["stall_s"] < 1.0 else 0)
             at_most = memory.peak()
             agent = ways.agent_of(strategy)
             if agent is not None:
                 result["agent_bytes"] = _resident(agent, "RssAnon")  # the shared buffers are in the trainer's
             result["pinned_unseen_bytes"] = memory.pinned() - before
-            result["written_bytes"] = _written(folder)
-            result["saves"] = len(ledger.began)
 
             def one_more() -> None:
                 run = loop.run
@@ -270,7 +282,7 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
             traffic = watched(one_more, training.device)
             if held is not None and peak is not None and at_most is not None:
                 result |= {"device_peak_bytes": at_most - peak, "device_held_bytes": (memory.held() or 0) - held}
-        result["first_stall_s"] = first
+        result["first_stall_s"] = first["stalls_s"][0]
     result["host_bytes"] = host.peak_rss + result["pinned_unseen_bytes"]
     result["traffic"] = asdict(traffic) if isinstance(traffic, Traffic) else None
     if isinstance(traffic, str):
@@ -283,9 +295,6 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
     trained = training.state()
     differs = f"the newest checkpoint is step {step}" if step != training.step else equal(trained, other.state())
     result["differs"] = differs
-    del other, trained
-    plain += training.timed(plan.plain)
-    result["plain_s"] = statistics.median(plain)
     result["blocks"] = {str(interval): block for interval, block in blocks.items()}
     result["losses"] = {name: one["iteration_s"] / result["plain_s"] - 1 for name, one in result["blocks"].items()}
     return result
@@ -301,15 +310,6 @@ def _closed(strategy: ways.Strategy) -> Iterator[None]:
             strategy.close()
         raise
     strategy.close()
-
-
-def _warmed(loop: _Loop) -> float:
-    """Save until memory is touched, registered and in use -> seconds of the first save's call."""
-    began = time.perf_counter()
-    first = loop.block(1, 2, float("inf"))["stalls_s"][0]
-    if time.perf_counter() - began < loop.plan.seconds:
-        loop.block(1, 2, loop.plan.seconds / 2)
-    return float(first)
 
 
 def _written(folder: Path) -> int:
@@ -335,8 +335,6 @@ def main() -> None:
             found = measured(asked.way, load, Plan(**asked.plan), asked.dir)
     except NotInThisBuildError as error:
         found = {"way": asked.way, "label": ways.WAYS[asked.way].label, "absent": str(error)}
-    finally:
-        shutil.rmtree(asked.dir, ignore_errors=True)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
 

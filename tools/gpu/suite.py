@@ -97,7 +97,12 @@ def run_tests(files: Sequence[Path], folder: Path, seconds: float | None = None)
     report, said = folder / "tests.xml", folder / "tests.txt"
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:xdist", f"--junitxml={report}"]
     if importlib.util.find_spec("pytest_timeout") is None:  # pyproject.toml sets its option, which is an error then
-        command += ["-o", "addopts=--import-mode=importlib --strict-markers", "-W", "ignore::pytest.PytestConfigWarning"]
+        command += [
+            "-o",
+            "addopts=--import-mode=importlib --strict-markers",
+            "-W",
+            "ignore::pytest.PytestConfigWarning",
+        ]
     with said.open("w") as out:
         status = _ended([*command, *map(str, files)], out, seconds)
     if status is not None and report.exists():

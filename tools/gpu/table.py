@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,21 +24,19 @@ from tools.warm import MODULES, Warm, WarmError
 if TYPE_CHECKING:
     from tools.gpu.case import Load, Plan
 
-__all__ = ["PEERS", "SAVES", "Measured", "Setup", "affordable", "measure", "show", "summary"]
+__all__ = ["DIFFS", "HELD", "LEAST", "PEERS", "SAVES", "Measured", "Setup", "affordable", "measure", "show", "summary"]
 
 PEERS: Final = ("torch.save", "checkfreq", "dcp-pinned", "dcp-async", "dcp-save")
-SAVES: Final = (
-    *("full", "full-agent", "layer-host", "topk-agent", "topk", "gradient-agent", "gradient", "delta"),
-    *("layer-device", "replica"),
-)
+SAVES: Final = ("full", "full-agent", "layer-host", "layer-device", "replica")
+DIFFS: Final = ("topk-agent", "gradient-agent", "delta", "topk", "gradient")
 """The parts of the table, in the order of `ways.WAYS`, which imports torch; a test compares them."""
 ROOT: Final = Path(__file__).resolve().parents[2]
 _MODULES: Final = (
     *MODULES,
     *("torch.distributed.checkpoint.staging", "torch.distributed.checkpoint.state_dict_saver", "torch.profiler"),
 )
-HELD: Final = 12
-"""Checkpoints that a case writes beside those of its block with a save every iteration, at most."""
+HELD: Final = 4
+"""Checkpoints that exist beside those of a block with a save every iteration, at most."""
 LEAST: Final = 20.0
 """Seconds that a case needs at least on a GPU: none begins with less."""
 
@@ -114,8 +113,9 @@ def measure(
         with Warm(_MODULES, env=dict(os.environ)) as warm:
             if setup.iteration > 0:
                 fit = _run(warm, setup, "fit", until)
-                if "failed" in fit:
-                    return setup, [replace(one, failed=fit["failed"]) for one in found.values()]
+                if "micro" not in fit:
+                    why = fit.get("failed", fit.get("late", ""))
+                    return setup, [replace(one, failed=why) for one in found.values()]
                 setup = replace(setup, load=replace(setup.load, micro=fit["micro"]))
                 told(f"{fit['micro']} micro-batches make an iteration of about {setup.iteration} s")
             for turn in range(rounds):
@@ -133,8 +133,12 @@ def _turn(warm: Warm, setup: Setup, before: Measured, turn: int, until: float) -
         return before
     left = until - time.monotonic()
     if left < setup.least:
-        return before if before.samples else replace(before, not_run=f"the time was up: {max(0.0, left):.0f} s were left")
+        return (
+            before if before.samples else replace(before, not_run=f"the time was up: {max(0.0, left):.0f} s were left")
+        )
     said = _run(warm, setup, before.way, until)
+    if "late" in said:
+        return before if before.samples else replace(before, not_run=said["late"])
     if "failed" in said or "absent" in said:
         return replace(before, failed=said.get("failed", ""), absent=said.get("absent", ""))
     wrong = f"restored differently: {said['differs']}" if said.get("differs") else ""
@@ -142,7 +146,7 @@ def _turn(warm: Warm, setup: Setup, before: Measured, turn: int, until: float) -
 
 
 def _run(warm: Warm, setup: Setup, way: str, until: float) -> dict[str, Any]:
-    """A case to its end -> what it said, or ``failed``."""
+    """A case to its end -> what it said, or why it did not: ``failed``, ``late`` (the time was up)."""
     seconds = min(setup.case_seconds, until - time.monotonic())
     folder = Path(tempfile.mkdtemp(prefix=f"gpu-{way}-", dir=setup.place))
     words = [sys.executable, "-W", "ignore", "-m", "tools.gpu.case", way, "--dir", str(folder)]
@@ -151,9 +155,10 @@ def _run(warm: Warm, setup: Setup, way: str, until: float) -> dict[str, Any]:
     try:
         done = warm.run(words, cwd=ROOT, env=dict(os.environ), timeout=max(0.1, seconds))
     except subprocess.TimeoutExpired:
-        return {"failed": f"it was ended after {seconds:.0f} s"}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        why = f"it was ended after {seconds:.0f} s"
+        return {"failed": why} if seconds >= setup.case_seconds else {"late": f"the time was up: {why}"}
+    finally:  # gigabytes of a tmpfs take seconds: the next case begins meanwhile
+        threading.Thread(target=shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}).start()
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("{"):
         return {"failed": (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]}
@@ -173,7 +178,7 @@ def affordable(saves: int, state_bytes: int, place: Path) -> int:
 # -- what people read
 
 _HEADS: Final = (
-    *("loss", "stall ms", "worst", "loss at N", "stall ms", "worst", "durable s", "to host MB", "pageable"),
+    *("ms/it", "loss", "stall ms", "worst", "loss at N", "stall ms", "worst", "durable s", "to host MB", "pageable"),
     *("device MB", "kept", "host MB", "stored MB", "restore s", "equal"),
 )
 
@@ -183,7 +188,6 @@ def summary(one: Measured, interval: int) -> dict[str, float | None]:
     block, rare = ("blocks", "1"), ("blocks", str(interval))
     agent = one.median("agent_bytes") or 0.0
     host = one.median("host_bytes")
-    written, saves = one.median("written_bytes"), one.median("saves")
     return {
         "iteration_s": one.median("plain_s"),
         "loss": one.median("losses", "1"),
@@ -201,7 +205,7 @@ def summary(one: Measured, interval: int) -> dict[str, float | None]:
         "device_peak_bytes": one.median("device_peak_bytes"),
         "device_held_bytes": one.median("device_held_bytes"),
         "host_bytes": None if host is None else host + agent,
-        "stored_bytes": None if written is None or not saves else written / saves,
+        "stored_bytes": one.median(*block, "written_bytes"),
         "restore_s": one.median("restore_s"),
         "first_stall_s": one.median("first_stall_s"),
     }
@@ -251,6 +255,7 @@ def _cells(row: dict[str, float | None]) -> list[str]:
         return "-" if value is None else format(value / scale, text)
 
     return [
+        cell("iteration_s", ".0f", 1e-3),
         cell("loss", ".1%"),
         cell("stall_s", ".1f", 1e-3),
         cell("worst_stall_s", ".1f", 1e-3),

@@ -7,6 +7,7 @@ benchmark has with the right settings is taken as it is.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,7 +18,7 @@ from tools.bench.pagecache import fsync
 from tools.bench.training_loop import Trainer
 from tools.bench.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Store, Strategy, newest
 
-__all__ = ["DENSITY", "WAYS", "agent_of", "compress"]
+__all__ = ["DENSITY", "WAYS", "agent_of", "compress", "tidied"]
 
 DENSITY: Final = 0.01
 _LINGER: Final = 5.0
@@ -27,6 +28,26 @@ _LINGER: Final = 5.0
 def _threads() -> int:
     """Threads of a writer: half of the cores, at most 8."""
     return max(2, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+def settings(_: Strategy) -> dict[str, Any]:
+    """Arguments of `Store.writer`. What the rules retire is deleted by `tidied` between two blocks."""
+    return {"threads": _threads(), "keep": ["last:1"]}
+
+
+def tidied(strategy: Strategy) -> None:
+    """Delete all checkpoints but the newest, so that a case fits on a tmpfs; nothing is in flight.
+
+    Step diffs are small, and stay: their newest needs those before it.
+    """
+    if isinstance(strategy, Store):
+        strategy.store.gc()
+        return
+    for _, path in newest(strategy.folder, "step-*")[1:]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def compress(trainer: Trainer) -> Any:
@@ -183,7 +204,7 @@ class Full(Store):
     in_flight = 2
 
     def settings(self) -> dict[str, Any]:
-        return {"threads": _threads()}
+        return settings(self)
 
 
 class Delta(Full):
@@ -288,13 +309,13 @@ WAYS: Final[dict[str, type[Strategy]]] = {
     "dcp-save": DcpSave,
     "full": Full,
     "full-agent": FullByAgent,
-    "layer-host": _kind(STRATEGIES["layer-host"], "ckptstore layer-wise, host"),
-    "topk-agent": _kind(Steps, "ckptstore gradient, top-k, by an agent", compressed=True, by_agent=True),
-    "topk": _kind(Steps, "ckptstore gradient, top-k", compressed=True),
-    "gradient-agent": _kind(Steps, "ckptstore gradient, by an agent", by_agent=True),
-    "gradient": _kind(Steps, "ckptstore gradient"),
-    "delta": Delta,
-    "layer-device": _kind(STRATEGIES["layer-device"], "ckptstore layer-wise, device"),
+    "layer-host": _kind(STRATEGIES["layer-host"], "ckptstore layer-wise, host", settings=settings),
+    "layer-device": _kind(STRATEGIES["layer-device"], "ckptstore layer-wise, device", settings=settings),
     "replica": _kind(Steps, "ckptstore replica", how="replica", by_agent=True),
+    "topk-agent": _kind(Steps, "ckptstore gradient, top-k, by an agent", compressed=True, by_agent=True),
+    "gradient-agent": _kind(Steps, "ckptstore gradient, by an agent", by_agent=True),
+    "delta": Delta,
+    "topk": _kind(Steps, "ckptstore gradient, top-k", compressed=True),
+    "gradient": _kind(Steps, "ckptstore gradient"),
 }
 """By the names that ``--only`` takes, those that matter most first: the time may be up before the last."""
