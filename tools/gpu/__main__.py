@@ -178,9 +178,10 @@ def _table(
         shutil.rmtree(folder, ignore_errors=True)
     document |= {"machine": described, "load": asdict(setup.load), "plan": asdict(setup.plan)}
     console.print(
-        f"{document['device']}; {described['cpu']}, {described['cores']} cores; torch {described['versions']['torch']}; "
-        f"{state / 1e9:.2f} GB of state and more; checkpoints on {described['filesystem']}; {setup.load.micro} "
-        f"micro-batches of {load.batch} x {load.context} tokens; {asked['rounds']} rounds",
+        f"{document['device']}; {described['cpu']}, {described['cores']} cores; "
+        f"torch {described['versions']['torch']}; {state / 1e9:.2f} GB of state and more; "
+        f"checkpoints on {described['filesystem']}; {asked['rounds']} rounds; "
+        f"{setup.load.micro} micro-batches of {load.batch} x {load.context} tokens",
         highlight=False,
     )
     table.show(console, setup, found)

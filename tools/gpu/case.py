@@ -2,8 +2,8 @@
 
 The process trains without saves, then saves in blocks of iterations (warm-up, a save every so many iterations, a save
 every iteration), saves once more under a profiler, which slows down what comes after it, restores the newest checkpoint
-into other tensors, and compares bit for bit. Each iteration synchronizes the device once, after the optimizer's step: the time of the call that saves is its
-own, and the copies that it queued run beside the next iteration.
+into other tensors, and compares bit for bit. Each iteration synchronizes the device once, after the optimizer's step:
+the time of the call that saves is its own, and the copies that it queued run beside the next iteration.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _reported(report: Path) -> Iterator[Row]:
 
 
 def _ended(command: Sequence[str], out: Any, seconds: float | None, trouble: Any = subprocess.STDOUT) -> int | None:
-    """Run a command, and everything that it starts, to its end -> its status; None: the time was up, and it is killed."""
+    """Run a command to its end -> its status. None: the time was up, and it is killed with all that it started."""
     with subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=trouble, text=True, start_new_session=True) as process:
         try:
             return process.wait(seconds)

@@ -163,7 +163,7 @@ class DcpAsync(DcpSave):
 
 
 class DcpPinned(DcpAsync):
-    """`async_save` with a `BlockingAsyncStager` that keeps its pinned memory: the call returns when the copy is done."""
+    """`async_save` with a `BlockingAsyncStager` that keeps its pinned memory: the call returns when all is copied."""
 
     label = "DCP async_save, warm pinned stager"
 
