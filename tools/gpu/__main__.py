@@ -14,14 +14,18 @@ A part ends after three minutes at most, all of them after --minutes; cases that
 as not run. It needs torch, numpy, xxhash, zstandard, click, rich, pytest and hypothesis.
 
 The table: a GPT with AdamW is trained on the device without saves, then with a save every N iterations, then with one
-every iteration, each way in a process of its own. *loss* is the mean time of an iteration over that of the same process
-without saves, less 1; *stall* the time for which the loop stands in the call that saves and in waits that the way asks
-for (median, worst); *durable* from the call until the files are synced, with a save every N iterations if the way can;
-*to host* the bytes that one save copies over the bus, *pageable* those of them that the host waits for, both from
-records of torch's profiler; *device* by how much the peak of torch's device memory is above that of the loop without
-saves, *kept* what of it is kept between saves; *host* the peak of resident and pinned memory above that loop's, and an
-agent's own; *equal* whether the newest checkpoint, restored, has the bits that were trained. The device is synchronized
-once in each iteration, before the save. Ways with top-k are compared with a loop that compresses its gradients.
+every iteration, each way in a process of its own. Ways with top-k are compared with a loop that compresses its
+gradients. The device is synchronized once in each iteration, before the save.
+
+\b
+  loss      mean time of an iteration over that of the same process without saves, less 1
+  stall     time that the loop stands in the call that saves, and in waits that the way asks for: median, worst
+  durable   from the call until the files are synced; with a save every N iterations if the way has such saves
+  to host   bytes that one save copies over the bus, from records of torch's profiler; pageable: the host waits for them
+  device    the peak of torch's device memory, less that of the loop without saves; kept: what stays between saves
+  host      the peak of resident and pinned memory, less what the loop without saves has; and an agent's own
+  stored    bytes of the newest checkpoint on the medium; all ways write new files
+  equal     the newest checkpoint, restored, has the bits that were trained
 
 Without a device it says which tests there are, and ends with exit code 3 (``--device cpu`` runs the table and the kills
 with a tiny model: does it run?). With a failure it ends with 1.

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -188,7 +189,6 @@ class _Loop:
                 as all later ones do.
         """
         run = self.run
-        before = _written(run.strategy.folder)
         # Half of an interval before the first save and half of one after the last: what a save slows down later counts.
         half = interval // 2
         save = -(-(run.trainer.step + half) // interval) * interval
@@ -206,7 +206,6 @@ class _Loop:
         wall = time.perf_counter() - began
         run.strategy.settle()
         drained = time.perf_counter() - began - wall
-        written = _written(run.strategy.folder) - before
         ways.tidied(run.strategy)
         durable = run.ledger.seconds(start)
         found = {
@@ -219,7 +218,6 @@ class _Loop:
             "worst_stall_s": max(run.stalls, default=None),
             "drain_s": drained,
             "durable": len(durable),
-            "written_bytes": written / (len(run.stalls) + lead),
         }
         return found | ({"durable_s": statistics.median(durable)} if durable else {})
 
@@ -292,6 +290,7 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
     other.take()  # so that there are moments to load into
     step = kind.restore(folder, other)
     result["restore_s"] = time.perf_counter() - began
+    result["stored_bytes"] = ways.stored(folder)
     trained = training.state()
     differs = f"the newest checkpoint is step {step}" if step != training.step else equal(trained, other.state())
     result["differs"] = differs
@@ -312,10 +311,6 @@ def _closed(strategy: ways.Strategy) -> Iterator[None]:
     strategy.close()
 
 
-def _written(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("way", choices=[*ways.WAYS, "fit"])
@@ -324,6 +319,7 @@ def main() -> None:
     parser.add_argument("--plan", type=json.loads, default={})
     parser.add_argument("--iteration", type=float, default=0.0)
     asked = parser.parse_args()
+    os.environ.setdefault("CKPTSTORE_RECYCLE", "never")  # every way writes new files
     load = Load(**asked.load)
     if load.device == "cuda":
         torch.set_float32_matmul_precision("high")

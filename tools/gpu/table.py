@@ -205,7 +205,7 @@ def summary(one: Measured, interval: int) -> dict[str, float | None]:
         "device_peak_bytes": one.median("device_peak_bytes"),
         "device_held_bytes": one.median("device_held_bytes"),
         "host_bytes": None if host is None else host + agent,
-        "stored_bytes": one.median(*block, "written_bytes"),
+        "stored_bytes": one.median("stored_bytes"),
         "restore_s": one.median("restore_s"),
         "first_stall_s": one.median("first_stall_s"),
     }

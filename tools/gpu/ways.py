@@ -18,7 +18,7 @@ from tools.bench.pagecache import fsync
 from tools.bench.training_loop import Trainer
 from tools.bench.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Store, Strategy, newest
 
-__all__ = ["DENSITY", "WAYS", "agent_of", "compress", "tidied"]
+__all__ = ["DENSITY", "WAYS", "agent_of", "compress", "stored", "tidied"]
 
 DENSITY: Final = 0.01
 _LINGER: Final = 5.0
@@ -48,6 +48,16 @@ def tidied(strategy: Strategy) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def stored(folder: Path) -> int:
+    """Bytes of the newest checkpoint on the medium: a step diff's are its own."""
+    if (store := folder / "store").exists():
+        import ckptstore
+
+        return ckptstore.open(store).checkpoints()[-1].stored
+    _, path = newest(folder, "step-*")[0]
+    return sum(one.stat().st_size for one in ([path] if path.is_file() else path.rglob("*")))
 
 
 def compress(trainer: Trainer) -> Any:
