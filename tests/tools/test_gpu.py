@@ -19,8 +19,8 @@ from tools.gpu.table import Measured
 torch = pytest.importorskip("torch")
 
 from tests.forms import in_turn  # noqa: E402 - torch decides whether this file runs at all
-from tools.bench.training_loop import Trainer, tensors  # noqa: E402
-from tools.bench.training_strategies import NotInThisBuildError  # noqa: E402
+from tools.bench.training.training_loop import Trainer, tensors  # noqa: E402
+from tools.bench.training.training_strategies import NotInThisBuildError  # noqa: E402
 from tools.device import simulated, why_not  # noqa: E402
 from tools.gpu import bus, case, ways  # noqa: E402
 

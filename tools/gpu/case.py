@@ -24,9 +24,9 @@ from typing import Any, Final
 import torch
 
 from tools.bench.measure import Measurement
-from tools.bench.training_loop import Shape, Trainer, tensors
-from tools.bench.training_strategies import Ledger, NotInThisBuildError, Options
-from tools.bench.training_worker import Run
+from tools.bench.training.training_loop import Shape, Trainer, tensors
+from tools.bench.training.training_strategies import Ledger, NotInThisBuildError, Options
+from tools.bench.training.training_worker import Run
 from tools.gpu import ways
 from tools.gpu.bus import Traffic, watched
 

@@ -28,8 +28,8 @@ __all__ = ["KILLS", "Row", "has_device", "marked_tests", "run_benchmark", "run_t
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 KILLS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("tools.bench.every_step", ("--only", "recover/dense-agent")),
-    ("tools.bench.every_step", ("--only", "recover/storage")),
+    ("tools.bench.training.every_step", ("--only", "recover/dense-agent")),
+    ("tools.bench.training.every_step", ("--only", "recover/storage")),
     ("tools.bench.training", ("--only", "kill/ckptstore-2/1", "--intervals", "1")),
     ("tools.bench.training", ("--only", "kill/gradient-diffs/1", "--intervals", "1")),
     ("tools.bench.training", ("--only", "kill/layer-host/1", "--intervals", "1")),

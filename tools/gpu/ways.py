@@ -1,6 +1,6 @@
 """The ways to save that the table compares: the peers', with warm pinned memory where they have it, and ckptstore's.
 
-They are strategies of the training benchmark (`tools.bench.training_strategies`) with settings for a device. What that
+They are strategies of the training benchmark (`tools.bench.training.training_strategies`) with settings for a device. What that
 benchmark has with the right settings is taken as it is.
 """
 
@@ -13,10 +13,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from tools.bench import training_strategies
-from tools.bench.pagecache import fsync
-from tools.bench.training_loop import Trainer
-from tools.bench.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Store, Strategy, newest
+from tools.bench.storage.pagecache import fsync
+from tools.bench.training import training_strategies
+from tools.bench.training.training_loop import Trainer
+from tools.bench.training.training_strategies import (
+    STRATEGIES,
+    Ledger,
+    NotInThisBuildError,
+    Options,
+    Store,
+    Strategy,
+    newest,
+)
 
 __all__ = ["DENSITY", "WAYS", "agent_of", "compress", "stored", "tidied"]
 
