@@ -1,7 +1,7 @@
 """The ways to save that the table compares: the peers', with warm pinned memory where they have it, and ckptstore's.
 
-They are strategies of the training benchmark (`tools.bench.training.training_strategies`) with settings for a device. What that
-benchmark has with the right settings is taken as it is.
+They are strategies of the training benchmark (`tools.bench.training.training_strategies`) with settings for a device.
+What that benchmark has with the right settings is taken as it is.
 """
 
 from __future__ import annotations
