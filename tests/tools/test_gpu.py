@@ -96,12 +96,13 @@ def test_a_benchmark_that_cannot_run_is_a_failure(tmp_path: Path) -> None:
     assert "no_such_module" in row.words
 
 
-def test_a_benchmark_that_does_not_end_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [100.0, 0.4])
+def test_a_benchmark_that_does_not_end_is_ended(tmp_path: Path, left: float) -> None:
     module, options = suite.KILLS[0]
     began = time.monotonic()
-    (row,) = suite.run_benchmark(module, options, tmp_path, quick=True, device="cpu", seconds=0.5)
+    (row,) = suite.run_benchmark(module, options, tmp_path, quick=True, device="cpu", seconds=0.5, left=left)
     assert time.monotonic() - began < 60
-    assert (row.good, row.name) == (False, options[1])
+    assert (row.outcome, row.name) == ("not run" if left < 0.5 else "failed", options[1])
     assert "ended after" in row.words
 
 

@@ -144,7 +144,9 @@ def _rows(part: str, device: str, until: float, console: Console, scratch: Path)
             if left < 15:
                 rows.append(suite.Row(module, options[1], "not run", words=f"{max(0.0, left):.0f} s were left"))
                 continue
-            rows += suite.run_benchmark(module, options, scratch, quick=device == "cpu", device=device, seconds=left)
+            rows += suite.run_benchmark(
+                module, options, scratch, quick=device == "cpu", device=device, seconds=60, left=left
+            )
             console.print(f"{rows[-1].name}: {rows[-1].outcome} {rows[-1].words}", highlight=False)
     suite.show(console, rows)
     return [asdict(row) for row in rows], all(row.good for row in rows)

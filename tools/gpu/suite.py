@@ -148,19 +148,28 @@ def run_benchmark(
     quick: bool,
     device: str = "cuda",
     seconds: float | None = None,
+    left: float = float("inf"),
 ) -> Iterator[Row]:
-    """Run one case of a benchmark with its model on the device."""
+    """Run one case of a benchmark with its model on the device.
+
+    Args:
+        seconds: after which it has failed, and is ended.
+        left: seconds that are left for all: after them it is ended, and counts as not run.
+    """
+    limit = left if seconds is None else min(seconds, left)
     command = [sys.executable, "-m", module, "--device", device, "--rounds", "1", "--json", "--out", str(folder)]
     command += [*options, *(["--quick"] if quick else [])]
     name = next((one for one in options if "/" in one), "all")
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as trouble:
-        status = _ended(command, out, seconds, trouble)
+        status = _ended(command, out, None if limit == float("inf") else limit, trouble)
         for one in (out, trouble):
             one.seek(0)
         lines = [line for line in out.read().splitlines() if line.startswith("{")]
         said = trouble.read()
     if status is None:
-        yield Row(module, name, "failed", words=f"it was ended after {seconds:.0f} s")
+        late = limit == left
+        words = f"{'the time was up: ' if late else ''}it was ended after {limit:.0f} s"
+        yield Row(module, name, "not run" if late else "failed", words=words)
     elif not lines:
         yield Row(module, name, "failed", words=_last(said))
     else:
