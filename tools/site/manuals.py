@@ -19,7 +19,7 @@ from ckptstore.cli.main import cli
 __all__ = ["commands", "page", "pages", "write"]
 
 _SEE: Final = (
-    "The documentation says more (docs/cli.md of the repository), and describes what --json prints (docs/json.md)."
+    "docs/cli.md of the repository says more, and docs/json.md describes what --json prints."
 )
 
 
