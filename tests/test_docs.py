@@ -35,7 +35,6 @@ ELSEWHERE = {
     "agent.md": "tests/agent/test_agent_docs.py",
     "following.md": "tests/following/test_docs.py",
     "checkpointer.md": "tests/training/test_checkpointer_docs.py",
-    "layerwise.md": "tests/training/test_layerwise_docs.py",
     "operations.md": "tests/cli/test_operations_docs.py",
     "retention.md": "tests/maintenance/test_retention_docs.py",
 }
@@ -47,6 +46,7 @@ NOT_RUN = {
     ("object-stores.md", 1): "a host of somebody's; tests/backends/test_fsspec_files.py opens such file systems",
     ("tiers.md", 0): "a bucket of somebody's; tests/tiers/test_tiers.py has such stores on a server here",
     ("tuning.md", 1): "tests/tuning/test_interval_controller.py runs it, and looks at what it prints",
+    ("writer.md", 2): "tests/training/test_layerwise_docs.py runs it, and looks at what it prints",
     ("persistent-memory.md", 0): "a mounted /mnt/pmem0; tests/backends/test_pmem.py opens such URLs in folders",
 }
 """(page, number of the block) -> why it is not run."""
@@ -98,9 +98,9 @@ optimizer = torch.optim.AdamW(model.parameters())
 with ckptstore.open("runs/a").writer() as writer:
     writer.save(state(), 1)
 """,
-    ("steps.md", 0): TRAINING,
     ("tuning.md", 0): "seconds, nbytes = 2000.0, 8_700_000_000",
     ("writer.md", 0): TRAINING + "state = state()",
+    ("writer.md", 1): TRAINING,
 }
 """(page, number of the block) -> what the page takes for granted there."""
 
