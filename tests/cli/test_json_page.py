@@ -22,7 +22,7 @@ SECTIONS = {
 def test_every_command_is_on_the_page() -> None:
     sections = re.findall(r"^## ckpt (\w+)", JSON.read_text(), re.MULTILINE)
     assert set(sections) == set(COMMANDS)
-    assert [name for name in sections if not documented(f"ckpt {name}")] == ["analyze"]  # has a page of its own
+    assert all(documented(f"ckpt {name}") for name in sections)
 
 
 LINES = {
