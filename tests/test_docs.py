@@ -88,7 +88,7 @@ BEFORE = {
         0,
     ): "import os; os.environ |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=A_PORT, RANK='0', WORLD_SIZE='1')",
     ("ranks.md", 1): FOUR_RANKS,
-    ("reading-shards.md", 0): TRAINING
+    ("ranks.md", 2): TRAINING
     + """
 import numpy
 class dist:
