@@ -2,7 +2,8 @@
 
 Python blocks: of the pages in `ELSEWHERE` another test runs them, blocks with ``>>>`` run as doctests, and any other
 runs as a script in a process of its own, after what `BEFORE` puts in front of it. Console blocks: every ``$ ckpt`` line
-of every page is parsed by the command itself, and those of cli.md and cli-options.md run. A page that is new is found by itself.
+of every page is parsed by the command itself, and those of cli.md and cli-options.md run. A page that is new is found
+by itself.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ from ckptstore.cli.main import cli
 
 __all__ = ["commands", "page", "pages", "write"]
 
-_SEE: Final = (
-    "docs/cli.md of the repository says more, and docs/json.md describes what --json prints."
-)
+_SEE: Final = "docs/cli.md of the repository says more, and docs/json.md describes what --json prints."
 
 
 def write(target: Path, version: str) -> list[Path]:
