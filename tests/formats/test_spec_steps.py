@@ -254,7 +254,7 @@ def test_rules_in_the_docs_are_those_of_the_page() -> None:
     expected: dict[str, set[str]] = {}
     for rule in rules():
         expected.setdefault(rule.params["rule"], set()).update(rule.params)
-    assert said == expected
+    assert said == expected, "the parameters of each rule in docs/optimizer.md, section The bytes"
     for sentence in (
         r"`\[b \* 0\]`(, which is| \(which is) -0 or NaN for some b",
         r"`momentum_buffer`: `\[b \* \{?momentum\}?\]`",
