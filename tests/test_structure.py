@@ -83,8 +83,8 @@ def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> N
 
 
 def test_the_page_of_modules_is_written_anew() -> None:
-    """`python -m tools.structure --modules docs/modules.md` does that."""
-    assert (ROOT / "docs" / "modules.md").read_text(encoding="utf-8") == modules_page(tree())
+    page = (ROOT / "docs" / "modules.md").read_text(encoding="utf-8")
+    assert page == modules_page(tree()), "`python -m tools.structure --modules docs/modules.md` writes the page"
 
 
 def test_no_two_modules_have_one_name() -> None:
@@ -93,7 +93,8 @@ def test_no_two_modules_have_one_name() -> None:
     for name in tree().modules.keys() - {room.name for room in tree().rooms()}:
         if not name.startswith("ckptstore.cli.commands."):
             homes.setdefault(name.rpartition(".")[2], []).append(name)
-    assert {name: sorted(found) for name, found in homes.items() if len(found) > 1} == {}
+    twice = {name: sorted(found) for name, found in homes.items() if len(found) > 1}
+    assert not twice, f"rename one of these modules: {twice}"
 
 
 _IMPORTS = r"(?i:\bimports?) .*"

@@ -472,12 +472,16 @@ class BackendConformance:
             assert all(pool.map(read, range(40)))
         source.close()
 
-    def test_reading_past_the_end_is_corruption(self, backend: Backend) -> None:
+    @pytest.mark.parametrize(
+        ("offset", "length"), [(0, BLOCK + 2), (BLOCK + 1, 1), (1 << 60, 1), (-1, 1), (0, 4 << 20)]
+    )
+    def test_reading_past_the_end_is_corruption(self, backend: Backend, offset: int, length: int) -> None:
         write_segment(backend, filled(BLOCK + 1))
-        with backend.open_source(SEGMENT) as source:
-            for offset, length in ((0, BLOCK + 2), (BLOCK + 1, 1), (1 << 60, 1), (-1, 1), (0, 4 << 20)):
-                with pytest.raises(CorruptSegmentError, match="0123456789abcdef"):
-                    source.read_into(offset, aligned(length))
+        with (
+            backend.open_source(SEGMENT) as source,
+            pytest.raises(CorruptSegmentError, match="0123456789abcdef"),
+        ):
+            source.read_into(offset, aligned(length))
 
     def test_a_closed_source_gives_nothing(self, backend: Backend) -> None:
         write_segment(backend, filled(BLOCK))

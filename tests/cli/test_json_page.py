@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.cli.main import COMMANDS
-from tests.cli.conftest import JSON, Run, documented
+from tests.cli.conftest import DOCS, JSON, Run, documented
 
 SECTIONS = {
     "log STORE STORE": ("log", 1),
@@ -19,10 +19,12 @@ SECTIONS = {
 """Second forms of a document: which block of which section shows it."""
 
 
-def test_every_command_is_on_the_page() -> None:
+def test_every_command_is_on_the_pages() -> None:
     sections = re.findall(r"^## ckpt (\w+)", JSON.read_text(), re.MULTILINE)
-    assert set(sections) == set(COMMANDS)
+    assert set(sections) == set(COMMANDS), "docs/json.md has a section for each command"
     assert all(documented(f"ckpt {name}") for name in sections)
+    listed = re.findall(r"^\| \[`ckpt (\w+)[^`]*`\]", DOCS.read_text().partition("## ")[0], re.MULTILINE)
+    assert {*listed} == set(COMMANDS), "the table at the top of docs/cli.md has a row for each command"
 
 
 LINES = {
@@ -51,9 +53,12 @@ LINES = {
     "doctor": "{} --quick",
     "completion": "bash",
 }
+ELSEWHERE = {"analyze", "bisect", "merge", "tune"}
+"""Commands whose documents need more than one line on that store: the files of these commands test them."""
 
 
 def test_the_documents_are_so(ckpt: Run, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {*LINES} == ({*COMMANDS} | {*SECTIONS}) - ELSEWHERE, "LINES above has a command line for each document"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name, line in LINES.items():

@@ -157,7 +157,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_nothing_is_wider_than_the_terminal(world: Path, tmp_path: Path) -> None:
-    assert SCREENS.keys() == COMMANDS.keys()
+    assert SCREENS.keys() == COMMANDS.keys(), "SCREENS above has what is typed for each command"
     here = shutil.copytree(world, tmp_path / "here")
     lines = [line for typed in SCREENS.values() for line in typed] + MISTAKES
     wide = []

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import kernel_choice, optim
+from tests.formats import test_optim
 from tests.forms import short_or
 from tools.conformance.page import steps as page
 from tools.conformance.page.codecs import RefusedError
+from tools.fuzz.optimizers import RULES as FUZZED
 
 SPEC = (Path(ckptstore.formats.__file__).parent / "SPEC.md").read_text(encoding="utf-8")
 FIRST, LATER = optim.Step(count=1, lr=1e-2), optim.Step(count=9, lr=1e-3, clip=0.37, loss_scale=1024.0)
@@ -217,16 +219,23 @@ def test_an_encoding_has_its_own_forms(encoding: Any, form: int) -> None:
 def test_other_arithmetic_is_another_id_and_is_refused(unknown: str) -> None:
     """Never taken for the one that this version knows: a name alone is no id."""
     params = {**GROUPS["adamw"].rule(LATER).params, "rule": unknown}
-    known = "this version knows adam/1, sgd/1, skip/1"
+    known = f"this version knows {', '.join(optim.RULES)}"
     with pytest.raises(IncompatibleFormatError, match=f"unknown optimizer rule '{unknown}': {known}"):
         optim.rule(params)
     with pytest.raises(RefusedError):
         page.Rule(params)
 
 
+def test_every_rule_is_tried() -> None:
+    groups = {rule.params["rule"] for group in test_optim.GROUPS.values() for rule in [group.rule(LATER)]}
+    assert {rule.params["rule"] for rule in RULES} == {*optim.RULES}, "GROUPS above has each optimizer"
+    assert groups == {*optim.RULES} - {"skip/1"}, "GROUPS in tests/formats/test_optim.py has each optimizer"
+    assert {rule.params["rule"] for rule in FUZZED} == {*optim.RULES}, "RULES in tools/fuzz/optimizers.py has each rule"
+
+
 def test_rules_are_those_of_the_page() -> None:
     rows = re.findall(r"^\| `(\w+/\d+)` \|([^|]+)\|([^|]+)\|$", SPEC, re.MULTILINE)
-    assert [row[0] for row in rows] == list(optim.RULES)
+    assert [row[0] for row in rows] == list(optim.RULES), "the rows of the table in SPEC 5.5.1, in the order of RULES"
     members = {row[0]: set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", row[2]))) for row in rows}
     for rule in RULES:
         told = members[rule.params["rule"]] | {"rule"}

@@ -491,8 +491,8 @@ def stored(path: Path, state: Callable[[], Any], updates: Callable[[], Any], tra
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("wrapped", "Wrapper is none of torch.optim's SGD, Adam and AdamW; give OptimizerStep what it wraps, its"),
-        ("unknown", "RMSprop is none of torch.optim's SGD, Adam and AdamW [2]"),
+        ("wrapped", f"Wrapper is none of torch.optim's {optim.listed()}; give OptimizerStep what it wraps, its"),
+        ("unknown", f"RMSprop is none of torch.optim's {optim.listed()} [2]"),
         ("clones", "the state does not hold the memory that the optimizer moves, but copies"),
         ("weights", "the state holds only some of a parameter and what the optimizer keeps for it"),
         ("decay", "AdamW: a learning rate of nan [2]"),

@@ -1,8 +1,8 @@
 """Golden files: what this version writes, kept so that every later version reads it.
 
 ``python -m tools.golden`` makes those that are missing, the same bytes each time (but for another version of zstd,
-which the files name). From the freeze of format 1 on, later versions add files, and change none
-(``tests/golden/frozen-1.json`` will have their hashes).
+which the files name). Format 1 is frozen: later versions add files, and change none (``tests/golden/frozen-1.json``
+has their hashes). So a new codec or rule gets a set of files of its own: `golden_set`.
 
 ``formats/golden``
     ``segments-1.json`` and segments in both forms; ``codecs-1.json``, every codec; ``steps-1.json``, optimizer steps of

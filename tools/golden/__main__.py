@@ -18,7 +18,7 @@ def main(again: bool, freeze: bool) -> None:
         everything.make(everything.ROOT)
     else:
         for name in everything.main():
-            click.echo(f"{name}: this version writes other bytes; the file stays as it is")
+            click.echo(f"{name} is frozen and stays as it is: this version, or its zstd, writes other bytes")
 
 
 main()

@@ -6,7 +6,6 @@ They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: were it to chan
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,16 +13,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import zstandard
 
 from ckptstore.formats import optim
-from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.digest import digest
 from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.segment_files.layout import TensorSpec
 from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
 from ckptstore.formats.segment_files.segment_steps import StepEncoding
 from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower_params
+from tools.golden.golden_set import GoldenSet, write
 from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "steps-1-base.safetensors"
@@ -110,8 +109,12 @@ def _example(label: str, rule: optim.Rule, gradient: Any, count: int = 200, para
     return Example(StepGroup(encoding, rule, members), old, new, payload.tobytes())
 
 
-def examples() -> Iterator[Example]:
+def examples() -> list[Example]:
     """Every rule in every variant as a prediction and a replay; every form of gradient; parameters end to end."""
+    return [*_examples()]
+
+
+def _examples() -> Iterator[Example]:
     dense = _numbers(40, 200, 1e-3)
     for number, optimizer in enumerate(_OPTIMIZERS):
         for step in (_FIRST, _LATER):
@@ -159,15 +162,14 @@ def step_segment(
     return packed(SegmentDoc(RUN, 1, "d" * 32, told, parents={1: None}, trees=trees), {21: entries})[0]
 
 
+SETS: tuple[GoldenSet[Example], ...] = (GoldenSet("steps-1.json", BASE, STEPS, examples),)
+"""The golden files of all rules. The files of a set that is here never change: a later rule gets a row of its own."""
+
+
 def main(folder: Path) -> None:
-    """Write the two segments and ``steps-1.json`` to `folder`."""
-    found = list(examples())
-    segments = {BASE: base_segment(found), STEPS: step_segment(found)}
-    hashes = {}
-    for name, data in segments.items():
-        (folder / name).write_bytes(data)
-        header = data[: 8 + int.from_bytes(data[:8], "little")]
-        hashes[name] = {"hash": xxh3_128(data), "header_hash": header_hash(header)}
-    images = {name: xxh3_128(part.tobytes()) for e in found for name, part in e.tensors(e.new).items()}
-    text = json.dumps({"zstd": list(zstandard.ZSTD_VERSION), "segments": hashes, "images": images}, indent=1)
-    (folder / "steps-1.json").write_text(text + "\n", encoding="ascii")
+    """Write the files of each set to `folder`."""
+    for one in SETS:
+        found = list(one.examples())
+        segments = {one.base: base_segment(found), one.change: step_segment(found)}
+        images = ((name, part.tobytes()) for e in found for name, part in e.tensors(e.new).items())
+        write(folder, one.listing, segments, images)
