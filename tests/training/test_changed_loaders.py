@@ -42,7 +42,7 @@ from tests.write.rank_threads import as_ranks  # noqa: E402
 # torchdata asks torch for something that torch has given up.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
-TWICE = "that were given out come a second time if the loader still has them, and none is left out"
+TWICE = "already yielded are repeated if the loader still has them, and none is skipped"
 
 
 def taken(batches: Iterator[Any], count: int = 10**9) -> list[list[int]]:
@@ -133,7 +133,7 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
                 batches.load_state_dict(state)
             changed = any(one[what][life] != one[what][life - 1] for what in ("ranks", "sizes"))
             assert bool(said) == changed
-            found = re.search(r"and (\d+) samples a second time", said)
+            found = re.search(r"and (\d+) are repeated so that", said)
             more = int(found[1]) if found else 0
             if changed and len(set(seen)) < one["samples"]:  # those come last
                 twice = more
@@ -194,8 +194,8 @@ def test_another_batch_size_goes_on_in_the_same_order() -> None:
     first, state = cut_off(DataLoader(data, batch_size=4, shuffle=True), 3)
     batches, said = resumed(DataLoader(data, batch_size=10, shuffle=True), state)
     assert said == (
-        "loader: a batch had 4 samples, and has 10 now; the epoch continues after the 12 samples that were given out: "
-        "the other 28 come once each"
+        "loader: a batch had 4 samples, and has 10 now; the epoch continues after the 12 samples already yielded: "
+        "the other 28 are yielded once each"
     )
     rest = taken(iter(batches))
     assert [len(batch) for batch in rest] == [10, 10, 8]
@@ -223,10 +223,10 @@ def test_a_dataset_that_grew(kind: Any) -> None:
     assert flat(first) + flat(taken(iter(batches))) == list(range(15))
 
 
-def test_a_dataset_that_shrank_to_less_than_was_given_out() -> None:
+def test_a_dataset_that_shrank_below_the_samples_already_yielded() -> None:
     _, state = cut_off(DataLoader(list(range(12)), batch_size=2), 3)
     batches, said = resumed(DataLoader(list(range(5)), batch_size=2), state)
-    assert said.endswith("all samples of the epoch were given out (6)")
+    assert said.endswith("all samples of the epoch were already yielded (6)")
     assert taken(iter(batches)) == []
     assert flat(taken(iter(batches))) == list(range(5))
 
@@ -262,7 +262,7 @@ class Split(IterableDataset[int]):
 def test_a_stream_that_other_workers_divide() -> None:
     _, state = cut_off(DataLoader(Split(), 4), 3)
     _, told = resumed(DataLoader(Split(), 4, num_workers=2), state)
-    assert "some may come a second time, or not at all" in told
+    assert "some samples may be repeated or skipped" in told
 
 
 def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
@@ -308,7 +308,9 @@ class Thinned(Sampler[int]):
 def test_a_sampler_of_the_script_s_own_that_has_another_length() -> None:
     _, state = cut_off(DataLoader(list(range(12)), sampler=Thinned(2)), 2)
     batches, said = resumed(DataLoader(list(range(12)), sampler=Thinned(3)), state)
-    assert "the sampler gave 6 samples in an epoch, and gives 4 now; loader: sampler.each was 2, and is 3 now" in said
+    assert (
+        "the sampler yielded 6 samples in an epoch, and yields 4 now; loader: sampler.each was 2, and is 3 now" in said
+    )
     assert "the epoch starts again" in said
     assert flat(taken(iter(batches))) == [0, 3, 6, 9]
 
@@ -358,7 +360,7 @@ def test_a_generator_that_came_or_went_begins_the_epoch_anew(first: bool) -> Non
     batches, told = resumed(loader(not first), state)
     assert sorted(flat(taken(iter(batches)))) == list(range(22))
     assert "the order of samples was drawn from" in told
-    assert "the 12 samples that were given out come a second time" in told
+    assert "the 12 samples already yielded are repeated" in told
 
 
 def test_a_generator_that_came_where_the_sampler_says_how_it_drew() -> None:
@@ -377,7 +379,7 @@ def test_what_drop_last_leaves_out_is_told(shuffled: bool) -> None:
     data = list(range(13))
     first, state = cut_off(DataLoader(data, batch_size=2, shuffle=shuffled), 2)
     batches, said = resumed(DataLoader(data, batch_size=4, shuffle=shuffled, drop_last=True), state)
-    assert said.endswith("the other 9 come once each, but for 1 that drop_last leaves out")
+    assert said.endswith("the other 9 are yielded once each, except 1 that drop_last drops")
     assert len({*flat(first), *flat(taken(iter(batches)))}) == 12
 
 
@@ -390,7 +392,7 @@ def test_shares_that_drop_last() -> None:
     seen = flat([flat(batches) for batches, _ in first])
     for rank, loader in enumerate(loaders(4, 2)):
         batches, said = resumed(loader, first[rank % 2][1])
-        assert said.endswith("the other 18 come once each, but for 2 that drop_last leaves out")
+        assert said.endswith("the other 18 are yielded once each, except 2 that drop_last drops")
         seen += flat(taken(iter(batches)))
     assert len(seen) == len(set(seen)) == 24
 
@@ -417,13 +419,11 @@ def test_a_stream_whose_batches_cannot_be_cut(kind: Any, size: int, rest: int) -
     batches, said = resumed(kind(Stream(), batch_size=size), state)
     again = 6 - rest
     twice = (
-        f"{again} of the 6 samples that were given out come"
+        f"{again} of the 6 samples already yielded are repeated"
         if again
-        else "none of the 6 samples that were given out comes"
+        else "none of the 6 samples already yielded is repeated"
     )
-    assert said.endswith(
-        f"continues after {6 // size} batches of {size} samples: {twice} a second time, and none is left out"
-    )
+    assert said.endswith(f"continues after {6 // size} batches of {size} samples: {twice}, and none is skipped")
     assert [one.prevents for one in batches.compare(state)][-1] == bool(again)
     assert flat(taken(iter(batches))) == list(range(rest, 20))
 
@@ -435,7 +435,7 @@ def test_ranks_that_nobody_knows_to_share(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
     batches, said = resumed(DataLoader(list(range(12)), batch_size=2), state)
     assert "for 1 ranks, and are for 2 now" in said
-    assert said.endswith("is not known, so some may come a second time, or not at all")
+    assert said.endswith("is unknown, so some may be repeated or skipped")
     assert [one.prevents for one in batches.compare(state)][-1]
     assert flat(first) + flat(taken(iter(batches))) == list(range(12))
 
@@ -465,7 +465,7 @@ def test_the_order_is_that_of_the_batch_sampler() -> None:
 
     first, state = cut_off(loader(2, RandomSampler), 2)
     batches, said = resumed(loader(4, RandomSampler), state)
-    assert said.endswith("the other 8 come once each")
+    assert said.endswith("the other 8 are yielded once each")
     assert sorted(flat(first) + flat(taken(iter(batches)))) == list(range(12))
     _, said = resumed(loader(2, SequentialSampler), state)
     assert "the epoch starts again: the 4 samples" in said

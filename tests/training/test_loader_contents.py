@@ -39,7 +39,7 @@ from ckptstore.training.loaders.loader_contents import composition, made_with, s
 from tests.forms import short_or  # noqa: E402
 
 ANEW = "the epoch starts again"
-TWICE = "that were given out come a second time if the loader still has them, and none is left out"
+TWICE = "already yielded are repeated if the loader still has them, and none is skipped"
 OTHER = "the dataset has other samples than it had, or in another order"
 
 
@@ -453,7 +453,7 @@ def test_a_stream_that_is_made_otherwise_continues_and_is_told(before: Any, afte
     if differs:
         assert said == (
             f"loader: {differs}; the epoch continues after 2 batches. If that changes the order of its samples, some "
-            "may come a second time, or not at all"
+            "may be repeated or skipped"
         )
     else:
         assert said == ""

@@ -90,7 +90,7 @@ def test_a_loader_that_has_fewer_batches_than_were_given_out(tmp_path: Path) -> 
                 break
     with (
         begun(tmp_path, loader=["a", "b"]) as checkpointer,
-        pytest.raises(FormatError, match="ends after 2 batches, and 3 had been given out"),
+        pytest.raises(FormatError, match="ends after 2 batches, but 3 were yielded before"),
     ):
         next(iter(checkpointer.loader))
 
