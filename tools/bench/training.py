@@ -1,9 +1,9 @@
 """Checkpoint strategies in a real training loop: ``python -m tools.bench.training``.
 
-For each strategy and interval: how much slower training is than without saves, what the loop stands still per save, how
-long a save takes to be durable, peak memory, bytes, and steps lost to a SIGKILL. Every measurement is a process of its
-own (`training_worker`); a round measures every case once, the next one in a rotated order; medians count. Every
-restored state is compared bit by bit with the one that was trained.
+For each strategy and interval: the slowdown of training relative to no saves, the loop's stall per save, the time until
+a save is durable, peak memory, bytes, and steps lost to a SIGKILL. Every measurement is a separate process
+(`training_worker`); a round measures every case once, the next one in a rotated order; medians count. Every restored
+state is compared bit by bit with the trained one.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _state_bytes(plan: Plan) -> int:
 
 
 def _check_space(plan: Plan, results: Results, scratch: Path) -> None:
-    """Raise `click.ClickException` where the largest case does not fit: every checkpoint of a process is kept."""
+    """Raise `click.ClickException` if the largest case does not fit: every checkpoint of a process is kept."""
     saves = [
         (plan.measured_steps(case) // case.interval if case.kind == "loop" else 4 * case.interval + 16) + 4
         for case in results.samples

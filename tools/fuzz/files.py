@@ -56,7 +56,7 @@ def _read(path: Path) -> bool:
 
 
 def _compare(path: Path, found: dict[str, tuple[str, bytes]]) -> None:
-    """Where safetensors reads the file too, it reads the same."""
+    """If safetensors also reads the file, it must read the same."""
     try:
         # Bytes by name, checked by the library; offsets are in the header, which it has accepted.
         names = [name for name, _ in safetensors.deserialize(path.read_bytes())]

@@ -19,7 +19,7 @@ from tools.objects.server import serving
 
 @contextmanager
 def _place(url: str | None) -> Iterator[str]:
-    """Where the store is made: as given, in a folder that goes afterwards, or (``s3``) with a server of our own."""
+    """Where the store is made: as given, in a temporary folder, or (``s3``) on a server of our own."""
     with tempfile.TemporaryDirectory(prefix="ckptstore-long-run-") as folder:
         if url != "s3":
             yield url or str(Path(folder) / "store")
