@@ -1,8 +1,8 @@
 """Everything that needs a GPU, on a machine that has one: ``python -m tools.gpu``.
 
-Runs all tests that are marked for a CUDA device (a test that skips there counts as one that fails), then the training
-benchmark and that of saves after every step with the model on the device, and prints one table. Without a device it
-says which tests there are, and ends with exit code 3; with a failure it ends with 1.
+Runs all tests that are marked for a CUDA device (a test that skips there counts as one that fails), then, with the
+model on the device, the training benchmark and the benchmark of saves after every step, and prints one table. Without a
+device it lists the tests and ends with exit code 3; with a failure it ends with 1.
 
 The tests ran on an H200 (torch 2.11, CUDA 13): all passed. The benchmarks ran there in their quick form.
 """
@@ -45,7 +45,7 @@ class Row:
         outcome: ``passed``, ``failed``, ``skipped``, ``measured``, ``absent``.
         seconds: of a test, or an iteration of the loop.
         overhead: of a loop, over the one without saves; None: it has none.
-        words: why not.
+        words: the reason of a failure or skip.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether it is as it should be."""
+        """Whether the outcome is good."""
         return self.outcome in ("passed", "measured", "absent")
 
 
@@ -66,7 +66,7 @@ def marked_tests(folder: Path = ROOT / "tests") -> dict[Path, list[str]]:
     found: dict[Path, list[str]] = {}
     for path in sorted(folder.rglob("test_*.py")):
         if "pytest.mark.gpu" not in (text := path.read_text()):
-            continue  # to parse them all takes seconds
+            continue  # parsing them all takes seconds
         names = [
             node.name
             for node in ast.walk(ast.parse(text))
@@ -91,7 +91,7 @@ def has_device() -> bool:
 
 
 def run_tests(files: Sequence[Path], folder: Path) -> Iterator[Row]:
-    """Run what is marked in these files."""
+    """Run the marked tests in these files."""
     report = folder / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *map(str, files)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -154,7 +154,7 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 @click.option("--quick", is_flag=True, help="Benchmarks with a tiny model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(*, quick: bool, as_json: bool) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     found = marked_tests()
     count = sum(map(len, found.values()))
     if not has_device():

@@ -54,7 +54,7 @@ def draw(
 ) -> list[Site]:
     """At most `count` mutants of `modules`, by file and place; the same ones for the same seed.
 
-    A mutant's lot depends on its own name alone, so that a change elsewhere does not draw others.
+    A mutant's lot depends only on its own name, so a change elsewhere does not draw others.
     """
     sites = without_equivalents(find_ordinary(root, modules), known)
     drawn = sorted(sites, key=lambda site: hashlib.sha256(f"{seed} {site.name}".encode()).digest())[:count]

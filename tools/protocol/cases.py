@@ -1,7 +1,7 @@
-"""Every search: what it explores and what it has to find.
+"""Every search: its bounds and its expected result.
 
 ``…_HOLDS`` is the protocol as it is, small enough for every change; ``…_HOLDS_FULL`` takes minutes. Each of the
-``…_MUTANTS`` leaves one rule out, and has to be caught.
+``…_MUTANTS`` omits one rule, and must be caught.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ REMOTE_MUTANTS: dict[str, RemoteRules] = {
 
 
 class Case(NamedTuple):
-    """One search and what it has to find."""
+    """One search and its expected result."""
 
     part: str
     name: str

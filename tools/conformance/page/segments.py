@@ -66,7 +66,7 @@ def entry(name: str, dtype: str, shape: list[int], chunks: list[Any], **more: An
 
 
 def check_name(name: str) -> None:
-    """5.3: what no entry of a segment is called."""
+    """5.3: names that no entry of a segment may have."""
     require(name != "__metadata__" and not any("\ud800" <= letter <= "\udfff" for letter in name))
 
 
