@@ -1,4 +1,4 @@
-"""The example of docs/agent.md runs, goes on after a kill, and is as short as it is said to be."""
+"""The example of docs/agent.md runs, continues after a kill, and is as short as the page says."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SECONDS = 30
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    """What stands for the agent's process."""
+    """A substitute for the agent's process."""
     with subprocess.Popen(["sleep", "600"]) as found:
         yield found
         found.kill()

@@ -1,4 +1,4 @@
-"""What an agent stores is what a writer in the trainer's process would have stored; and it says what goes wrong."""
+"""An agent stores the same data as a writer in the trainer's process, and reports errors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_agent_imports_no_torch(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         writer.save(training_state(), 1)
         assert "libtorch" not in Path(f"/proc/{writer.agent_pid}/maps").read_text()
-        assert os.getsid(writer.agent_pid) == writer.agent_pid  # a session of its own: no signal to the group finds it
+        assert os.getsid(writer.agent_pid) == writer.agent_pid  # in its own session: no signal to the group reaches it
 
 
 def test_the_environment_is_the_trainers(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_killed_agent_is_noticed_and_another_one_begins_with_a_full(tmp_path: 
     assert pending[0].result().step == 1
     kill(writer.agent_pid)
     until(lambda: all(one.done() for one in pending))
-    for one in pending[1:]:  # nothing that was not acknowledged is claimed
+    for one in pending[1:]:  # it claims nothing that was not acknowledged
         with pytest.raises(AgentLostError, match=rf"step {one.step} may or may not be in the store"):
             one.result()
     trainer.train()
@@ -348,7 +348,7 @@ def test_a_fork_cannot_use_it_and_does_not_keep_it_alive(tmp_path: Path) -> None
         if child == 0:
             code = 1
             try:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs an interpreter that goes on
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler needs a running interpreter
                 signal.alarm(20)
                 for call in (lambda: writer.save(begun(), 2), writer.poll):
                     with pytest.raises(WriterClosedError, match="not to its fork"):

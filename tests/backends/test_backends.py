@@ -82,7 +82,7 @@ class TestLocalInMemoryWithoutDirectIO(BackendConformance):
 
 
 class TestLocalWithShortTransfers(BackendConformance):
-    """The system may always read and write less than it was asked to."""
+    """The system may always read and write less than requested."""
 
     @pytest.fixture
     def opener(self) -> Opener:
@@ -243,7 +243,7 @@ def test_what_cannot_be_opened_is_named(url: str) -> None:
 def test_a_url_with_too_few_slashes_is_no_folder(
     typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run would be saved to a folder named ``s3:``, in silence."""
+    """Otherwise a run would silently be saved to a folder named ``s3:``."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"did you mean {meant}"):
         open_backend(typed, create=True)

@@ -1,4 +1,4 @@
-"""Segments that overwrite the space of deleted ones: nobody's bytes change under him, and no old byte shows."""
+"""Segments that overwrite deleted ones: no reader's bytes change, and no old byte shows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def release(backend: LocalBackend, size: int = 8 * BLOCK, key: str = SEGMENT) ->
 
 
 def stock(backend: LocalBackend, *sizes: int) -> dict[int, int]:
-    """Have spare files of these sizes in blocks -> their numbers, by size."""
+    """Make spare files of these sizes in blocks -> their numbers, by size."""
     keys = {size: f"seg/0000000001/{size}.safetensors" for size in sizes}
     for size, key in keys.items():
         write_segment(backend, filled(size * BLOCK, size), key)
@@ -80,7 +80,7 @@ def stock(backend: LocalBackend, *sizes: int) -> dict[int, int]:
     return nodes
 
 
-# The same suite, on files that are used again
+# The same suite, on recycled files
 
 
 class TestLocalRecycling(BackendConformance):
@@ -171,7 +171,7 @@ def test_a_dead_pin_that_nobody_can_read_may_have_claimed_anything(tmp_path: Pat
     assert spare(tmp_path) == []
 
 
-# Who has the file keeps it
+# A process that has the file open keeps it
 
 
 def hold_by_safetensors(path: Path) -> Callable[[], bytes]:
@@ -277,7 +277,7 @@ def test_a_reader_of_ours_is_safe_by_either_lock_alone(
 
 
 def test_who_comes_by_the_old_path_while_it_is_overwritten_is_turned_away(tmp_path: Path) -> None:
-    """It had found the file, and opens it when another segment is being written: here by a second path."""
+    """It had looked the path up, and opens the file when another segment is being written: here by a second path."""
     backend = opened(tmp_path)
     node = release(backend)
     sink = backend.open_sink(NEXT, 8 * BLOCK)
@@ -287,7 +287,7 @@ def test_who_comes_by_the_old_path_while_it_is_overwritten_is_turned_away(tmp_pa
         backend.open_source(SEGMENT)
     sink.write(0, filled(8 * BLOCK, 2))
     sink.seal(8 * BLOCK)
-    with backend.open_source(SEGMENT):  # from now on the header's hash says that it is another one
+    with backend.open_source(SEGMENT):  # from now on the header's hash shows that it is another one
         pass
 
 
@@ -304,7 +304,7 @@ def test_a_lease_at_the_moment_of_opening_is_as_good_as_absence(tmp_path: Path) 
 
 
 def test_who_opens_a_leased_file_does_not_end_its_holder(tmp_path: Path) -> None:
-    """The system sends SIGIO, whose default is to end the process."""
+    """The kernel sends SIGIO, which ends a process by default."""
     path = tmp_path / "file"
     path.write_bytes(b"x")
     program = (
@@ -321,7 +321,7 @@ def test_who_opens_a_leased_file_does_not_end_its_holder(tmp_path: Path) -> None
 
 
 def test_a_forked_child_does_not_keep_readers_out(tmp_path: Path) -> None:
-    """It has the lock in common with who wrote, for as long as it lives."""
+    """It shares the lock with the writer that forked it, for as long as it lives."""
     backend = opened(tmp_path)
     node = release(backend)
     sink = backend.open_sink(NEXT, 8 * BLOCK)
@@ -345,7 +345,7 @@ def test_a_forked_child_does_not_keep_readers_out(tmp_path: Path) -> None:
 
 
 def test_a_live_segment_with_a_spare_name_is_not_overwritten(tmp_path: Path) -> None:
-    """What a power cut may leave of a rename, or a restored backup: both names."""
+    """Both names may remain after a power cut during a rename, or after restoring a backup."""
     backend = opened(tmp_path)
     write_segment(backend, filled(8 * BLOCK, 1))
     release(backend, key=NEXT)
@@ -353,13 +353,13 @@ def test_a_live_segment_with_a_spare_name_is_not_overwritten(tmp_path: Path) -> 
     for number in range(3):
         write_segment(backend, filled(8 * BLOCK, 2), f"seg/0000000003/{number}.safetensors")
     assert read_segment(backend) == filled(8 * BLOCK, 1)
-    backend.release(SEGMENT)  # alone by now
+    backend.release(SEGMENT)  # by now it has one name
     assert len(spare(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("name_taken", [False, True])
 def test_a_zombie_that_opens_its_file_late_does_not_overwrite_anothers(name_taken: bool) -> None:
-    """It had looked the path up when gc took the file and another writer made a segment of it: then it opens it."""
+    """It had looked up the path when gc took the file and another writer made a segment of it: then it opens it."""
 
     class Late(RamPosix):
         meanwhile: Callable[[], None] | None = None
@@ -490,7 +490,7 @@ def test_whatever_lies_there_does_not_matter(tmp_path: Path, what: str) -> None:
         assert (tmp_path / "elsewhere" / "mine").read_bytes() == b"x" * 8 * BLOCK
 
 
-# What is in the file meanwhile
+# The contents of the file meanwhile
 
 
 def test_the_old_header_is_gone_before_anything_is_written(tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_the_old_header_is_gone_before_anything_is_written(tmp_path: Path) -> No
 
 
 def _recycled_save(backend: LocalBackend, disk: RecordingPosix) -> int:
-    """A store in which one save goes over an old one of the same length -> where in the history that begins."""
+    """A store in which one save overwrites an old one of the same length -> where in the history that begins."""
     nbytes = 3 * BLOCK
     store = Store(backend)
     save(store, 1, 2, nbytes=nbytes)
@@ -537,7 +537,7 @@ def test_without_either_sync_one_does(site: str) -> None:
 
 
 def _go_on_with_both_names() -> int:
-    """Wherever a cut kept both names of a recycled file, save once more, and load all there is -> how often."""
+    """For every cut that kept both names of a recycled file: save once more, and load everything -> how often."""
     disk = RecordingPosix()
     begin = _recycled_save(LocalBackend("/store", disk, recycle="always"), disk)
     found = 0
@@ -618,7 +618,7 @@ def test_whatever_a_writer_cannot_have_it_does_without(tmp_path: Path, call: str
     assert (tmp_path / NEXT).read_bytes() == filled(8 * BLOCK, 2)
 
 
-# Whether to
+# Whether to recycle
 
 
 def test_a_mode_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,9 +657,9 @@ def test_what_other_machines_may_have_open_is_never_kept(tmp_path: Path) -> None
 
 
 class Timed(RamPosix):
-    """A disk in which new blocks take `slower` times as long as old ones until they are there for good.
+    """A disk on which writing new blocks takes `slower` times as long as old ones, until they exist.
 
-    It keeps nothing of what is measured.
+    It keeps none of the measured data.
     """
 
     def __init__(self, slower: float) -> None:
@@ -744,7 +744,8 @@ def test_a_measurement_decides_once(slower: float, kept: bool, monkeypatch: pyte
 
 
 def _read_without_pins(root: str, stop: Any, seed: int, results: Any) -> None:
-    """Load what the log names, unpinned, again and again: what is loaded is right, or an error says that it is gone."""
+    """Load what the log names, unpinned, again and again: each load is right, or an error says that the checkpoint is
+    gone."""
     from ckptstore.host.threads import workers
     from ckptstore.segments.segment_reader import SegmentReader, load_tensors, map_tensors
 

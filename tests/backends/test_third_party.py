@@ -1,4 +1,4 @@
-"""A backend that another package brings: the example in ``examples/sqlite_backend``, found by its entry point."""
+"""A backend from another package: the example in ``examples/sqlite_backend``, found by its entry point."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestSqlite(BackendConformance):
 
 
 def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, points: str, package: str = "ckptstore_sqlite") -> None:
-    """What pip would leave in site-packages, in a folder of its own on ``sys.path``."""
+    """The files that pip would leave in site-packages, in a separate folder on ``sys.path``."""
     info = folder / f"{package}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")

@@ -106,7 +106,7 @@ def test_csv(ckpt: Run, series: list[Path], tmp_path: Path) -> None:
         assert list(row) == list(step)
         assert (row["class"], row["codec"], int(row["step"])) == (step["class"], step["codec"], step["step"])
         assert float(row["ratio"]) == step["ratio"]
-    began = ckpt("analyze", tmp_path / "nothing.pt", "--csv", tmp_path / "no" / "x.csv")  # before it looks at anything
+    began = ckpt("analyze", tmp_path / "nothing.pt", "--csv", tmp_path / "no" / "x.csv")  # before it reads anything
     assert (began.code, "/no does not exist" in began.err) == (2, True)
 
 

@@ -36,7 +36,7 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
         ["materialize", "23@1"],
     ]
     assert shown.out.splitlines()[-1].startswith("4 checkpoints would be kept: ")
-    for line, move in zip(shown.out.splitlines()[1:4], planned["moves"], strict=True):  # each move's own, no sum
+    for line, move in zip(shown.out.splitlines()[1:4], planned["moves"], strict=True):  # each move's own bytes, no sum
         assert f"  {_signed(move['bytes_after'] - move['bytes_before'])}  " in line
     done = ckpt("compact", chain, "--take-over", "--gc", "--json").json
     assert [move["stored"] for move in done["moves"]] == [move["stored"] for move in planned["moves"]]
@@ -106,6 +106,6 @@ def test_what_is_no_option(ckpt: Run, chain: Path, option: list[str]) -> None:
 def test_only_a_range(ckpt: Run, chain: Path) -> None:
     done = ckpt("compact", chain, "--only", "10..10", "--max-depth", "0", "--take-over", "--json").json
     assert {one["ref"] for move in done["moves"] for one in move["stored"]} == {"10@1"}
-    assert done["unmet"] == []  # of others nothing is said
+    assert done["unmet"] == []  # nothing is printed about the others
     assert ckpt("compact", chain, "--only", "10..999").code == 3
     assert ckpt("compact", chain, "--only", "10").code == 2

@@ -74,7 +74,7 @@ def test_what_is_lost_for_one_reason_is_one_line(ckpt: Run, tmp_path: Path) -> N
     with ckptstore.open(tmp_path / "chain") as store, store.writer(deltas=CHAIN, poll_seconds=None) as writer:
         weights = np.random.default_rng(1).integers(0, 2**31, 20000).astype(np.int32)
         for step in range(1, 8):
-            weights[:20] += 1  # of each nothing can be had without the one before
+            weights[:20] += 1  # none can be restored without the one before
             writer.save({"weights": weights.copy()}, step)
         key = next(iter(store.checkpoint("2@1").segments))
     next((tmp_path / "chain").rglob(f"{key}.safetensors")).unlink()

@@ -1,4 +1,4 @@
-"""`ckpt doctor`: what it prints; what it finds is tested in tests/doctor."""
+"""The output of `ckpt doctor`; its findings are tested in tests/doctor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_text(ckpt: Run, pristine: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_examined_does_not_stay_on_the_screen(pristine: Path) -> None:
-    shown = on_a_terminal("doctor", pristine, "--quick")  # with NO_COLOR, which is about colours
+    shown = on_a_terminal("doctor", pristine, "--quick")  # with NO_COLOR, which concerns colours
     assert "\r\x1b[Kexamining: software" in shown
     assert "\r\x1b[Keverything works" in shown
 

@@ -1,4 +1,4 @@
-"""`ckpt gc`: what it deletes, and who keeps it from that."""
+"""`ckpt gc`: the segments that it deletes, and those that others keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cli.conftest import Run, assert_documented, documented, state
 
 @pytest.fixture
 def litter(run: Path) -> Path:
-    """A store in which the segment of the retired 4@1 is not needed any more; its path below the store."""
+    """A store in which the segment of the retired 4@1 is no longer needed; its path below the store."""
     store = ckptstore.open(run)
     with store.writer(poll_seconds=None) as writer:
         drops = droppable(store.view().catalog, [(1, 4)])
@@ -153,4 +153,4 @@ def test_what_a_damaged_log_does_not_name_stays(ckpt: Run, run: Path, litter: Pa
     outcome = ckpt("gc", run)
     assert outcome.code == 4
     assert "note: log slot 2 is damaged or missing" in outcome.err
-    assert (run / litter).exists()  # it may be what that slot promised
+    assert (run / litter).exists()  # it may be the segment that that slot promised

@@ -187,7 +187,7 @@ def test_the_best_first(ckpt: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def stepped(tmp_path: Path) -> Path:
-    """Term 1: a full and step diffs 2 to 20, of which 9 is tagged. Term 2 goes on from 12@1: 13 to 16."""
+    """Term 1: a full and step diffs 2 to 20, of which 9 is tagged. Term 2 continues from 12@1: 13 to 16."""
     trainer, store = Trainer(sizes={"w": (40,)}), ckptstore.open(tmp_path / "stepped", create=True)
     for parent, steps in ((None, range(1, 21)), ("12@1", range(13, 17))):
         with store.writer(parent, diffs=ckptstore.DiffOptions(batch=5), poll_seconds=None) as writer:

@@ -1,4 +1,4 @@
-"""`ckpt merge`: what it shows, and how it ends."""
+"""`ckpt merge`: its output and its end."""
 
 from __future__ import annotations
 

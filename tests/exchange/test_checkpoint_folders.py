@@ -1,4 +1,4 @@
-"""Folders that trainers write: everything in them becomes the state, is left out on request, or is refused."""
+"""Folders that trainers write: every file in them becomes part of the state, is skipped on request, or is refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_two_files_for_one_place(tmp_path: Path, extra: str, why: str | None) ->
     folder = tmp_path / "checkpoint-5"
     write_trainer_folder(folder)
     (folder / extra).write_bytes((folder / "scaler.pt").read_bytes())
-    if why is None:  # an index comes before a file: this one is no index
+    if why is None:  # an index has priority over a file: this one is no index
         with pytest.raises(FormatError, match=r"model\.bin\.index\.json"):
             open_checkpoint(folder, ARGUMENTS)
         return
@@ -192,7 +192,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, names: list[str], messag
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_other_programs_make_files_of(tmp_path: Path) -> None:
-    """The command that is named does it: run here where it is torch's own."""
+    """The named command converts them: run here if it is torch's own."""
     shards = tmp_path / "dcp"
     dcp.save({"w": torch.arange(5.0)}, checkpoint_id=shards, no_dist=True)
     with pytest.raises(UsageError) as raised:

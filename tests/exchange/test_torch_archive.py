@@ -1,4 +1,4 @@
-"""Files for torch.load, written without torch: bits, types, identity, alignment, and nothing that could run code."""
+"""Files for torch.load, written without torch: bits, types, identity, alignment, and no code that could run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A numba that ends its own import, and signals that come meanwhile."""
+"""A numba whose import fails, and signals that arrive meanwhile."""
 
 from __future__ import annotations
 

@@ -333,14 +333,14 @@ class TestApply:
         for step in range(1, 20_001):
             builder.apply(save(step), step)
         record = save(20_001, 20_000, retires=((1, 1),), drops=(digest(1),))
-        check_commit(builder.catalog, record)  # makes the index, once
+        check_commit(builder.catalog, record)  # builds the index, once
 
         def seconds() -> float:
             begun = time.thread_time()
             check_commit(builder.catalog, record)
             return time.thread_time() - begun
 
-        # The median: garbage may be collected meanwhile.
+        # The median: the garbage collector may run meanwhile.
         assert statistics.median(seconds() for _ in range(200)) < 0.001
 
 
@@ -596,7 +596,7 @@ class TestDroppable:
             for edge in edges
             for name in edge.segments
         }
-        # What the retired alone needed is given up, and nothing that anyone else needs.
+        # Segments that only retired checkpoints needed are given up, and no others.
         for node, edges in catalog.encodings.items():
             for edge in edges:
                 if node in stay:

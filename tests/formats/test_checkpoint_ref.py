@@ -59,7 +59,7 @@ def test_what_is_written_like_a_ref_is_parsed_and_nothing_else(text: str) -> Non
         why = str(error)
     else:
         why = ""
-    # Of a name that no tag may have the command says so, instead of taking it for a STORE.
+    # For a name that no tag may have, the command reports the name instead of taking it for a STORE.
     assert "is no tag name" in why or bool(LIKE_A_REF.match(text.strip())) == (not why)
 
 

@@ -1,4 +1,4 @@
-"""A codec is described in its class alone: one that is added is written, read, tried, measured and shown."""
+"""A codec's class is its only description: an added codec is written, read, tried, measured and shown."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_every_codec_has_a_method_of_its_own_and_makes_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "I64", "C64"])
 def test_deltas_that_add_up(dtype: str) -> None:
-    """What a codec says of its sums is so: decoding onto zeros, then adding, is decoding onto the base."""
+    """A codec's claim about its sums holds: decoding onto zeros, then adding, equals decoding onto the base."""
     chance = np.random.default_rng(3)
     old, new = (chance.integers(0, 256, 4096, np.uint8) for _ in range(2))
     seen = set()

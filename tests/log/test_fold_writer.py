@@ -1,4 +1,4 @@
-"""Folds and what they let go: anchors, OPENs and whatever a reader may still need stay."""
+"""Folds and the slots that they let go: anchors, OPENs and everything that a reader may still need stay."""
 
 from __future__ import annotations
 

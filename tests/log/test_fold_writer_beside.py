@@ -1,4 +1,4 @@
-"""A writer folds beside its saves: they wait for no fold, and no fold fails one."""
+"""A writer folds beside its saves: they wait for no fold, and no fold makes one fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DUE = 64
 
 
 class Slow(MemoryBackend):
-    """A medium on which the creation of a fold waits until it may go on; it may fail, too."""
+    """A medium on which the creation of a fold waits until the test releases it; it may fail, too."""
 
     def __init__(self) -> None:
         super().__init__(uuid.uuid4().hex)
@@ -100,9 +100,9 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
     with Store(medium).writer(poll_seconds=None) as writer:
         save(writer, 1, DUE)
         assert medium.begun.acquire(timeout=120)
-    assert medium.folds() == []  # it is under way still
+    assert medium.folds() == []  # it is still in progress
     medium.may_go_on.set()
-    until(medium.folds)  # a late one is as true as any
+    until(medium.folds)  # a late fold is as true as any other
 
 
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), ValueError("a bug")], ids=["medium", "bug"])

@@ -85,7 +85,7 @@ class TestRead:
         world = World()
         first = opened(world, scripted(world, ["ok", "ok", "duplicate"]))
         save(first, 1)
-        save(first, 2)  # its duplicate is on its way
+        save(first, 2)  # its duplicate is in flight
         for step in range(3, 20):
             save(first, step)
             fold_writer.fold(world.journal, first.view())
@@ -122,7 +122,7 @@ class TestRead:
             save(writer, len(world.canon) + 4)
         fold_writer.trim(world.journal, writer.view())
         assert slot_key(3) not in world.list("log/")
-        slow.step()  # OPEN of term 2 lands in slot 3, which was deleted
+        slow.step()  # OPEN of term 2 arrives in slot 3, which was deleted
         reader.step()  # and is read as if it were history
         reader.finish()
         assert found[0].catalog == world.catalog()

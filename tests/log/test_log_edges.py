@@ -1,4 +1,4 @@
-"""OPEN and COMMIT: what is settled, how often something is tried, and what is said where a parent is lost."""
+"""OPEN and COMMIT: settling, the number of tries, and the error for a lost parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.log.log_world import HASTE, Fate, FaultyBackend, World, save
 
 
 class Noted(FaultyBackend):
-    """A way to a `World` that notes what is asked of it; creates in ``log/`` meet `fates` in turn."""
+    """A backend for a `World` that records its calls; creates in ``log/`` meet `fates` in turn."""
 
     def __init__(self, world: World, *fates: Fate) -> None:
         self.asked: list[str] = []
@@ -79,7 +79,7 @@ def test_a_create_is_tried_so_often_with_growing_pauses_and_none_at_the_end() ->
     numbers = random.getstate()
     with pytest.raises(CommitUnknownError):
         save(term, 1)
-    assert random.getstate() == numbers  # they are the training script's
+    assert random.getstate() == numbers  # they belong to the training script
     assert backend.of("create") == [slot_key(0)] + [slot_key(1)] * 4
     assert len(paused) == 3
     for found, longest in zip(paused, (1.0, 2.0, 3.0), strict=True):
@@ -95,7 +95,7 @@ def test_the_last_try_counts() -> None:
 
 
 def lost(world: World, *damaged: int) -> CorruptLogError:
-    """What is said when the newest checkpoint is chosen, and what it builds on is in a damaged slot."""
+    """The error when the newest checkpoint is chosen, and its base is in a damaged slot."""
     for seq in damaged:
         world.damage(slot_key(seq))
     with pytest.raises(CorruptLogError) as refused:

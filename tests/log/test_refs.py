@@ -91,7 +91,7 @@ def test_latest_behind_damage_names_the_last_intact_checkpoint() -> None:
 
 @pytest.mark.parametrize("name", ["best/loss", "worst"])
 def test_a_tag_is_not_believed_when_the_end_of_the_log_is_lost(catalog: Catalog, name: str) -> None:
-    """Segments of a term that the log does not have prove it; a lost record may have moved the tag."""
+    """Segments of a term that the log lacks prove the loss; a lost record may have moved the tag."""
     lost = copy.copy(catalog)
     lost.lost = catalog.term + 1
     assert not lost.damage

@@ -1,4 +1,4 @@
-"""Requests: changes beside a live writer, which is never fenced by them."""
+"""Requests: changes beside a live writer, which they never fence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Setting:
         return open_term(self.world.journal, None, patience=HASTE)
 
     def segment(self, term: int = 1) -> SegmentEntry:
-        """A segment whose object is there."""
+        """A segment whose object exists."""
         entry = SegmentEntry(secrets.token_hex(16), term, 100, 64, "0" * 32)
         self.world.create(entry.key, bytes(100))
         return entry
@@ -66,7 +66,7 @@ def test_a_compaction_is_committed_by_the_live_writer(here: Setting) -> None:
     assert here.outcome(request) == requests.Outcome("accepted")
     assert here.of(here.last) == (entry.id,)
     assert here.world.list("req/") == []
-    save(here.term, 4, here.last)  # the writer goes on
+    save(here.term, 4, here.last)  # the writer continues
 
 
 def test_retirement_and_tags(here: Setting) -> None:

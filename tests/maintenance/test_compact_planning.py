@@ -1,4 +1,4 @@
-"""The plan of a compaction, of stores that nobody has: nothing kept is lost, limits hold, and a plan's end has none."""
+"""The plan of a compaction, on made-up stores: nothing kept is lost, limits hold, and a second plan has no moves."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def entry_of(step: int) -> CheckpointEntry:
 
 
 def store_of(saves: list[tuple[int | None, int, bool]], kept: set[int], together: int = 1) -> Catalog:
-    """A store of steps 1, 2, ...: base (None: a full), bytes, whether it is a gradient; and what of them is kept.
+    """A store of steps 1, 2, ...: base (None: a full), bytes, whether it is a gradient; and the kept ones.
 
-    So many diffs in a row share a segment, unless a full comes between.
+    A given number of consecutive diffs share a segment, unless a full comes between.
     """
     builder = CatalogBuilder()
     builder.apply(OpenRecord(1, None, digest(1), 0.0), 0)
@@ -133,7 +133,7 @@ sizes = st.builds(Sizes, st.integers(STATE // 3, STATE), st.sampled_from([0, STA
 
 
 def made(catalog: Catalog, planned: Planned) -> SimulatedStore:
-    """The store after a plan: each of its records may be committed where it comes."""
+    """The store after a plan: each of its records may be committed in its place."""
     world = SimulatedStore(catalog, TYPICAL)
     for move in planned.moves:
         check_commit(world.catalog, world.record(move.kind, move.rewrites, move.drops))
@@ -190,7 +190,7 @@ class TestAnyStore:
     @given(stores(), st.data())
     @settings(max_examples=40, deadline=None)
     def test_what_goes_is_what_a_commit_may_drop(self, catalog: Catalog, data: st.DataObject) -> None:
-        """The planner looks at the neighbourhood only; `unneeded`, which the record is made by, at all of the store."""
+        """The planner looks only at the neighbourhood; `unneeded`, which decides the record, at the whole store."""
         world = SimulatedStore(catalog, TYPICAL)
         if drops := world.garbage():
             world.move("drop", "", (), drops)
@@ -218,7 +218,7 @@ class TestMoves:
         assert nodes == [(1, 10), (1, 30)]
 
     def test_who_was_stored_anew_gives_up_its_place_in_a_batch(self) -> None:
-        """Step 8, stored anew because of 5 to 7, is not stored once more because its old diff lies with 9 and 10."""
+        """Step 8, stored again because of 5 to 7, is not stored once more because its old diff lies with 9 and 10."""
         catalog = chain(14, {4, 8, 12, 13}, gradient=True, together=3, nbytes=26_000_000)
         planned = plan_moves(catalog, CompactLimits(), Sizes(70_000_000, 65_000_000), owned=True)
         last = planned.moves[-1]
@@ -235,7 +235,7 @@ class TestMoves:
     def test_one_of_a_batch_frees_the_batch(self) -> None:
         catalog = chain(21, {11}, gradient=True, together=20, nbytes=STATE // 4)
         (move, *_) = plan_moves(catalog, CompactLimits(), Sizes(per_step=0), owned=True).moves
-        # 11 and 21, the newest, lie in the one segment of the batch: both go out of it, or it stays.
+        # 11 and 21, the newest, lie in the one segment of the batch: both leave it, or it stays.
         assert [one.node for one in move.rewrites] == [(1, 11), (1, 21)]
         assert len(move.drops) == 2
 

@@ -46,7 +46,8 @@ def filled(
     keep: Iterable[str] = (),
     **options: Any,
 ) -> Store:
-    """The rules come late: a writer that knew them would store what they keep as fulls, and nothing were left to do."""
+    """The rules are set late: a writer that knew them would store the kept ones as fulls, and nothing would be left to
+    do."""
     with store.writer(deltas=deltas, poll_seconds=0.02 if keep else None, **options) as writer:
         save(writer, steps)
         if keep:
@@ -220,7 +221,7 @@ class TestOptions:
 
 class TestDamage:
     def test_only_the_move_that_needs_it_is_refused(self, store: Store, tmp_path: Path) -> None:
-        """Steps 1 to 9 are 10's only; the full that 20 builds on is damaged, and what 10 needs is not."""
+        """Only 10 needs steps 1 to 9; the full that 20 builds on is damaged, and what 10 needs is not."""
         filled(store, range(1, 12))
         filled(store, range(1, 12), keep=["every:10"], parent=None)
         catalog = store.view().catalog
@@ -240,7 +241,7 @@ class TestDamage:
         assert segment in store.view().catalog.segments, "what is damaged may be all that there is"
 
     def test_a_guess_that_was_too_low_costs_nothing(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What turns out larger than what it would replace is not committed."""
+        """A move that turns out larger than what it would replace is not committed."""
         with store.writer(poll_seconds=None) as writer:
             for step in range(1, 5):
                 noise = np.frombuffer(np.random.default_rng(step).bytes(100_000), np.uint8)
@@ -257,7 +258,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("kind", ["materialize", "merge"])
     def test_what_was_written_is_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-        """A segment that comes out wrong is never committed, and what it was to replace stays."""
+        """A segment that is written wrongly is never committed, and the old ones stay."""
         if kind == "merge":
             filled(store, range(1, 12))
         else:
@@ -281,7 +282,7 @@ class TestDamage:
 
     @pytest.mark.filterwarnings("ignore::ckptstore.FallbackWarning")
     def test_what_a_checkpoint_has_besides_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
-        """It is stored as a full, too, which nobody may have looked at since it was written."""
+        """It is stored as a full, too, which may never have been read since it was written."""
         filled(store, range(1, 4))
         stored_again(store, "3@1")
         for ref in ("1@1", "2@1"):
@@ -344,7 +345,7 @@ class TestBesideOthers:
                 step = 12
                 while (step < 40 or not moves) and not failures and step < 2000:
                     step += 1
-                    time.sleep(0.02 if step > 40 else 0.0)  # what compacts has its turn
+                    time.sleep(0.02 if step > 40 else 0.0)  # the compaction has its turn
                     save(writer, [step])
             finally:
                 stop.set()
@@ -358,7 +359,7 @@ class TestBesideOthers:
         check(store, expected)
 
     def test_who_planned_before_reads_on(self, store: Store) -> None:
-        """A reader that has pinned the old encoding reads it to its end, though gc came meanwhile."""
+        """A reader that has pinned the old encoding reads it to its end, though gc ran meanwhile."""
         filled(store, range(1, 12), keep=["every:10"])
         chunks = store.chunks(10, "w")
         first = next(chunks)

@@ -1,4 +1,4 @@
-"""A log whose end is lost, with a term that has segments: nobody drops, or copies elsewhere, what it shows for all."""
+"""A log whose end is lost, with a term that has segments: nobody drops checkpoints by it, or copies it elsewhere."""
 
 from __future__ import annotations
 

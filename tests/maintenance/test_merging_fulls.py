@@ -1,4 +1,4 @@
-"""Merging ranges of fulls, and of fulls and diffs: the last alone stays, or (compaction of a range) every one."""
+"""Merging ranges of fulls, and of fulls and diffs: only the last stays, or (compaction of a range) every one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_full_that_others_build_on_stays_stored(mixed: Store, states: list[dic
     squash(mixed, "1..5")
     check(mixed, states, 5, 6, 7, 8)
     mixed.tag("mine", "6", take_over=True)
-    again = squash(mixed, "5..7")  # 6 stays, and is a delta on 5, which is promised no more
+    again = squash(mixed, "5..7")  # 6 stays, and is a delta on 5, which is no longer promised
     assert again.retired == ("5@1",)
     assert again.held == {"6@1": "tag 'mine' names it"}
     check(mixed, states, 6, 7, 8)

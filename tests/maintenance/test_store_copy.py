@@ -1,4 +1,4 @@
-"""`Store.copy`: the same run in another place, gone on with after a crash, and when the run has gone on."""
+"""`Store.copy`: the same run in another place, continued after a crash, and when the run has continued."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_some_and_what_they_build_on(source: Path, tmp_path: Path, wanted: dict[
     assert done.checkpoints == ("3@1", "14@3", "20@4")
     assert done.bases == ("1@1", *(f"{step}@3" for step in range(7, 14)), "19@4")
     assert list(after.tags()) == ["best"]
-    assert [one.parent for one in after.terms()] == [None, "4@1", "6@2", "18@3"]  # whether they are there or not
+    assert [one.parent for one in after.terms()] == [None, "4@1", "6@2", "18@3"]  # whether they exist or not
     assert after.checkpoint("latest").ref == "20@4"
     assert len(list(segments(tmp_path / "copy"))) == done.segments < len(list(segments(source)))
     with pytest.raises(CheckpointNotFoundError):
@@ -108,7 +108,7 @@ def test_a_copy_takes_what_is_new_and_gives_nothing_up(tmp_path: Path) -> None:
     with store.writer(poll_seconds=None) as writer:
         writer.save({"n": 1}, 1)
         writer.save({"n": 2}, 2)
-        first = store.copy(tmp_path / "copy")  # a live writer goes on
+        first = store.copy(tmp_path / "copy")  # a live writer continues
         writer.save({"n": 3}, 3)
         writer.tag("best", 3)
         second = store.copy(tmp_path / "copy")
@@ -147,7 +147,7 @@ def test_rules_of_retention_go_with_the_whole_store(tmp_path: Path) -> None:
     assert copy.rules() == store.rules() != ()
     assert [one.step for one in copy.checkpoints()] == [3, 4, 5]
     store.copy(tmp_path / "some", ["3"])
-    assert ckptstore.open(tmp_path / "some").rules() == ()  # they would retire what was asked for
+    assert ckptstore.open(tmp_path / "some").rules() == ()  # they would retire the requested ones
     store.keep(everything=True, take_over=True)
     with store.writer() as writer:
         writer.save({"n": 6}, 6)
@@ -213,7 +213,7 @@ def test_damage_stops_it(source: Path, tmp_path: Path, wanted: dict[str, Any], w
     assert not (tmp_path / "copy" / "seg" / "0000000002" / path.name).exists()
     with pytest.raises(StoreNotFoundError, match="not finished"):
         ckptstore.open(tmp_path / "copy").checkpoints()
-    path.write_bytes(whole)  # found again elsewhere: the copy goes on
+    path.write_bytes(whole)  # found again elsewhere: the copy continues
     done = store.copy(tmp_path / "copy")
     assert done.present == 6
     check(tmp_path / "copy", wanted)
@@ -249,7 +249,7 @@ def test_killed_anywhere_it_goes_on_and_copies_nothing_twice(
 
 
 def test_two_that_copy_to_one_folder_take_turns(tmp_path: Path) -> None:
-    """Without, the second one replaces what the first has brought, and deletes what no slot names yet."""
+    """Otherwise the second one replaces the first one's segments, and deletes those that no slot names yet."""
     store = ckptstore.open(tmp_path / "run")
     with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as pool:
         writer.save({"n": 1}, 1)

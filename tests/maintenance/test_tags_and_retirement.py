@@ -35,7 +35,7 @@ def fill(store: ckptstore.Store, *steps: int, parent: Any = "latest", **options:
 
 @pytest.fixture
 def store(tmp_path: Path) -> ckptstore.Store:
-    """Term 1: steps 1 to 4; term 2 goes on from 2@1: steps 3 to 5. Fulls."""
+    """Term 1: steps 1 to 4; term 2 continues from 2@1: steps 3 to 5. Fulls."""
     store = fill(ckptstore.open(tmp_path / "store"), 1, 2, 3, 4)
     return fill(store, 3, 4, 5, parent="2@1")
 
@@ -52,7 +52,7 @@ def refs(store: ckptstore.Store) -> list[str]:
 
 
 def check(store: ckptstore.Store, *expected: str) -> None:
-    """Exactly these are promised, each restores, gc takes nothing that is needed, and every byte is right."""
+    """Exactly these are promised, each restores, gc deletes nothing needed, and every byte is right."""
     store.gc()
     assert refs(store) == list(expected)
     for ref in expected:
@@ -101,7 +101,7 @@ class TestBesideALiveWriter:
     def test_the_writer_may_refuse(
         self, store: ckptstore.Store, alive: ckptstore.Writer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between our READ and its answer the checkpoint was given a name."""
+        """Between our READ and its answer the checkpoint got a tag."""
         post = requests.post
 
         def late(*arguments: Any, **changes: Any) -> Any:
@@ -193,7 +193,7 @@ class TestRules:
         done = store.retire("2@1", "3@1", take_over=True)
         assert (done.retired, done.kept, done.dropped) == (("2@1", "3@1"), ("2@1", "3@1"), ())
         check(store, "1@1", "4@1", "5@2")
-        # With the last one that builds on them goes what was kept for it.
+        # When the last checkpoint that builds on them goes, so do its bases.
         rest = store.retire("4@1", take_over=True)
         assert (rest.kept, len(rest.dropped)) == ((), 3)
         check(store, "1@1", "5@2")
@@ -280,7 +280,7 @@ class TestWithoutAWriter:
 
 class TestANewerTerm:
     def test_the_request_is_made_anew(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The writer that was asked is fenced before it answers; the next one is asked."""
+        """The writer that got the request is fenced before it answers; the next one gets it."""
         old = store.writer(poll_seconds=None)
         post, new = requests.post, []
 
@@ -301,7 +301,7 @@ class TestANewerTerm:
 
         def fenced(*arguments: Any, **changes: Any) -> Any:
             request = post(*arguments, **changes)
-            writers.append(store.writer(poll_seconds=None))  # and writes on: of a closed one nothing would be asked
+            writers.append(store.writer(poll_seconds=None))  # and still writes: a closed one would get no request
             return request
 
         monkeypatch.setattr(requests, "post", fenced)

@@ -1,4 +1,4 @@
-"""Verifying one checkpoint: what it can be restored from is checked, all of that, and nothing else."""
+"""Verifying one checkpoint: everything that it may be restored from is checked, and nothing else."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_damage_counts_where_it_matters(store: ckptstore.Store, deep: bool) -> N
 
 
 def test_deep_decodes_it(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored bytes may be as they were written, and still not give the state back."""
+    """Stored bytes may be unchanged and still not restore the state."""
 
     def differs(*_: Any, **__: Any) -> None:
         raise ckptstore.CorruptSegmentError("it decodes to something else")

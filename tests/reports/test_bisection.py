@@ -1,4 +1,4 @@
-"""`bisect`: the place where something began, in as few restores as a binary search needs."""
+"""`bisect`: the step at which a change began, in as few restores as a binary search needs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_does_not_begin_once_is_said() -> None:
     found = search(line, from_step(40), checks=5)
     assert (found.first_bad, found.contradictions) == ("40@1", ())
     assert len(found.probes) > 7
-    assert search(line, spike).contradictions == ()  # not asked for
+    assert search(line, spike).contradictions == ()  # not requested
 
 
 # -- with states

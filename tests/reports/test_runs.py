@@ -1,4 +1,4 @@
-"""The runs below a folder, whatever else is there."""
+"""The runs below a folder, whatever else is in it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_nothing_that_lies_there_breaks_it(tmp_path: Path, monkeypatch: pytest.M
     assert (runs["last-slot"].latest, runs["last-slot"].checkpoints) == (
         None,
         3,
-    )  # it was closed, which nobody can read
+    )  # it was closed, in an unreadable record
     assert found.unreadable == ((str(locked), "Permission denied"),)
 
 
@@ -179,7 +179,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_segments_that_are_missing_are_told(tmp_path: Path) -> None:
-    """The log of a store that was closed is whole though its segments are gone."""
+    """The log of a closed store is whole though its segments are gone."""
     store = fill(tmp_path / "run")
     gone = sorted((tmp_path / "run" / "seg").rglob("*.safetensors"))
     gone[0].unlink()

@@ -1,4 +1,4 @@
-"""Plans: the cheapest path, whatever the graph of encodings looks like."""
+"""Plans: the cheapest path through any graph of encodings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_cheapest_path_wins() -> None:
 
 
 def test_circles_are_walked_around() -> None:
-    """Compaction may turn chains round: 1 builds on 3 and 3 on 1, and both have another way, too."""
+    """Compaction may reverse chains: 1 builds on 3 and 3 on 1, and both have another way, too."""
     catalog = catalog_of([(1, 3, 1), (1, None, 100), (2, 1, 1), (3, 2, 1), (3, None, 50), (4, 1, 1), (4, 3, 9)])
     assert steps(plan(catalog, identity(1), stored_bytes)) == [3, 1]
     assert steps(plan(catalog, identity(2), stored_bytes)) == [3, 1, 2]

@@ -1,4 +1,4 @@
-"""Slots that are gone from the middle of a log: every reader is told once, and no reader is told twice."""
+"""Slots that are gone from the middle of a log: every reader is warned once, and no reader twice."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_every_reader_is_told_once(root: Path, reader: str) -> None:
         READERS[reader](store)
     assert len(told) == 1
     assert told[0].filename == __file__, "it blames the caller's line"
-    assert store.latest_step()  # nothing more is said: a warning is an error here
+    assert store.latest_step()  # there is no further warning: it would be an error here
     assert len(store.checkpoints()) in (35, 36, 37)
     with pytest.warns(DamagedLogWarning):
         ckptstore.open(root).checkpoints()  # another handle

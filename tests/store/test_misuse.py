@@ -1,4 +1,4 @@
-"""What people do by mistake, as an outside attacker found it: each is answered by an error that says what to do."""
+"""Common mistakes, as an outside attacker found them: each raises an error that gives a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saved(store: ckptstore.Store, *steps: int, **options: Any) -> None:
 
 
 def test_a_term_from_nothing_names_what_there_is_instead_of_latest(tmp_path: Path) -> None:
-    """It said that the store holds no checkpoint, and the next writer began from nothing without a word."""
+    """It said that the store holds no checkpoint, and the next writer silently began from nothing."""
     store = ckptstore.open(tmp_path / "s")
     saved(store, 1, 2)
     saved(store, parent=None)
@@ -62,7 +62,8 @@ REMEDY = "restore FORMAT from a copy"
 
 
 def test_a_store_without_format_is_not_taken_for_none(tmp_path: Path) -> None:
-    """`latest_step` said None, as where a run has yet to begin; and a live writer acknowledged what nobody can open."""
+    """`latest_step` was None, as for a run that has yet to begin; and a live writer acknowledged checkpoints that
+    nobody can open."""
     place = tmp_path / "s"
     held = ckptstore.open(place)
     assert held.latest_step() is None
@@ -102,7 +103,7 @@ def test_a_folder_that_holds_other_things_has_no_latest_step(tmp_path: Path) -> 
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    """It said: bad file descriptor. A descriptor that another folder has by then is never used."""
+    """The error was: bad file descriptor. A descriptor that another folder has by then is never used."""
     store = ckptstore.open(tmp_path / "s")
     saved(store, 1)
     store.close()
@@ -121,7 +122,7 @@ NO_TIMES = [math.nan, -1.0, -math.inf, "5", True]
 
 @pytest.mark.parametrize("timeout", NO_TIMES)
 def test_a_timeout_that_is_no_time_is_refused(store: ckptstore.Store, timeout: Any) -> None:
-    """NaN is never over: it waited for ever."""
+    """NaN never expires: it waited for ever."""
     saved(store, 1, 2, 3)
     asks: list[Callable[[], object]] = [
         lambda: store.tag("x", 1, timeout=timeout),

@@ -1,4 +1,4 @@
-"""What a notebook, a debugger and an interactive session show: tables, never a script, never a secret."""
+"""The display in a notebook, a debugger and an interactive session: tables, never a script, never a secret."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_stores_checkpoints_and_reports_are_tables(store: ckptstore.Store, tmp_p
     assert HOSTILE in shown(checkpoint)
     assert "(13 in all)" in shown(store.verify())
     assert "13@1" in shown(store.stats())
-    assert "Share(" not in shown(store.stats())  # what is in a cell reads as words
+    assert "Share(" not in shown(store.stats())  # the words of a cell
     assert "checkpoints 13, nbytes " in shown(store.stats())
     assert time.strftime("%Y-%m-%d", time.localtime(checkpoint.time)) in shown(checkpoint)
     assert str(checkpoint.time) not in shown(checkpoint)

@@ -1,4 +1,4 @@
-"""What somebody found who attacked the package from outside, as its users would."""
+"""Findings of somebody who attacked the package from outside, through its users' interfaces."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_only_files_are_replaced(tmp_path: Path, kind: str, overwrite: bool) -> 
     with pytest.raises(UsageError, match=f"x.safetensors is {called}"):
         export(store.journal, 1, place, overwrite=overwrite)
     with pytest.raises(UsageError, match=called):
-        atomic_files.refuse_store(place)  # what --csv, --report and --plot ask
+        atomic_files.refuse_store(place)  # the requests of --csv, --report and --plot
     after = place.lstat()
     assert (after.st_ino, after.st_mode, after.st_rdev) == (before.st_ino, before.st_mode, before.st_rdev)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]

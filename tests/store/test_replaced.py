@@ -1,4 +1,4 @@
-"""A store that is moved, replaced or deleted under who has it open: nothing goes into a store that nobody opened."""
+"""A store that is moved, replaced or deleted while it is open: nothing is written to a store that nobody opened."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_store_that_is_closed_holds_no_folder(tmp_path: Path) -> None:
 def test_a_log_that_is_swapped_under_a_writer_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: str, looks: bool
 ) -> None:
-    """By the writer, which looks at its last slot before each commit, and by the folder where that is not there."""
+    """The writer notices it by a look at its last slot before each commit; or by the folder, if the slot is absent."""
     monkeypatch.setattr(LocalBackend, "cheap_looks", looks)
     with writer_of(tmp_path / "other") as other:
         other.save(state(1), step=1)
@@ -310,7 +310,7 @@ def test_who_opened_nothing_yet_opens_what_is_there_when_it_first_reads(tmp_path
 
 
 class Named(FaultyBackend):
-    """A medium that is asked by names alone: who deletes a store and makes another there changes what they mean."""
+    """A medium that is accessed only by names: replacing a store by another changes their meaning."""
 
     anchored = False
 
@@ -357,7 +357,7 @@ def test_a_commit_to_a_deleted_store_is_refused_where_there_are_no_handles() -> 
 
 @pytest.mark.parametrize("handles", [True, False])
 def test_a_slot_that_was_read_back_and_is_another_runs_says_so(handles: bool) -> None:
-    """Also where FORMAT was looked at just before: the store may be replaced in between."""
+    """Also if FORMAT was checked just before: the store may be replaced in between."""
     world, other = world_with_format(), world_with_format()
     theirs = open_term(Journal(other, other.fmt), None, patience=HASTE)
     save(theirs, 1)

@@ -1,4 +1,4 @@
-"""The public interface on real files: what was saved is what is loaded, and history is never overwritten."""
+"""The public interface on real files: saved states are loaded unchanged, and history is never overwritten."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestRoundTrip:
                 assert loaded[name].shape == tuple(tensor.shape), name
 
     def test_a_state_with_too_long_a_text_is_refused_by_its_key(self) -> None:
-        """Before anything is sent anywhere, so one medium is enough for texts of so many bytes."""
+        """Before anything is sent, so one medium is enough for texts of so many bytes."""
         store = ckptstore.open(f"memory://{uuid.uuid4().hex}")
         with store.writer() as writer:
             for save in (writer.save, writer.save_async):
@@ -191,7 +191,7 @@ class TestSelection:
             for refuse in (writer.save, writer.save_async):
                 with pytest.raises(StepOrderError, match="a whole number from 0"):
                     refuse({"n": 1}, step)
-            # A tag names a REF, which text may be.
+            # A tag names a REF, which may be text.
             error, why = (UsageError, "is no REF; use latest") if step != "7" else (CheckpointNotFoundError, "step 7")
             with pytest.raises(error, match=why):
                 writer.tag("best", step)

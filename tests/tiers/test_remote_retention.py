@@ -1,4 +1,4 @@
-"""A remote that is pruned: what it had and gave up is no branch, is not brought again, and holds up nothing here."""
+"""A pruned remote: checkpoints that it gave up are no branch, are not brought again, and delay nothing here."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_remote_is_pruned_beside_a_live_drain(place: Place, monkeypatch: pytes
 
 
 def test_what_was_gone_back_from_and_pruned_there_is_no_branch(folders: Place) -> None:
-    """The next term continues from below it, so that only the OPEN says how far the earlier one had come."""
+    """The next term continues from below it, so only the OPEN has the last step of the earlier one."""
     with folders.open().writer(poll_seconds=None) as writer:
         for step in range(1, 7):
             writer.save(state(step), step)
@@ -117,7 +117,7 @@ def test_what_was_not_drained_when_the_remote_was_pruned_is_a_branch_still(folde
 
 
 def damaged(store: ckptstore.Store, ref: str) -> bytes:
-    """Damage the only segment of a checkpoint -> what it was."""
+    """Damage the only segment of a checkpoint -> its original bytes."""
     ((segment, _),) = store.describe(ref)
     path = Path(store.backend.url) / segment.key
     sound = path.read_bytes()
@@ -126,7 +126,7 @@ def damaged(store: ckptstore.Store, ref: str) -> bytes:
 
 
 def saved_but_for_the_second(folders: Place) -> ckptstore.Store:
-    """1 to 4 are saved here, and brought to the remote but for 2, which is damaged, and then put right."""
+    """1 to 4 are saved here, and brought to the remote except 2, which is damaged, and then repaired."""
     with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
         for step in range(1, 5):
             writer.save(state(step), step)
@@ -237,7 +237,7 @@ def test_another_machines_term_of_the_same_number_was_never_ours() -> None:
 
 
 def test_without_the_member_nothing_is_known_to_have_been_there() -> None:
-    """A term that continues from 2 does not say that 1 was there: it may have been left out."""
+    """A term that continues from 2 does not prove that 1 was there: it may have been left out."""
     builder = log(saved(1), saved(2), gives_up(1))
     builder.apply(OpenRecord(2, CheckpointId(1, 2, f"{2:032x}"), "c" * 32, 0.0, {}), 4)
     gone = remote_retired(known([saved(1), saved(2), saved(3)]), builder.catalog)
@@ -271,7 +271,7 @@ def test_of_the_same_term_another_state_is_another_checkpoint() -> None:
 
 @pytest.mark.parametrize("form", ["stored", "full"])
 def test_a_copy_of_a_part_never_had_the_rest(folders: Place, form: Any) -> None:
-    """It becomes the remote once the next term has begun there, which says how far the first one had come."""
+    """It becomes the remote once the next term has begun there, whose OPEN has the last step of the first one."""
     with ckptstore.open(folders.here).writer(deltas=None, poll_seconds=None) as writer:
         for step in range(1, 5):
             writer.save(state(step), step)

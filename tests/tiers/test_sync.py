@@ -134,7 +134,7 @@ def test_sigterm_ends_a_daemon_and_leaves_what_the_next_goes_on_with(folders: Pl
         assert daemon.returncode == 143, complaint
         assert "Traceback" not in complaint
     theirs = folders.theirs()
-    assert theirs.verify(deep=True).ok  # whatever had come, every byte of it
+    assert theirs.verify(deep=True).ok  # whatever had arrived, every byte of it
     for store in (theirs, ckptstore.open(folders.here, remote=False)):
         assert store.backend.list("pins/") == []
     assert CliRunner().invoke(cli, ["sync", str(folders.here), folders.remote]).exit_code == 0

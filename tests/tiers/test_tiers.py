@@ -1,4 +1,4 @@
-"""Two tiers of one run: what each acknowledgement survives, who may go on where, and what comes back."""
+"""Two tiers of one run: what each acknowledgement survives, which machine may continue where, and what is restored."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_branch_stops_one_start_where_warnings_are_errors(outage: Outage) -> N
         warnings.simplefilter("error")
         with pytest.raises(BranchWarning, match="2@1"):
             outage.place.open().writer()
-        with outage.place.open().writer() as writer:  # the start before has said so
+        with outage.place.open().writer() as writer:  # the start before has warned
             assert writer.parent is not None
             assert writer.parent.ref == "6@2"
             assert writer.term == 4
@@ -205,7 +205,7 @@ def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Ou
     pending = writer.save_async(state(2), 2)
     pending.result()
     with pytest.warns(UserWarning, match="lacks"):
-        writer.close()  # the remote is not there: what is left is said
+        writer.close()  # the remote is gone: the rest is reported
     with pytest.raises(WriterClosedError, match="2@1 is not in the remote, and the writer is closed"):
         pending.result(tier="remote", timeout=5)
     fill(outage.other.open(outage.other.there), 5, 6)
@@ -238,7 +238,7 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
         assert lag is not None
         assert (lag.checkpoints, lag.steps) == (5, 5)
         assert lag.nbytes > 5 * 12_000
-        # What a machine that burns now has lost is what was reported.
+        # The loss of a machine that burns now equals the reported lag.
         assert outage.other.open(outage.other.there).latest_step() == 6 - lag.steps
         outage.end()
         assert pending[-1].result(tier="remote", timeout=LONG).ref == "6@1"
@@ -321,7 +321,8 @@ def test_prune_drains_first(folders: Place) -> None:
 def test_prune_leaves_what_the_remote_never_gets(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 5)
-    fill(folders.open(folders.there), 8, 9)  # the run goes on elsewhere: what is here alone is a branch
+    # The run continues elsewhere: checkpoints that only this machine has are a branch.
+    fill(folders.open(folders.there), 8, 9)
     store = ckptstore.open(folders.here)
     planned = store.prune("last:1", dry_run=True)
     assert (planned.retired, planned.kept["undrained"]) == (("1@1", "2@1"), ("3@2", "4@2"))
@@ -349,7 +350,7 @@ def test_a_dry_run_of_prune_rests_on_the_remote_as_prune_does(folders: Place) ->
 
 
 def test_the_remote_does_not_name_itself(folders: Place) -> None:
-    """Its URL was copied into its own log: who had it mounted under another path was sent to this machine's."""
+    """Its URL was copied into its own log: users that had it mounted under another path were sent to this machine's."""
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 4)  # a term that is opened here alone, and drained later
     store = ckptstore.open(folders.here)
@@ -424,7 +425,7 @@ def test_another_run_in_the_remote_is_refused(folders: Place) -> None:
 
 
 def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
-    """A disk that is not mounted is an empty folder; what it holds is who continued the run."""
+    """An unmounted disk is an empty folder; only its contents tell which machine has continued the run."""
     fill(folders.open(), 1, 2)
     fill(folders.open(folders.there), 3, 4)
     remote = Path(folders.remote)
@@ -439,7 +440,7 @@ def test_a_remote_that_is_not_there_is_no_new_one(folders: Place) -> None:
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here).sync_forever()
         with pytest.raises(StorageError, match="no store is there any more"):
-            ckptstore.open(folders.here, remote=False).sync(folders.remote)  # by its name, as a cron job does
+            ckptstore.open(folders.here, remote=False).sync(folders.remote)  # by its name, as in a cron job
         with pytest.raises(StorageError, match="no store is there any more"):
             ckptstore.open(folders.here, remote=False).sync_forever(folders.remote)
         with pytest.raises(StorageError, match="no store is there any more"):
@@ -509,7 +510,7 @@ def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place,
 
 @pytest.mark.filterwarnings("ignore::ckptstore.DamagedLogWarning")
 def test_a_damaged_log_is_not_drained(folders: Place) -> None:
-    """What it does not show may say that something is retired, or that the run went on elsewhere."""
+    """The hidden records may retire a checkpoint, or show that the run continued elsewhere."""
     fill(ckptstore.open(folders.here), 1, 4)
     slot = folders.here / "log" / f"{2:020d}"
     slot.write_bytes(slot.read_bytes()[:-1])
@@ -562,7 +563,7 @@ def test_a_save_waits_while_too_much_is_on_this_machine_alone(folders: Place) ->
         for step in range(1, 9):
             writer.save(state(step), step)
             most = max(most, writer.lag().nbytes)
-    assert 0 < most < 5 * each  # what may be, the save that was let in, headers; a slow machine has less on the way
+    assert 0 < most < 5 * each  # the allowance, the save that was admitted, headers; a slow machine has less in flight
     assert steps(folders.theirs()) == [f"{step}@1" for step in range(1, 9)]
 
 

@@ -1,4 +1,4 @@
-"""A short campaign of `tools.kills.agent_kills`, and what it would notice."""
+"""A short campaign of `tools.kills.agent_kills`, and the errors that it would notice."""
 
 from __future__ import annotations
 

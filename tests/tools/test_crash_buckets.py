@@ -1,6 +1,6 @@
 """The store in a bucket under kills, faults and torture: short forms of ``python -m tools.crash.* --medium s3``.
 
-What forks has never used a bucket's client, so kills and torture are processes of their own here.
+A process that forks must never have used a bucket's client, so kills and torture run in separate processes here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.objects.proxies import proxying
 from tools.objects.proxy import Rule
 from tools.objects.server import Server
 
-# A killed writer of diffs may have lost steps that waited for their batch; the next one says so.
+# A killed writer of diffs may have lost steps that waited for their batch; the next one reports it.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")]
 
 
@@ -87,7 +87,7 @@ def test_a_fault_at_a_request_surfaces_or_is_survived(fast: Server) -> None:
 
 
 def test_a_client_that_believes_what_it_is_not_told_is_caught(fast: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: an answer that was lost is taken for a success."""
+    """Negative control: a lost answer is taken for a success."""
     create = ObjectBackend.create
 
     def believing(backend: ObjectBackend, key: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A writer under rules of retention takes no more memory the longer it runs: it remembers what the rules keep."""
+"""A writer with retention rules needs no more memory the longer it runs: it remembers only the kept checkpoints."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import ckptstore
 from tests.forms import short_or
 
 BEGIN, EARLY, LATE = 96, 256, short_or(704, 2496)
-"""Saves after which it is looked at what they take, and after which that is read: by the first of them caches are full.
-A set of as many numbers is enlarged between the two."""
+"""Numbers of saves: tracing begins after the first, when caches are full; memory is read after the other two. A set of
+as many numbers is enlarged between the two readings."""
 MOST = 20.0
-"""Bytes that a save may leave behind. Where each step was kept as a number of its own, each left 40 and more. The spread
-of one reading is about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
+"""Bytes that a save may leave behind. When each step was kept as a separate number, each left 40 and more. The spread of
+one reading is about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
 
 
 def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
