@@ -99,7 +99,7 @@ def test_a_client_that_believes_what_it_is_not_told_is_caught(fast: Server, monk
 
     monkeypatch.setattr(ObjectBackend, "create", believing)
     with pytest.raises((Violation, CkptError)):
-        # Slot 7: the one before it closes a term, and who loses that loses no more than the word.
+        # Slot 7: the slot before it closes a term, and losing that one loses only the record of the end.
         bucket_faults.inject(fast, Rule("reset", "create", path="log/", skip=7, times=4))
 
 

@@ -1,4 +1,4 @@
-"""Crash points: none is missing in the code, in its register or in the documentation, and the crash tests reach all."""
+"""Crash points: all of them are in the code, the register and the documentation, and the crash tests reach all."""
 
 from __future__ import annotations
 

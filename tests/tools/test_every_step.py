@@ -1,4 +1,4 @@
-"""The benchmark of saves after every step: what is restored is what was trained, and the quick form is complete."""
+"""The benchmark of saves after every step: each restored state is the trained one, and the quick form is complete."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
-    monkeypatch.setenv(SPIN, "0.001")  # what the command says of it goes when the test is over
+    monkeypatch.setenv(SPIN, "0.001")  # the nursery's messages end with the test
     small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
     asked = ["full-agent", "--control", *small, "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(every_step_turns.main, asked)

@@ -1,4 +1,4 @@
-"""What is to be run on a GPU: every test that is marked for one is found, and without a device that is said."""
+"""The command for a GPU machine: it finds every test that is marked for a GPU, and reports a missing device."""
 
 from __future__ import annotations
 

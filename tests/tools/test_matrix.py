@@ -1,4 +1,4 @@
-"""The matrix of Pythons and torches: what it would install, and that a pair that was not run is no success."""
+"""The matrix of Pythons and torches: the planned installations, and that a skipped pair is no success."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_versions_are_those_of_pyproject() -> None:
 def test_an_interpreter_is_the_version_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert matrix.interpreter(mine) == sys.executable
-    # A shim of pyenv: it is there, and runs nothing.
+    # A shim of pyenv: it exists, and runs nothing.
     for name, said in (("python3.98", "exit 127"), ("python3.97", "echo 3.11")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{said}\n")
         (tmp_path / name).chmod(0o755)

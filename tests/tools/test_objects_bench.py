@@ -1,4 +1,4 @@
-"""The comparison of clients on a bucket, very small; and the server that it is made on."""
+"""The comparison of clients on a bucket, very small; and its server."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_server_copies_cuts_and_refuses(fast: Server) -> None:
 
 
 def test_a_link_is_no_faster_than_it_says_whoever_shares_it() -> None:
-    """Each way has its own speed, and all connections have one together."""
+    """Each direction has its own speed, and all connections share it."""
     import obstore
 
     data, rate = bytes(10 << 20), 400e6 / 8
@@ -109,7 +109,7 @@ def test_a_link_is_no_faster_than_it_says_whoever_shares_it() -> None:
         with ThreadPoolExecutor(2) as pool:
             assert all(pool.map(lambda number: obstore.get(store, f"{number}").bytes() == data, range(2)))
         down = time.perf_counter()
-    lead = 3 << 20  # what each connection may have ahead: a piece that is under way
+    lead = 3 << 20  # what each connection may have ahead: a piece in flight
     assert up - began > (3 * len(data) - lead) / rate
     assert down - up > (2 * len(data) - lead) / rate
 

@@ -21,7 +21,7 @@ STRATEGIES = ("full", "delta", "gradient")
 
 @pytest.fixture(scope="module")
 def sweeper(warm: Warm) -> Sweeper:
-    """One, so that uninterrupted runs are made once."""
+    """One sweeper, so that uninterrupted runs are made once."""
     return Sweeper(warm.start)
 
 
@@ -34,7 +34,7 @@ def swept(sweeper: Sweeper, job: Job, kills: int, seed: str = "1") -> None:
 
 
 def in_short(*chosen: str) -> list[object]:
-    """The strategies, of which only the chosen ones are tried in CI."""
+    """The strategies; in CI only the chosen ones are tried."""
     return [one if one in chosen else pytest.param(one, marks=long_only) for one in STRATEGIES]
 
 
@@ -114,7 +114,7 @@ def test_a_campaign_goes_on_where_it_was(warm: Warm, tmp_path: Path, capsys: pyt
 
 
 def campaign(*records: tuple[int, int, str | None]) -> Campaign:
-    """Of (turn, lives that resumed, violation)."""
+    """A campaign of (turn, lives that resumed, violation)."""
     found = Campaign(5)
     for turn, resumed, violation in records:
         found.note(Job("full"), turn, Tally(lives=3, resumed=resumed, ends=1), violation)

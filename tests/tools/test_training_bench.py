@@ -1,4 +1,4 @@
-"""The training benchmark: every strategy restores what was trained, and the quick form is complete."""
+"""The training benchmark: every strategy restores the trained state, and the quick form is complete."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_a_strategy_restores_is_what_was_trained(tmp_path: Path, name: str,
     assert digest(other.state()) != digests[12]
     assert STRATEGIES[name].restore(tmp_path, other) == 12
     assert digest(other.state()) == digests[12]
-    other.take()  # and training goes on from it, to the same bits
+    other.take()  # and training continues from it, with the same bits
     trainer.take()
     assert digest(other.state()) == digest(trainer.state())
 

@@ -1,4 +1,4 @@
-"""Scripts that begin warm: they are processes as any other, and compute what they compute cold."""
+"""Scripts that start warm: they are processes like any other, and compute the same as cold ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 
 def gone(pid: int) -> bool:
-    """Wait until a process has ended, for a while."""
+    """Wait until a process has ended, for a limited time."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -95,7 +95,7 @@ def test_sigkill_takes_it_and_its_status_is_told(nursery: Warm) -> None:
         assert Path(f"/proc/{script.pid}/stat").read_text().split()[5] == str(script.pid), "its own session"
         os.kill(script.pid, signal.SIGKILL)
         assert script.wait(120) == -signal.SIGKILL
-    script.kill()  # nothing, and nobody else that has its number
+    script.kill()  # nothing, and no other process with its number
     assert script.poll() == -signal.SIGKILL
 
 

@@ -1,4 +1,4 @@
-"""A loader that is not what it was when the run was saved: what of the epoch comes, and what is told."""
+"""A loader that has changed since the run was saved: the remaining samples of the epoch, and the warnings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ckptstore.write.ranks.messages.key_value_store import Group  # noqa: E402
 from tests.forms import short_or  # noqa: E402
 from tests.write.rank_threads import as_ranks  # noqa: E402
 
-# torchdata asks torch for something that torch has given up.
+# torchdata uses a function that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 TWICE = "already yielded are repeated if the loader still has them, and none is skipped"
@@ -57,7 +57,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def resumed(loader: Any, state: Any) -> tuple[CountedBatches, str]:
-    """A loader sent to a place, as another process would be -> it, and what is told."""
+    """A loader restored to a position, as in another process -> it, and the warnings."""
     torch.manual_seed(99)
     batches = counted(loader)
     state = copy.deepcopy(state)
@@ -82,7 +82,7 @@ def cut_off(loader: Any, after: int) -> tuple[list[list[int]], Any]:
 
 @st.composite
 def lives(draw: st.DrawFn) -> dict[str, Any]:
-    """Three processes, or groups of them, that go through one epoch."""
+    """Three processes, or groups of them, that continue one epoch."""
     sizes = st.sampled_from((1, 2, 3, 4))
     ranks = draw(st.one_of(st.just((1, 1, 1)), st.tuples(*[st.sampled_from((1, 2, 4))] * 3)))
     return {
@@ -117,7 +117,7 @@ def group(one: dict[str, Any], life: int) -> list[CountedBatches]:
 @settings(max_examples=short_or(60, 500), deadline=None)
 @given(lives())
 def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
-    """With other batch sizes and other numbers of ranks; of those that come twice it is told how many."""
+    """With other batch sizes and other numbers of ranks; the warning counts the samples that are repeated."""
     states: list[Any] = []
     seen: list[int] = []
     twice = 0
@@ -144,7 +144,7 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
         for _ in range(steps):
             given_out = [next(each, None) for each in running]
             if given_out[0] is None:
-                assert given_out == [None] * len(running)  # as many for each rank: a group would hang
+                assert given_out == [None] * len(running)  # the same number for each rank: a group would hang
                 break
             seen += flat([batch.tolist() for batch in given_out])
         else:
@@ -158,9 +158,9 @@ def test_each_sample_of_an_epoch_comes_once(one: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore::ckptstore.DeterminismWarning"
-)  # of several threads; what it says is looked at above
+)  # of several threads; the warnings are checked above
 def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path, numpy_elsewhere: None) -> None:
-    """2 ranks, then 4, then 2: the epoch goes on, and the next one is whole."""
+    """2 ranks, then 4, then 2: the epoch continues, and the next one is whole."""
     data = list(range(48))
 
     def work(group: Group, until: int | None) -> list[list[int]]:
@@ -293,7 +293,7 @@ def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any
 
 
 class Thinned(Sampler[int]):
-    """Of a class of its own: each second sample, or each third."""
+    """A custom sampler class: each second sample, or each third."""
 
     def __init__(self, each: int) -> None:
         self.each = each
@@ -458,7 +458,7 @@ def test_batches_of_a_sampler_s_own_making() -> None:
 
 
 def test_the_order_is_that_of_the_batch_sampler() -> None:
-    """And not of the loader's own sampler, which nothing asks then."""
+    """Not that of the loader's own sampler, which nothing uses then."""
 
     def loader(size: int, kind: Any) -> DataLoader[int]:
         return DataLoader(list(range(12)), batch_sampler=BatchSampler(kind(range(12)), size, drop_last=False))

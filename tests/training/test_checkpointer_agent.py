@@ -1,4 +1,4 @@
-"""A Checkpointer whose saves an agent does: who dies, and what the next `resume` goes on from."""
+"""A Checkpointer whose saves an agent does: kills of either, and the state from which the next `resume` continues."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victi
     with script.checkpointer:
         start = script.checkpointer.resume()
         if victims == "trainer":
-            assert start >= 2, "more than the step in flight is lost"  # a message may be on its way when step() returns
+            assert start >= 2, "more than the step in flight is lost"  # a message may be in flight when step() returns
             assert script.agent_pid == int(told["agent"])
         for _ in range(start, 6):
             script.train()
@@ -170,7 +170,7 @@ def test_the_last_step_is_saved_again_if_its_agent_dies_with_it(tmp_path: Path, 
 
 
 def test_a_step_whose_agent_died_is_not_saved_again_once_the_next_has_begun(tmp_path: Path) -> None:
-    """The state is the next step's by then: under the name of the last one it would be another than it was."""
+    """The live state is the next step's by then: saved under the name of the last one it would be wrong."""
     script = Script(tmp_path / "run", strategy="gradient", batch=50)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,7 +212,7 @@ def test_resume_none_takes_nothing_that_an_agent_kept(tmp_path: Path, warm: Warm
 
 
 def test_the_agent_of_one_of_many_ranks_is_not_replaced(tmp_path: Path) -> None:
-    """Nobody knows what step the others are in: all begin again."""
+    """The current step of the other ranks is unknown: all start again."""
     script = Script(tmp_path / "run", strategy="gradient", group=Group(0, 1, LocalMailbox()))
     with script.checkpointer:
         assert script.checkpointer.resume() == 0

@@ -1,4 +1,4 @@
-"""The Checkpointer and sharded models (FSDP2): real ranks that save, are resumed, cut in another way, and signalled."""
+"""The Checkpointer and sharded models (FSDP2): real ranks that save, resume, change their sharding, and get signals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.warm import Warm  # noqa: E402
 
 
 def run(warm: Warm, folder: Path, size: int, *names: str, expected: tuple[int, ...] = ()) -> None:
-    """Run a job to its end; what a rank complained of is raised. `expected`: exit statuses."""
+    """Run a job to its end; raises an error with the ranks' output. `expected`: exit statuses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

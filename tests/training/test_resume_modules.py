@@ -1,4 +1,4 @@
-"""`resume()` in a script whose modules have changed: frozen, added to `extra`, loaded in a way of their own."""
+"""`resume()` in a script whose modules have changed: frozen, added to `extra`, loaded by their own functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.training.two_layers import Two, moments, nn, refused, resumed, traine
 
 @pytest.mark.parametrize("own", ["class", "hook"])
 def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own: str) -> None:
-    """It renames what older checkpoints have; the rest of the model is compared as ever."""
+    """It renames keys of older checkpoints; the rest of the model is compared as usual."""
 
     class Renamed(nn.Linear):  # type: ignore[misc]
         def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_module_that_loads_in_its_own_way_knows_what_fits(tmp_path: Path, own:
 
 @pytest.mark.filterwarnings("ignore:loader= was given")
 def test_nothing_is_put_aside_where_nothing_foreign_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Putting back takes a copy of the model: only if something of the script's own may fail."""
+    """A rollback needs a copy of the model: it is made only if code of the script may fail."""
     from ckptstore.training.resume.module_fit import ModuleFit
 
     copies: list[str] = []
@@ -239,7 +239,7 @@ def test_modules_of_extra_are_compared_too(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_frozen_while_the_run_goes_on_is_known_as_it_was_saved(tmp_path: Path) -> None:
-    """A plan of a state that stands must not keep what was frozen when it was made. SGD keeps nothing that tells."""
+    """A plan of an existing state must not keep the frozen layers of its time. SGD has no state that shows it."""
     model = half_frozen(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, strategy="full") as checkpointer:

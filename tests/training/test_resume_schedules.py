@@ -1,4 +1,5 @@
-"""`resume()` in a script whose schedules and settings have changed: other numbers are told, other schedules refused."""
+"""`resume()` in a script whose schedules and settings have changed: other numbers are reported, other schedules
+refused."""
 
 from __future__ import annotations
 
@@ -220,7 +221,7 @@ def test_every_other_number_of_an_optimizer_is_told(
 def test_numbers_that_a_schedule_keeps_in_the_groups_are_told(
     tmp_path: Path, make: Any, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And those that it moves are not."""
+    """And those that it changes are not."""
     trained(tmp_path / "s", Two(), scheduler=lambda o: make(o, 0.05))
     for rate in (0.05, 0.5):
         caplog.clear()
@@ -283,7 +284,7 @@ def test_warnings_that_are_errors_come_when_all_is_restored(tmp_path: Path) -> N
 
 
 def test_optimizers_and_schedules_in_extra_are_compared_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loop that steps them itself: they are given as anything else with a state."""
+    """A loop that steps them itself: they are passed like any other stateful object."""
 
     def made(swapped: bool, total: int = 10, kind: Any = torch.optim.Adam) -> tuple[Any, Any, Any]:
         model = Two(swapped)

@@ -1,4 +1,4 @@
-"""What a script does that its Checkpointer cannot save or restore as it is meant is said, once."""
+"""Actions of a script that its Checkpointer cannot save or restore correctly cause one warning."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_closing_says_what_it_does_not_save(tmp_path: Path, caplog: pytest.LogCa
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: an Optimizer, whose own __init__ never runs."""
+    """Like Accelerate's: an Optimizer whose own __init__ never runs."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -227,7 +227,7 @@ def test_a_metric_that_no_step_has(tmp_path: Path, said: Callable[[], list[str]]
 def test_a_metric_that_few_steps_have(tmp_path: Path, said: Callable[[], list[str]], without: dict[str, None]) -> None:
     script = Script()
     with script.opened(tmp_path, keep_best="val", save_every=2) as checkpointer:
-        for step in range(211):  # the last one, which leaving saves, is the only one that was validated
+        for step in range(211):  # the last one, which leaving saves, is the only validated one
             script.one()
             checkpointer.step(metrics={"loss": 1.0} | (without if step < 210 else {"val": 0.5}))
     assert said() == []
@@ -399,7 +399,7 @@ def test_a_validation_that_goes_backward_is_no_step_before_the_optimizers(
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As libraries wrap one: its step is the other's, and torch goes through all hooks for each of the two."""
+    """As libraries wrap one: its step is the other's, and torch runs all hooks for each of the two."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -425,7 +425,7 @@ def test_two_that_were_given_no_optimizer_are_both_told(
             checkpointer.resume()
         for _ in range(2):
             model(torch.ones(3, 4)).sum().backward()
-            optimizer.step()  # torch goes through the hooks of both
+            optimizer.step()  # torch runs the hooks of both
             optimizer.zero_grad()
             one.step()
             other.step()
@@ -439,6 +439,6 @@ def test_two_that_are_called_before_the_optimizer_are_both_told(tmp_path: Path, 
             script.model(torch.ones(3, 4)).square().mean().backward()
             one.step()
             other.step()
-            script.optimizer.step()  # torch goes through the hooks of both
+            script.optimizer.step()  # torch runs the hooks of both
             script.optimizer.zero_grad()
     assert [text.split("(")[0] for text in said()] == ["DeterminismWarning: step was called between backward"] * 2

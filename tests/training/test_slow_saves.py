@@ -1,4 +1,4 @@
-"""What a run is told of its saves: that they slow it down, and what they will take if nothing is ever given up."""
+"""The warnings about a run's saves: that they slow it down, and how much space they need without retention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clocked:
     def __init__(self, every: int | IntervalController = 1) -> None:
         self._now = 0.0
         self.pace = SavePace(every, lambda: self._now)
-        self.step(0.0, 0.0)  # nobody knows how long the first iteration took
+        self.step(0.0, 0.0)  # the duration of the first iteration is unknown
 
     def step(self, trained: float, waited: float) -> None:
         self._now += trained
@@ -109,7 +109,7 @@ def test_every_step_to_a_slow_bucket_is_said_by_a_warning(tmp_path: Path, monkey
     assert seen[0].filename == __file__
 
 
-# -- what a run without rules takes
+# -- the space of a run without rules
 
 
 def metrics(step: int, kind: str, stored: int, error: BaseException | None = None) -> SaveMetrics:
@@ -167,7 +167,7 @@ def test_a_run_without_rules_says_so_at_its_first_save(tmp_path: Path, caplog: p
     stored = ckptstore.open(tmp_path / "run").checkpoint(1).stored
     assert float(per[1]) == pytest.approx(stored * 1000 / (1 << 20), rel=0.1)
     assert "docs/retention.md" in line
-    trained(tmp_path / "run", 5)  # resumed: it was said
+    trained(tmp_path / "run", 5)  # resumed: the warning was given
     assert said() == []
     trained(tmp_path / "kept", 2, keep_last=2)
     trained(tmp_path / "best", 2, keep_best="loss")

@@ -1,4 +1,4 @@
-"""What is found out about a torch optimizer's step gives torch's own new state, bit for bit, at the promised cost."""
+"""The recorded updates of torch optimizers give torch's own new state, bit for bit, at the promised cost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[Any]:
 
 
 def backward(params: Sequence[Any], seed: int) -> None:
-    """Gradients of many magnitudes, as training has them."""
+    """Gradients of many magnitudes, as in training."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in params:
         scale = 10 ** (torch.rand(parameter.shape, generator=generator) * 3 - 6)
@@ -330,7 +330,7 @@ def test_gradients_that_cannot_be_stored_are_not() -> None:
     assert update.gradient is None
 
 
-# ------------------------------------------------------------------------------------------------- what is not matched
+# ------------------------------------------------------------------------------------------------- unsupported cases
 
 
 def left_out(flat: FlatState, *optimizers: Any) -> bool:
@@ -450,11 +450,12 @@ def test_the_package_finds_its_names_lazily() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------- why nothing was explained
+# ------------------------------------------------------------------------------------------- reasons for unexplained
+#     steps
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's: it is an optimizer, and has one."""
+    """Like Accelerate's: it is an optimizer, and has one."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -471,7 +472,7 @@ def run() -> tuple[Any, Any]:
 
 
 def stored(path: Path, state: Callable[[], Any], updates: Callable[[], Any], train: Callable[[int], None]) -> float:
-    """Share of the state that a step takes; each save is told the same, and each step must come back."""
+    """Share of the state that a step takes; each save gets the same message, and each step must be restored."""
     store = ckptstore.open(path, create=True)
     truth = {}
     with store.writer(diffs=ckptstore.DiffOptions()) as writer:
@@ -579,7 +580,7 @@ def mesh() -> Any:
 
 
 def local(state: Any) -> Any:
-    """What a rank saves of a sharded state."""
+    """The part of a sharded state that a rank saves."""
     from torch.distributed.tensor import DTensor
 
     return torch.utils._pytree.tree_map_only(DTensor, lambda tensor: tensor.to_local().detach(), state)

@@ -1,4 +1,4 @@
-"""Trial saves: what is saved, where, and that nothing of it stays."""
+"""Trial saves: their state, their place, and that nothing of them stays."""
 
 from __future__ import annotations
 

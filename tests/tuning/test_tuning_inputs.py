@@ -1,4 +1,4 @@
-"""Units as people write them, what a store tells about its job, and the picture."""
+"""Units as people write them, a store's data about its job, and the picture."""
 
 from __future__ import annotations
 
