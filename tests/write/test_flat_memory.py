@@ -16,15 +16,15 @@ BEGIN, EARLY, LATE = 96, 256, short_or(704, 2496)
 """Numbers of saves: tracing begins after the first, when caches are full; memory is read after the other two. A set of
 as many numbers is enlarged between the two readings."""
 MOST = 20.0
-"""Bytes that a save may leave behind. When each step was kept as a separate number, each left 40 and more. The spread of
-one reading is about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
+"""Bytes that a save may leave behind. When each step was kept as a separate number, each left 40 and more. One reading
+varies by about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
 
 
 def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.formats.tables.MANY", 32)
     monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 32)
     for sync in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, sync, lambda _descriptor: None)  # no crash is what this is about
+        monkeypatch.setattr(os, sync, lambda _descriptor: None)  # this test is not about crashes
     found: dict[int, int] = {}
     store = ckptstore.open(tmp_path / "store")  # in memory the log would count, too
     with store.writer(keep=["last:10", "best:loss:2"], poll_seconds=None) as writer:
@@ -45,7 +45,7 @@ def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pyte
 
 
 def held() -> int:
-    """Bytes that lines of the package have taken: what others take meanwhile (other threads, the tests) is not its."""
+    """Bytes that lines of the package have allocated; other code (other threads, the tests) does not count."""
     gc.collect()
     own = tracemalloc.Filter(inclusive=True, filename_pattern=f"{Path(ckptstore.__file__).parent}/*")
     return sum(one.size for one in tracemalloc.take_snapshot().filter_traces([own]).traces)
