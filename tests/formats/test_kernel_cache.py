@@ -141,4 +141,4 @@ def test_nothing_is_kept_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_numba_s_own_variables_change_no_byte(tmp_path: Path, variables: dict[str, str], kind: str) -> None:
     done = _run(tmp_path, **variables)
     assert (done.returncode, done.stdout) == (0, f"{kind}\n"), done.stderr
-    assert "KernelWarning" not in done.stderr  # numba warns of what it cannot keep
+    assert "KernelWarning" not in done.stderr  # numba warns of files that it cannot keep

@@ -184,9 +184,9 @@ def interrupt_after_submit(patch: pytest.MonkeyPatch, when: Callable[[], object]
 
 
 def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C where a save is about to be handed to the committer's thread, which never hears of it: `Writer._path`.
+    """Ctrl-C where a save is about to be passed to the commit thread, which never receives it: `Writer._path`.
 
-    Between two lines, where no medium and no clock reaches.
+    It comes between two lines, at no call of a medium or clock.
     """
     patch.setattr(writer._path, "submit", _interrupted)
 
@@ -194,7 +194,7 @@ def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch)
 def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `FullSaves._touch`.
 
-    Between two lines: the lane has the copy, and its caller not yet the future.
+    It comes between two lines: the lane has the copy, and its caller not yet the future.
     """
     patch.setattr(writer._path, "_touch", _interrupted)
 
@@ -202,7 +202,7 @@ def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.Mo
 def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after a full was copied, and before it is given to a lane: `Writer._path`.
 
-    Between two lines, as above.
+    It comes between two lines, as above.
     """
     patch.setattr(writer._path, "submit", _interrupted)
 
@@ -210,7 +210,7 @@ def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
 def interrupt_succession(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> threading.Event:
     """Ctrl-C once a rollback has begun its term, and before the writer serves it -> set then: `Writer._succeed`.
 
-    Between two lines: the medium has the new term, and the writer the old one.
+    It comes between two lines: the medium has the new term, and the writer the old one.
     """
     reached = threading.Event()
 

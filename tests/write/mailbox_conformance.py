@@ -1,4 +1,5 @@
-"""What every `Mailbox` must do, as one suite: subclass `MailboxConformance` and give a fixture `boxes`, two ranks'."""
+"""The requirements on every `Mailbox`, as one suite: subclass `MailboxConformance`, and give a fixture `boxes` of two
+ranks."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class MailboxConformance:
         one.delete("letter.1")
         with pytest.raises(FormatError, match="not whole"):
             fetch(other, "letter")
-        one.set("letter.1", b"b" * PIECE)  # another letter's
+        one.set("letter.1", b"b" * PIECE)  # another message's
         with pytest.raises(FormatError, match="not whole"):
             fetch(other, "letter")
         withdraw(one, ["letter"])
@@ -72,7 +73,7 @@ class MailboxConformance:
         one.set("letter", b"short")
         with pytest.raises(FormatError, match="not a letter"):
             fetch(other, "letter")
-        one.set("letter", (1 << 62).to_bytes(8, "little") + bytes(8))  # nobody looks for so many pieces
+        one.set("letter", (1 << 62).to_bytes(8, "little") + bytes(8))  # no rank looks for so many pieces
         with pytest.raises(FormatError, match="bytes"):
             fetch(other, "letter")
 

@@ -1,4 +1,4 @@
-"""Saves that are copied straight into mapped segments: the same checkpoints, and no file is left of what failed."""
+"""Saves that are copied straight into mapped segments: the same checkpoints, and failed saves leave no file."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_values_that_outgrow_the_header(store: ckptstore.Store) -> None:
         save = writer.begin(state, 1, LAYERS, direct=True)
         state["step"] = "x" * 300_000
         save.finish(state).result(60)
-        writer.wait()  # what was given up is removed after the result is there
+        writer.wait()  # given-up segments are removed after the result is there
         assert len(segments(store)) == 1
         save = writer.begin(state, 2, LAYERS, direct=True)
         save.finish(state).result(60)

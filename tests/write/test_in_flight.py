@@ -1,4 +1,4 @@
-"""Places of saves in flight: so many and no more, and a failure that nobody knows of is raised before one is taken."""
+"""Slots of saves in flight: a fixed number, and an unreported failure is raised before a slot is taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptstore.write.saves.ledger import Failures
 
 
 def taken(places: Places) -> Place | None:
-    """A place, or None where none is free."""
+    """A slot, or None if none is free."""
     found: list[Place] = []
     thread = threading.Thread(target=lambda: found.append(places.take()[0]), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint when it is saved: metadata and tags, in the record that commits it."""
+"""Labels of a checkpoint at its save: metadata and tags, in the record that commits it."""
 
 from __future__ import annotations
 

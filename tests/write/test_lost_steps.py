@@ -1,4 +1,4 @@
-"""Steps that were not saved, on errors: each named once, by the error that stopped it."""
+"""Unsaved steps in errors: each is named once, by the error that stopped it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_steps_that_an_error_names_are_not_named_again() -> None:
     named = StorageError("step 12: full")
     name_steps(named, [12])
     assert notes(named) == []
-    name_steps(named, [1])  # which its text has the beginning of
+    name_steps(named, [1])  # its text shows the beginning of the list
     assert notes(named) == ["step 1 was not saved"]
     name_steps(named, [1])
     assert notes(named) == ["step 1 was not saved"]

@@ -1,4 +1,4 @@
-"""Ranks that save together keep to the store's rules: rank 0 retires in the very record that commits a step."""
+"""Ranks that save together apply the store's rules: rank 0 retires in the very record that commits a step."""
 
 from __future__ import annotations
 

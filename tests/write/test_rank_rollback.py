@@ -1,4 +1,4 @@
-"""Ranks that go back: all of them, or none. And what each of them measures."""
+"""Rollbacks of ranks: all of them, or none. And the metrics of each rank."""
 
 from __future__ import annotations
 
@@ -154,4 +154,4 @@ def test_every_rank_is_told_what_its_saves_cost(tmp_path: Path, how: dict[str, A
     for step in (1, 2, 3):
         assert sum(told[rank][step - 1].nbytes for rank in told) == 5 * 12000  # each its share
         stored = sum(told[rank][step - 1].stored for rank in told)
-        assert 0 < stored < store.checkpoint(step).stored  # which has the tree besides
+        assert 0 < stored < store.checkpoint(step).stored  # which also has the tree

@@ -55,7 +55,7 @@ def test_every_rank_gets_back_what_it_saved(tmp_path: Path, size: int, url: str)
 
 
 def hurry(ranks: RankOptions, seconds: float) -> None:
-    """Have a rank whose writer is at work already wait no longer than this: how ranks open is not what is measured."""
+    """Shorten the wait of a rank whose writer is already at work: this test is not about the opening of ranks."""
     object.__setattr__(ranks, "timeout", seconds)
 
 
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_save_makes_the_step_fail_on_all(tmp_path: Path) ->
                 return
             if group.rank == 0:
                 hurry(own, 1)
-            # Where the machine stands still rank 2 may be late, too.
+            # If the machine stalls rank 2 may be late, too.
             with pytest.raises(MissingRankError, match=r"step 2.*rank 1(, 2)? did not .* within 1 s"):
                 writer.save(state(0, 2), 2)
             failed.release()
@@ -226,7 +226,7 @@ def test_a_mailbox_that_dies_is_said_on_every_rank(tmp_path: Path) -> None:
 
 
 class Cut(LocalMailbox):
-    """Rank 1 loses its connection as it hands in its part of step 2: the letter has come through."""
+    """Rank 1 loses its connection as it sends its part of step 2: the message has arrived."""
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith("/at/1") and value == b"2":
@@ -237,7 +237,7 @@ class Cut(LocalMailbox):
 def test_a_part_that_may_have_come_through_is_not_said_to_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 says none
+    monkeypatch.setattr("ckptstore.write.ranks.commit_coordinator._FAREWELL", 0.5)  # rank 1 reports none
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=RankOptions(timeout=120, per_rank="rng")) as writer:
@@ -261,7 +261,7 @@ def test_what_rank_0_does_not_see_is_not_committed(tmp_path: Path) -> None:
 
 
 def test_a_tied_tensor_is_filled_whatever_its_first_key_is(tmp_path: Path) -> None:
-    """Ranks name it after the key that sorts first, a process by itself after the first one that it meets."""
+    """Ranks name it after the key that sorts first, a single process after the first one that it meets."""
 
     def tied(rank: int) -> dict[str, Any]:
         table = np.arange(12, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What counts as an unexplained step, and what is said of it."""
+"""The criterion of an unexplained step, and its warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_what_is_too_much() -> None:
     assert Excess.of("w", 1, 3, NUMBERS, 36 * NUMBERS // 8 + 1) == Excess("w", 1, 36.00008)
     assert Excess.of("w", 1, 2, NUMBERS, 37 * NUMBERS // 8) == Excess("w", 1, 37.0)
     assert Excess.of("w", 1, 1, NUMBERS, 37 * NUMBERS // 8) is None  # without moments
-    assert Excess.of("w", 1, 3, 100, 4096) is None  # too little to speak of
+    assert Excess.of("w", 1, 3, 100, 4096) is None  # too little for a warning
     assert Excess.of("w", 1, 3, 100, 4097) is not None
     assert Excess.of("w", 1, 3, NUMBERS, None) == Excess("w", 1, None)
     assert Excess.of("w", 1, 1, NUMBERS, None) is None
