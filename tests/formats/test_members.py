@@ -1,4 +1,4 @@
-"""Members of a parsed object: each kind of them takes what it says, and nothing next to it."""
+"""Members of a parsed object: each kind of member accepts its own values, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata of a checkpoint as others may have written it: an object, or the record is refused."""
+"""Metadata of a checkpoint as other writers may have written it: an object, or the record is refused."""
 
 from __future__ import annotations
 

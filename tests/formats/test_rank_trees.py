@@ -47,7 +47,8 @@ def test_every_rank_gets_its_own_back(states: list[Any], ranks: list[int]) -> No
         assert text(rank_trees.of_rank(merged, rank)) == text(tree)
     assert rank_trees.rank_count(merged) in (None, len(trees))
     assert (rank_trees.rank_count(merged) is None) == (len({text(tree) for tree in trees}) == 1)
-    unflatten(rank_trees.of_rank(merged, None), lambda name, origin: name)  # what no rank reads is a state, too
+    # The part that no rank reads is a state, too.
+    unflatten(rank_trees.of_rank(merged, None), lambda name, origin: name)
 
 
 def shuffled(state: Any, chance: random.Random, *, drops: float = 0.0) -> Any:
@@ -80,7 +81,7 @@ WITH_TENSORS = st.recursive(
 @settings(max_examples=short_or(200, 1500), deadline=None)
 @given(st.lists(WITH_TENSORS, min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_the_union_of_any_states_is_that_of_the_page(states: list[Any], chance: random.Random) -> None:
-    """And what is not in it is told: nothing vanishes without a word."""
+    """And everything that is not in it is reported: nothing vanishes silently."""
     trees = [flatten(one).tree for one in states]
     merged = rank_trees.merge(trees)
     union = rank_trees.of_rank(merged, None)
@@ -98,7 +99,7 @@ def test_the_union_of_any_states_is_that_of_the_page(states: list[Any], chance: 
 
 
 def unordered(tree: Any) -> Any:
-    """Equal for trees whose members have another order, and for keys that are one to Python."""
+    """Equal for trees whose members have another order, and for keys that are equal in Python."""
     if isinstance(tree, list):
         return [unordered(element) for element in tree]
     if not isinstance(tree, dict):
@@ -184,7 +185,7 @@ def test_nodes_that_are_none_are_refused(nodes: str) -> None:
 
 
 def test_a_union_is_nested_no_deeper_than_a_tree() -> None:
-    """Pairs stand deeper than members: so a union may be too deep although no node is."""
+    """Pairs lie deeper than members: so a union may be too deep although no node is."""
     deep: Any = {"$t": "w"}
     for _ in range(199):
         deep = {"a": deep}
@@ -231,7 +232,7 @@ def test_values_too_deep_for_their_ranks_are_refused() -> None:
 @pytest.mark.parametrize("leaf", [{"$t": "w"}, {"$int": "9" * 30}, {"$float": "nan"}, 5, [], {}])
 @pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
 def test_what_is_alike_and_too_deep_for_a_rank_s_part_is_refused(leaf: Any, tag: str | None) -> None:
-    """What is merged can be taken apart again: by each rank, and by a reader that is none."""
+    """A merged tree can be taken apart again: by each rank, and by a reader that is no rank."""
     wraps = {
         None: lambda node: {"a": node},
         "$tuple": lambda node: {"$tuple": [node]},
@@ -305,7 +306,7 @@ READ_TWICE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", READ_TWICE)
 def test_sentences_about_the_union_that_had_two_readings(name: str) -> None:
-    """SPEC 3.3 and 3.1: ours and the reader made from the page take the same reading."""
+    """SPEC 3.3 and 3.1: ours and the page's reader choose the same reading."""
     tree, wanted = READ_TWICE[name]
     if wanted is FormatError:
         with pytest.raises(FormatError):

@@ -1,4 +1,4 @@
-"""Sealed texts whose checksum is right and whose contents are not: one lie for every check of a member."""
+"""Sealed texts with a valid checksum and invalid contents: one error for every check of a member."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_manifests() -> None:
     ):
         with pytest.raises(FormatError, match="here"):
             wrong()
-    # The right bytes, longer than the slot says: the hash covers those that were promised.
+    # The right bytes, longer than the slot states: the hash covers the promised ones.
     with pytest.raises(FormatError, match="checksum"):
         manifest(COMMIT, held + b" ", size=len(held), hash=xxh3_128(held + b" "))
 

@@ -102,7 +102,7 @@ class TestRoundTrip:
         assert end == ""
         assert len(check) == 32
         assert json.loads(text)["checkpoints"][0]["step"] == 41
-        assert "swept" not in text  # what is empty is left out
+        assert "swept" not in text  # empty members are left out
 
     def test_equal_records_have_equal_bytes(self) -> None:
         assert encode(decode(encode(COMMIT))) == encode(COMMIT)
@@ -142,7 +142,7 @@ class TestDamage:
 
 
 def tampered(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The same text with a change and a right checksum: what a hostile or broken writer could leave."""
+    """The same text with a change and a valid checksum, as a hostile or broken writer could leave it."""
     value = json.loads(data[:-34])
     change(value)
     return record_text.seal(value)

@@ -1,4 +1,4 @@
-"""The rules of retention: what they say, and that keeping up save by save ends where looking at everything does."""
+"""The retention rules: their meaning, and that judging save by save gives the same result as judging everything."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def promise(*entries: CheckpointEntry, **more: Any) -> CommitRecord:
 
 
 def catalog_of(*entries: CheckpointEntry, parents: dict[int, CheckpointEntry] | None = None) -> Catalog:
-    """Terms in order, each with its checkpoints; `parents`: what a term continues from."""
+    """Terms in order, each with its checkpoints; `parents`: the parent of a term."""
     builder = CatalogBuilder()
     for term in sorted({one.term for one in entries}):
         parent = (parents or {}).get(term)
@@ -58,7 +58,7 @@ def catalog_of(*entries: CheckpointEntry, parents: dict[int, CheckpointEntry] | 
 
 
 def kept(catalog: Catalog, *rules: str) -> dict[str, list[int]]:
-    """Rule -> steps; ``gone``: what nothing keeps."""
+    """Rule -> steps; ``gone``: those that no rule keeps."""
     reasons, gone = reasons_of(catalog, checked(rules))
     return {reason: [step for _, step in nodes] for reason, nodes in reasons.items()} | {
         "gone": [step for _, step in gone]
@@ -121,7 +121,7 @@ class TestWhatTheyKeep:
             "gone": [],
         }
         assert kept(catalog, "best:loss:1")["best:loss:1"] == [4]  # of equals the newer
-        # A metric that nobody has given: nothing is let go for want of it.
+        # A metric that no checkpoint has: none is retired for the lack of it.
         assert kept(catalog, "best:other:3")["gone"] == []
         assert kept(catalog, "tagged")["gone"] == [1, 2, 3, 4, 5, 6]
 
@@ -129,7 +129,7 @@ class TestWhatTheyKeep:
         catalog = catalog_of(*(entry(1, step) for step in range(1, 6)))
         catalog = catalog.apply(CommitRecord(1, NONCE, tags={"a": (1, 2), "b": (1, 2)}), catalog.next_seq)
         assert kept(catalog, "last:1") == {"newest": [5], "tagged": [2], "last:1": [5], "gone": [1, 3, 4]}
-        # Said as a rule it is the same: tags keep what they name.
+        # Expressed as a rule it is the same: tags keep the checkpoints that they name.
         assert kept(catalog, "tagged") == {"newest": [5], "tagged": [2], "gone": [1, 3, 4]}
 
     def test_ages_count_back_from_the_newest_and_no_clock_is_asked(self) -> None:
@@ -137,7 +137,7 @@ class TestWhatTheyKeep:
         assert kept(catalog, "newer-than:20s")["newer-than:20s"] == [3, 4, 5]
 
     def test_ranks_are_those_of_the_line_and_branches_are_judged_one_by_one(self) -> None:
-        """1 to 6 in term 1; term 2 went back to 3 and made 4 and 5; term 3 goes on from there."""
+        """1 to 6 in term 1; term 2 went back to 3 and made 4 and 5; term 3 continues from there."""
         first = [entry(1, step, loss=-step) for step in range(1, 7)]
         second = [entry(2, step, loss=step) for step in (4, 5)]
         catalog = catalog_of(*first, *second, entry(3, 6, loss=0), parents={2: first[2], 3: second[1]})
@@ -181,7 +181,7 @@ def test_branches_stay_while_the_line_goes_on() -> None:
 
 
 def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that is given rules late takes what is superfluous by and by: the whole is no square of it."""
+    """A writer that gets rules late retires the surplus bit by bit: the total cost is not quadratic."""
     catalog = catalog_of(*(entry(1, step) for step in range(1, 3001)))
     looked_at: list[Node] = []
     reasons = RetentionTracker.reasons
@@ -201,7 +201,7 @@ def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
-    """A run that retires has a catalog that stays small for as long as it goes on, and so has its index to."""
+    """A run that retires has a catalog that stays small however long it runs, and so does its index."""
     builder = CatalogBuilder(catalog_of(entry(1, 1)))
     catalog = builder.catalog
     for step in range(2, 40):
@@ -219,13 +219,13 @@ def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
         builder.apply(CommitRecord(1, NONCE, drops=(segment.id,)), catalog.next_seq)
         assert index.users(segment.id) == set()
         assert index.dependents(base.node) == set()
-        assert index.users(other.id) == {one.node}  # its other encoding is there
+        assert index.users(other.id) == {one.node}  # its other encoding exists
 
 
 def by_hand(
     entries: Iterable[CheckpointEntry], tagged: set[Node], last: int, every: int, best: int, age: float
 ) -> set[Node]:
-    """What the rules below keep of one term, said again in the plainest way."""
+    """The kept steps of one term by the rules below, computed in the plainest way."""
     alive = sorted(entries, key=lambda one: one.step)
     newest = alive[-1]
     rated = sorted(alive, key=lambda one: (one.extra["metadata"]["loss"], -one.step))
@@ -235,12 +235,12 @@ def by_hand(
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_left_is_what_was_promised(seed: int) -> None:
-    """Saves in and out of order, tags that come, move and go; retired as they become superfluous."""
+    """Saves in and out of order, tags that come, move and go; checkpoints are retired as they become surplus."""
     chance = random.Random(seed)
     last, every, best, age = chance.randint(1, 5), chance.randint(2, 9), chance.randint(1, 4), chance.choice([0, 3, 20])
     rules = (f"last:{last}", f"every:{every}", f"best:loss:{best}", f"newer-than:{age}s")
     if seed % 3 == 0:
-        last, age, rules = 1, -100, rules[1:3]  # the newest is kept only for being that
+        last, age, rules = 1, -100, rules[1:3]  # the newest is kept only for being the newest
     catalog = Catalog().apply(OpenRecord(1, None, NONCE, 0.0), 0)
     follower = RetentionTracker(rules, catalog)
     ever: dict[Node, CheckpointEntry] = {}
@@ -263,14 +263,14 @@ def test_what_is_left_is_what_was_promised(seed: int) -> None:
         check_commit(catalog, record)
         catalog = catalog.apply(record, catalog.next_seq)
         ever[one.node] = one
-        late = follower.superfluous(catalog)  # what was committed out of order may be superfluous at once
+        late = follower.superfluous(catalog)  # a checkpoint that was committed out of order may be surplus at once
         catalog = catalog.apply(CommitRecord(1, NONCE, retires=tuple(late)), catalog.next_seq)
         assert reasons_of(catalog, rules)[1] == []
     assert set(tags.values()) <= set(catalog.checkpoints)
     alive = by_hand(ever.values(), set(tags.values()), last, every, best, age)
-    # A tag that was taken away leaves a checkpoint that a rule may have kept, had it been asked earlier: never more.
+    # A removed tag leaves a checkpoint that a rule may have kept, if it had been applied earlier: never more.
     assert {one for one in alive if one in catalog.checkpoints} == set(catalog.checkpoints)
-    if age <= 0:  # times that go back, and then on, may let something go that the last look would keep
+    if age <= 0:  # times that go back, and then forward, may retire a checkpoint that the last look would keep
         assert set(catalog.checkpoints) == alive
 
 
@@ -279,7 +279,7 @@ def test_what_is_left_is_what_was_promised(seed: int) -> None:
 
 def test_rules_in_a_commit_a_request_and_a_fold() -> None:
     catalog = catalog_of(entry(1, 1))
-    for rules in (("last:3", "best:loss:2"), ()):  # none is something else than nothing said
+    for rules in (("last:3", "best:loss:2"), ()):  # an empty list is not the same as no list
         record = CommitRecord(1, NONCE, keep=rules)
         data, manifest = encode_commit(record, seq=2, run=RUN, manifest="8" * 32)
         assert manifest is None
@@ -298,7 +298,7 @@ def test_rules_in_a_commit_a_request_and_a_fold() -> None:
 
 
 def test_an_older_version_keeps_them_and_a_newer_one_finds_them() -> None:
-    """It does not know the member: it has it among those that it preserves, in its folds, too."""
+    """It does not know the member: it preserves it with other unknown ones, in its folds, too."""
     catalog = catalog_of(entry(1, 1))
     catalog.unknown = ((2, {"keep": ["last:9"], "other": 1}), (5, {"keep": ["last:3"]}), (4, {"keep": ["last:8"]}))
     folded, digest = encode_fold(catalog, run=RUN)
@@ -324,7 +324,7 @@ def test_no_commit_has_rules_that_are_none() -> None:
 
 
 def test_each_reason_to_keep_says_what_ends_it() -> None:
-    """Compaction moves nothing that is about to go, and a writer counts what is kept for long."""
+    """Compaction moves no checkpoint that is about to go, and a writer counts those that are kept for long."""
     expected = {
         **dict.fromkeys(["newest", "last:3", "newer-than:2d"], "newer"),
         "best:loss:1": "better",

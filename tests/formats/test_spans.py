@@ -24,7 +24,7 @@ def test_it_is_a_set(begin: list[int], moves: list[tuple[str, int]]) -> None:
         assert [one in spans for one in range(62)] == [one in plain for one in range(62)]
     assert spans == plain
     assert spans == Spans(plain)
-    assert copied == before  # whatever became of the other
+    assert copied == before  # whatever happened to the other
     spans.clear()
     assert not spans
     assert spans.highest is None

@@ -48,7 +48,7 @@ def test_groups_are_found() -> None:
 
 
 def params(**changes: Any) -> Callable[[Tensors], None]:
-    """The leader of b and c says something else."""
+    """The leader of b and c has other parameters."""
     return lambda found: found.update({"b.0": replace(found["b.0"], params={**found["b.0"].params, **changes})})
 
 

@@ -1,4 +1,4 @@
-"""A packed document says which codecs and rules its index has: a reader can refuse before it reads that."""
+"""A packed document names the codecs and rules of its index: a reader can refuse before it reads the index."""
 
 from __future__ import annotations
 

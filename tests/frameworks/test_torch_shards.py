@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a group of which there is no other."""
+    """This process as one rank of a group without other ranks."""
     fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=rank, world_size=size, store=fake.FakeStore())
     try:
@@ -45,7 +45,7 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def local_of(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
-    """What this rank has, cut as the placements say, without talking to anybody."""
+    """This rank's part, cut by the placements, without communication."""
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | _StridedShard):

@@ -1,4 +1,4 @@
-"""Single threads beside the work: they do what they are told, as often as told, and end when told."""
+"""Single background threads: they run the given work as often as requested, and end on request."""
 
 from __future__ import annotations
 

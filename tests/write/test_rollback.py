@@ -49,7 +49,7 @@ def test_going_back_within_a_term_is_refused_with_the_remedy(store: ckptstore.St
 def test_the_order_is_looked_at_before_the_state_and_once_more_after_it(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taking a large state apart in vain is avoided, and it leaves time for another thread."""
+    """A large state is not taken apart needlessly; while it is, another thread may give a step."""
     from ckptstore.frameworks import bridge
 
     with store.writer(poll_seconds=None) as writer:
