@@ -58,7 +58,7 @@ def test_the_oracle_sees_what_is_lost_and_what_was_denied(tmp_path: Path, monkey
     ckptstore.open(tmp_path / "store").retire(1, take_over=True)
     with pytest.raises(Violation, match=r"acknowledged and lost: \[\(1, 1\)\]"):
         rank_kills.check(tmp_path / "store", life, 2, set())
-    with pytest.raises(Violation, match=r"said to have failed, and there: \[\(1, 2\)\]"):
+    with pytest.raises(Violation, match=r"reported as failed, but in the store: \[\(1, 2\)\]"):
         rank_kills.check(tmp_path / "store", Life(failed={(1, 2)}), 2, set())
     life = Life(given={1: {(1, step) for step in range(5)}}, failed={(1, 0)})
     rank_kills.check(tmp_path / "store", life, 2, set(), cost=3)

@@ -73,7 +73,7 @@ def checked(method: Method, parts: Sequence[Part]) -> list[bytes]:
     for payload, part in zip(payloads, parts, strict=True):
         before = zlib.crc32(part.data)
         if method.decode(payload, part, scratch).tobytes() != part.data.tobytes():
-            raise AssertionError(f"{method.label} does not return what it was given")
+            raise AssertionError(f"{method.label} does not return its input")
         assert zlib.crc32(part.data) == before, f"{method.label} changed its input"
     return payloads
 

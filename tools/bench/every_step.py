@@ -230,7 +230,7 @@ Examples:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than training.")
 @click.option("--cold", is_flag=True, help="An interpreter for each process, which imports everything.")
-@click.option("--quick", is_flag=True, help="A tiny model, few steps, two cases: does it run?")
+@click.option("--quick", is_flag=True, help="Smoke test: a tiny model, few steps, two cases.")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
 def main(

@@ -217,7 +217,7 @@ def _show(console: Console, samples: list[Sample], memory: int) -> None:
     default=1,
     help="Steps between `Writer.prepare` and the first save: memory is touched meanwhile.",
 )
-@click.option("--busy", is_flag=True, help="Save while the save before is on its way.")
+@click.option("--busy", is_flag=True, help="Start a save while the previous one is in flight.")
 @click.option("--only", multiple=True, metavar="MODE", help=f"One of: {', '.join(MODES)}; repeatable.")
 @click.option("--dir", "parent", default=Path("bench-out"), type=click.Path(path_type=Path), help="Where stores are.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")

@@ -166,9 +166,11 @@ def _show_loops(console: Console, found: Comparison) -> None:
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--client", "clients", type=click.Choice(list(CLIENTS)), multiple=True, help="Default: all.")
 @click.option("--loop/--no-loop", default=True, help="Whether to measure the trainer's loop, too.")
-@click.option("--pin", is_flag=True, help="In that: the loop has a core for itself, upload and server the others.")
-@click.option("--link", "links", type=RATE, multiple=True, help="In that: also over a network so fast, as 1Gbit/s.")
-@click.option("--bandwidth", metavar="RATE", help="In that: what the upload is held to, as 250MB/s.")
+@click.option("--pin", is_flag=True, help="With the loop: pin it to one core, upload and server to the others.")
+@click.option(
+    "--link", "links", type=RATE, multiple=True, help="With the loop: also over a network of this speed, as 1Gbit/s."
+)
+@click.option("--bandwidth", metavar="RATE", help="With the loop: bandwidth limit of the upload, as 250MB/s.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
 def main(

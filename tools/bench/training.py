@@ -125,7 +125,7 @@ Examples:
 @click.option(
     "--pin/--no-pin", "pinned", default=True, show_default=True, help="Other cores for saving than for training."
 )
-@click.option("--quick", is_flag=True, help="A tiny model and few steps: does it run?")
+@click.option("--quick", is_flag=True, help="Smoke test: a tiny model and few steps.")
 @click.option("--out", default=Path("bench-out"), show_default=True, type=click.Path(path_type=Path))
 @click.option("--dir", "parent", type=click.Path(path_type=Path), help="Where to write checkpoints; default: --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")

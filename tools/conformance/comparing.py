@@ -13,7 +13,7 @@ def differences(expected: Any, found: Any, where: str = "") -> list[str]:
     """The differences, each with its place; empty if the answer is right."""
     if isinstance(expected, dict) and isinstance(found, dict):
         if len(expected) == 1 and (text := next(iter(expected))) in _TEXTS:
-            return [] if text in found else [f"{where or 'the store'}: read, and has to be refused"]
+            return [] if text in found else [f"{where or 'the store'}: read, but must be refused"]
         wrong = [f"{where}/{name}: missing" for name in expected if name not in found]
         wrong += [f"{where}/{name}: not expected" for name in found if name not in expected]
         for name in expected:

@@ -36,7 +36,7 @@ def apart(call: Callable[[], Any]) -> Any:
         text = pipe.read()
     os.waitpid(child, 0)
     if not text:
-        raise Violation("a process that looks at the store ended without a word")
+        raise Violation("a process that checks the store ended without a result")
     said = json.loads(text)
     if "violation" in said:
         raise Violation(said["violation"])

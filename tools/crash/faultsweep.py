@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=20, help="crash states to check after each fault of the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--medium", choices=(*MEDIA, *BUCKETS), default="folder")
-    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="the life of the store")
     options = parser.parse_args()
     begin = time.monotonic()
     done = _done(options)

@@ -24,8 +24,8 @@ SITES: Final = {
     "segment name": "fsync of seg/<term>/ in seal: without it a committed segment has no name",
     "old header": "fdatasync of a recycled file's cleared header: without it the old header may be over new data",
     "recycled data": "fdatasync of a recycled file's data before its header: without it that may be over old data",
-    "folder names": "fsync of the parents of new folders, and of FORMAT's name: without it whole folders go",
-    "settle": "fsync before acting on what was only seen: without it the act outlives what it rests on",
+    "folder names": "fsync of the parents of new folders, and of FORMAT's name: without it whole folders are lost",
+    "settle": "fsync before acting on an object that was only seen: without it the act outlives the object",
 }
 """Name -> the omitted sync, and the effect of a power cut then."""
 

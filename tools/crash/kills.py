@@ -253,7 +253,7 @@ def main() -> None:
         "--dir", type=Path, default=None, help="where to make the stores (default: the temporary folder)"
     )
     parser.add_argument("--medium", choices=(*MEDIA, *BUCKETS), default="folder")
-    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="the life of the store")
     options = parser.parse_args()
     if (why := obstacle(options.medium)) is not None:
         parser.error(why)

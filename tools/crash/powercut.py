@@ -65,19 +65,19 @@ HIDDEN: Final[tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[bool, ...], st
         (True,),
         "O_DIRECT has put the blocks on the device, and the slot's fsync commits the journal with length and block map",
     ),
-    (_EVERYWHERE, ("segment name",), _EITHER, "the fsync of a new file takes its name along"),
-    (_EVERYWHERE, ("folder names",), _EITHER, "the fsync of a new file takes the names of new folders above it along"),
+    (_EVERYWHERE, ("segment name",), _EITHER, "the fsync of a new file also saves its name"),
+    (_EVERYWHERE, ("folder names",), _EITHER, "the fsync of a new file also saves the names of new folders above it"),
     (
         _EVERYWHERE,
         ("settle",),
         _EITHER,
-        "the journal keeps the order of names, so that what was built on one does not outlive it",
+        "the journal keeps the order of names, so a name that depends on another does not outlive it",
     ),
     (
         _EVERYWHERE,
         ("old header", "recycled data"),
         _EITHER,
-        "the cut has to fall into milliseconds of a save, and the old segment and the new one have to be of one length",
+        "the cut must hit a few milliseconds of a save, and both segments must have the same length",
     ),
 )
 """(file systems, sites, O_DIRECT or not, why omitting that sync cannot show there). Enumeration catches them all."""

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=1, help="lives of the store, one after the other")
     parser.add_argument("--medium", choices=MEDIA, default="folder")
-    parser.add_argument("--life", choices=LIVES, default="whole", help="what is done with the store")
+    parser.add_argument("--life", choices=LIVES, default="whole", help="the life of the store")
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many seconds")
     options = parser.parse_args()
     begin = time.monotonic()

@@ -137,7 +137,9 @@ class _Company:
                 with stage.conditions():
                     status = perform(stage, part.rpartition("-")[0])
             except BaseException:
-                Acknowledged(journal).note(violation=f"{part} raised what is not ours:\n{traceback.format_exc()}")
+                Acknowledged(journal).note(
+                    violation=f"{part} raised an error that is not ours:\n{traceback.format_exc()}"
+                )
                 raise
             finally:
                 os._exit(status)
@@ -162,7 +164,7 @@ class _Company:
         """Raises `Violation` if a process has ended: they end only after one."""
         for part, process in self.processes.items():
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                raise Violation(f"{part} ended by itself")
+                raise Violation(f"{part} ended without a kill")
 
 
 def torture(seconds: float, *, seed: int = 0, folder: Path | None = None, medium: str = "folder") -> Torture:
@@ -269,7 +271,7 @@ def _check_nothing_is_left(store: Store) -> None:
     for key in store.backend.list("seg/"):
         term, name = int(key.split("/")[1]), key.rpartition("/")[2].partition(".")[0]
         if key not in live and name not in catalog.manifests and term < catalog.term:
-            raise Violation(f"{key} is needed by nothing, and gc leaves it")
+            raise Violation(f"nothing needs {key}, but gc keeps it")
 
 
 def _count(notes: Path) -> dict[str, int]:

@@ -219,7 +219,7 @@ def check(store: Store, saved: Saved) -> None:
     if latest and newest:
         last = max(newest, key=lambda ref: node_of(ref)[1])
         if latest != last:
-            raise Violation(f"latest is {latest}, without a word, but {last} was acknowledged")
+            raise Violation(f"latest is silently {latest}, but {last} was acknowledged")
     try:
         collect(store.journal)
     except CorruptLogError:

@@ -76,7 +76,7 @@ class Demo:
             if event.kind in ("released", "resumed"):
                 progress.update(task, completed=event.fields["step"])
             if event.kind == "resumed" and event.fields["step"]:
-                found = f"{event.fields['step']}, goes on as term {event.fields['term']} with {event.fields['mode']}"
+                found = f"{event.fields['step']}, continues as term {event.fields['term']} with {event.fields['mode']}"
                 progress.console.print(f"[green]resumed[/] the next process finds step {found}", highlight=False)
             if event.kind == "warning":
                 self._warnings.append(event.fields["text"])

@@ -124,7 +124,7 @@ def measured(place: Path, strategy: str, *, parameters: int = 30, seed: int = 0,
 
 def show(console: Console, rows: Sequence[Row]) -> None:
     """Print the table, and below it the places."""
-    table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}, as ckptstore asks it of a device", title_justify="left")
+    table = Table("strategy", title=f"Step {MIDDLE} of {STEPS}: the device work of ckptstore", title_justify="left")
     for name in ("state B", "to host B", "to device B", "copies", "launches", "host waits", "held B"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -145,9 +145,9 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 )
 @click.option("--parameters", type=click.IntRange(min=2), default=30, show_default=True, help="Tensors of the model.")
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Of the order of device work; 0: as late as may be."
+    "--seed", type=int, default=0, show_default=True, help="Seed of the order of device work; 0: as late as possible."
 )
-@click.option("--agent", is_flag=True, help="Have an agent save.")
+@click.option("--agent", is_flag=True, help="Let an agent save.")
 @click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON.")
 def main(*, strategies: Sequence[str], parameters: int, seed: int, agent: bool, as_json: bool) -> None:
     """Run the command: see the module."""

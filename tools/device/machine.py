@@ -166,7 +166,7 @@ class Machine:
         for one in others:
             what = f"{'written' if access.writes else 'read'} at {access.where or 'a place of the caller'}"
             before = f"{'written' if one.writes else 'read'} at {one.where or 'a place of the caller'}"
-            self._hazard(f"memory is {what}, which nothing orders with its being {before}")
+            self._hazard(f"memory is {what}, and nothing orders that with its being {before}")
 
     def _checked(self, run: Callable[[], object], spans: Iterable[Span]) -> Callable[[], None]:
         blocks = {id(span.block): span.block for span in spans}.values()

@@ -117,7 +117,7 @@ class _Run:
         self.outcome.operations.append(line)
         self.told(line)
         if error not in (None, "UsageError", "RequestRefusedError", "CheckpointNotFoundError", "FencedError"):
-            raise self.wrong("an error that is no refusal")
+            raise self.wrong("an error that is not a refusal")
         if error is None:
             kind = what.split()[0]
             self.outcome.counts[kind] = self.outcome.counts.get(kind, 0) + 1

@@ -194,12 +194,12 @@ class Campaign:
             raise Violation(f"a life did not begin: {line!r}")
         agent, term, step, kept = map(int, words[1:5])
         if words[5] != self._truth[step]:
-            raise Violation(f"step {step} came back with other bits (kept: {kept})")
+            raise Violation(f"step {step} was restored with wrong bits (kept: {kept})")
         if step < self.newest:
             raise Violation(f"step {self.newest} was acknowledged, and the next life begins with {step}")
         if self._victim == "trainer":
             if (agent, term) != (self._agent, self._term):
-                raise Violation(f"the agent {self._agent} of term {self._term} was to go on, not {agent} of {term}")
+                raise Violation(f"the agent {self._agent} of term {self._term} should continue, not {agent} of {term}")
             if not kept and self._given > self._began + 1:  # whether its first step was handed over is unknown
                 raise Violation(f"step {self._given} was handed over, and the agent kept nothing")
             if step < self._given - 1:
@@ -231,7 +231,7 @@ class Campaign:
             case ["begin" | "lost", _]:
                 pass
             case _:
-                raise Violation(f"a life ended by itself: {' '.join(words)}")
+                raise Violation(f"a life ended without a kill: {' '.join(words)}")
 
     def close(self) -> None:
         """End the last agent, and check every checkpoint. Raises `Violation`."""
@@ -278,9 +278,7 @@ def main() -> int:
         for number, mode in enumerate(modes):
             done = campaign(Path(folder), mode, options.kills // len(modes), options.seed + number)
             killed = ", ".join(f"{victim} {count}" for victim, count in sorted(done.kills.items()))
-            print(
-                f"{mode}: killed {killed}; {done.kept} lives went on with what an agent had kept; newest {done.newest}"
-            )
+            print(f"{mode}: killed {killed}; {done.kept} lives continued from an agent's memory; newest {done.newest}")
     return 0
 
 

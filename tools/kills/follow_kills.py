@@ -243,7 +243,7 @@ def _wait_for(done: Any, process: subprocess.Popen[bytes]) -> None:
         if time.monotonic() > end or process.poll() not in (None, 0):
             assert process.stderr is not None
             process.kill()
-            raise WrongError(f"waited in vain: {process.stderr.read().decode()[-2000:]}")
+            raise WrongError(f"timed out: {process.stderr.read().decode()[-2000:]}")
         time.sleep(0.02)
 
 
@@ -300,7 +300,7 @@ def _finish(url: str, environment: dict[str, str], told: Path, shown: Path, file
             follower.communicate()
     check(told, shown, file, result)
     if _file_digest(file) != (newest.ref, truth) or _last(shown)[:2] != [newest.ref, truth]:
-        raise WrongError(f"a follower ended with something else than {newest.ref}")
+        raise WrongError(f"a follower did not end with {newest.ref}")
     for line in shown.read_text().splitlines():
         if len(words := line.split()) == 4:
             result.seen.add(words[0])

@@ -396,7 +396,7 @@ def check(root: Path, life: Life, size: int, promised: set[tuple[int, int]], cos
     if lost := promised - found.keys():
         raise Violation(f"acknowledged and lost: {sorted(lost)}")
     if lied := life.failed & found.keys():
-        raise Violation(f"said to have failed, and there: {sorted(lied)}")
+        raise Violation(f"reported as failed, but in the store: {sorted(lied)}")
     for rank, given in life.given.items():
         if cost is not None and len(lost := given - found.keys() - life.failed - life.doubted) > cost:
             raise Violation(f"rank {rank} had given {sorted(lost)}, which are lost: more than {cost}")
@@ -539,7 +539,7 @@ def main() -> None:
     print(f"{done.acknowledged} checkpoints acknowledged, none lost; {done.restored} restored and compared")
     for point, count in sorted(done.points.items()):
         print(f"  {point:24} {count}")
-    print("what the others were told: " + ", ".join(f"{name} {count}" for name, count in done.errors.most_common()))
+    print("errors of the others: " + ", ".join(f"{name} {count}" for name, count in done.errors.most_common()))
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ class Campaign:
             case ["synced", count]:
                 self.seen["drained by sync"] += int(count)
             case _:
-                raise Violation(f"a life on {machine} ended by itself: {' '.join(words)}")
+                raise Violation(f"a life on {machine} ended without a kill: {' '.join(words)}")
 
     def close(self) -> None:
         """Check every checkpoint. Raises `Violation`."""
@@ -267,7 +267,7 @@ class Campaign:
             ours = ckptstore.open(self.root / machine, remote=False)
             here = {info.ref for info in ours.checkpoints()}
             if lost := refs - here - there:
-                raise Violation(f"{machine} acknowledged, and nobody has: {sorted(lost)}")
+                raise Violation(f"{machine} acknowledged, and no tier has: {sorted(lost)}")
             self.seen["kept as a branch"] += len(here - there)
             for ref in here:
                 if not _same(ours.load(ref, framework="numpy")):

@@ -105,7 +105,9 @@ def _compare(store: ckptstore.Store, wanted: Set[int], saved: Mapping[int, Any])
     there = {info.step: info for info in store.checkpoints()}
     assert there.keys() == wanted, f"too many: {sorted(there.keys() - wanted)}, gone: {sorted(wanted - there.keys())}"
     for step, info in there.items():
-        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, f"step {step} is another state"
+        assert digest(store.load(info.ref, framework="numpy")) == saved[step].digest, (
+            f"step {step} differs from the recorded one"
+        )
     return there
 
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tools.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", metavar="GLOB", help="sites whose name matches (see --list)")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants on trial at once; each wants a core")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once; each needs a core")
     parser.add_argument("--list", action="store_true", help="show the sites, run nothing")
     parser.add_argument("--quick", action="store_true", help=f"a sample of {QUICK_SITES} sites, under a minute")
     parser.add_argument("--ordinary", type=int, metavar="N", help="try N ordinary mutants instead")
@@ -121,7 +121,7 @@ def run(sites: Sequence[Site], jobs: int, rounds: Sequence[int | None] = ROUNDS)
             left = [site for site in left if verdicts[site.name].outcome == "survived"]
             if not left:
                 break
-            print(f"{len(left)} of {len(sites)} live after round {number} of {len(rounds)}", flush=True)
+            print(f"{len(left)} of {len(sites)} survive after round {number} of {len(rounds)}", flush=True)
     return [verdicts[site.name] for site in sites]
 
 

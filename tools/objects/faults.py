@@ -207,7 +207,7 @@ def table(counts: Counter[tuple[str, str]]) -> Sequence[str]:
 @click.command()
 @click.option("--faults", default=5000, help="Stop after so many were injected.")
 @click.option("--seed", default=1)
-@click.option("--odds", default=0.3, help="Share of the requests that a fault is done to.")
+@click.option("--odds", default=0.3, help="Share of the requests that a fault hits.")
 def main(faults: int, seed: int, odds: float) -> None:
     """Inject the given number of faults, and print the results."""
     quiet()

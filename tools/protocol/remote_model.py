@@ -240,7 +240,7 @@ class RemoteModel:
             return
         if drain.slot != len(state.log):
             if self.rules.read_anew or catalog(state.log).newest != drain.record.nonce:
-                yield f"drain {number} finds slot {drain.slot} taken: reads anew", _at(state, number, None)
+                yield f"drain {number} finds slot {drain.slot} taken: reads again", _at(state, number, None)
             else:
                 yield f"drain {number} goes to the next slot", _at(state, number, drain._replace(slot=len(state.log)))
             return

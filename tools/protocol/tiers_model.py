@@ -210,7 +210,7 @@ class TiersModel:
         reported = machine.reported | (set(left) if self.rules.report_branches else set())
         if left and mine:
             raise ViolationError(
-                f"{name} goes on behind what it has acknowledged, {left}, although nobody came between"
+                f"{name} continues behind its acknowledged commit {left}, although no other term was opened"
             )
         chosen = machine._replace(
             phase="opening", slot=len(state.remote), sent=record, reported=reported, opens=machine.opens + 1
@@ -256,7 +256,7 @@ class TiersModel:
         elif not self.rules.read_back:
             yield f"{who} takes slot {drain.slot} for its own", self._acknowledged(state, index, number, drain)
         else:
-            yield f"{who} finds slot {drain.slot} taken: reads anew", self._with(state, index, number, None)
+            yield f"{who} finds slot {drain.slot} taken: reads again", self._with(state, index, number, None)
 
     def _plan(self, state: State, index: int, number: int) -> Steps:
         machine, name = state.machines[index], _NAMES[index]
@@ -369,7 +369,7 @@ def _check_machine(state: State, machine: Machine, name: str) -> None:
             raise ViolationError(f"{name} acknowledged {commit}, and neither tier has it")
         opened = _newest(machine.log)
         if machine.phase == "own" and opened and opened.nonce != commit[0] and commit not in machine.reported:
-            raise ViolationError(f"{name} went on without {commit}, and nobody was told")
+            raise ViolationError(f"{name} continued without {commit}, and no branch was reported")
     if machine.phase == "own":
         owned = [rec for rec in state.remote if rec.opens]
         opened = _newest(machine.log)

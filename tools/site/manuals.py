@@ -18,7 +18,7 @@ from ckptstore.cli.main import cli
 
 __all__ = ["page", "pages", "write"]
 
-_SEE: Final = "The documentation and docs/cli.md of the repository say more, and describe what --json prints."
+_SEE: Final = "The documentation and docs/cli.md of the repository say more, and describe the output of --json."
 
 
 def write(target: Path, version: str) -> list[Path]:

@@ -49,7 +49,7 @@ from tools.warm import Warm
 __all__ = ["main"]
 
 _STRATEGIES: Final = ("full", "delta", "gradient")
-_NOTHING: Final = "every kill came before the first durable step: nothing is shown"
+_NOTHING: Final = "every kill came before the first durable step: the run proves nothing"
 
 
 @dataclass(slots=True)
@@ -147,17 +147,19 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="default: that of --out, or the time")
     parser.add_argument("--turn", type=int, default=10, metavar="KILLS", help="at a time of each form")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="note every turn there, and go on after those that are"
+        "--out", type=Path, metavar="FILE", help="note every turn in this file, and continue after the turns in it"
     )
-    parser.add_argument("--tally", type=Path, metavar="FILE", help="say what is in such a file, and kill nothing")
-    parser.add_argument("--broken", choices=sorted(BROKEN), help="a checkpointer that is wrong: this has to fail")
-    parser.add_argument("--cold", action="store_true", help="an interpreter for each life, that imports everything")
+    parser.add_argument("--tally", type=Path, metavar="FILE", help="print the results in such a file, and kill nothing")
+    parser.add_argument(
+        "--broken", choices=sorted(BROKEN), help="a checkpointer that is wrong on purpose: this must fail"
+    )
+    parser.add_argument("--cold", action="store_true", help="start a cold interpreter for each life")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON")
     options = parser.parse_args(arguments)
     if "replica" in (options.strategy or ()) and not (options.agent or options.every_form):
-        parser.error("replica: an agent keeps the replica: --agent")
+        parser.error("replica needs an agent: add --agent")
     if "replica" in (options.strategy or ()) and options.fsdp:
-        parser.error("replica: not of shards: leave --fsdp out")
+        parser.error("replica does not support shards: omit --fsdp")
     return options
 
 

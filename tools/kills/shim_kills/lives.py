@@ -250,7 +250,7 @@ class _Living:
                 try:
                     script.wait(LONGEST / 5)  # it has closed its standard output, and is about to end
                 except subprocess.TimeoutExpired:
-                    self._life.errors.append(f"rank {rank} has told all, and does not end")
+                    self._life.errors.append(f"rank {rank} has finished its output, and does not end")
             script.kill()
             status = script.wait()
             self._life.killed |= self._life.struck and status == -signal.SIGKILL

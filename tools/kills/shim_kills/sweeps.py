@@ -177,7 +177,7 @@ class _Run:
             if loss != self._reference.losses[key]:
                 raise Violation(f"{self._about()}: the loss of step {key[0]} on rank {key[1]} is another")
         if life.errors and not life.struck:  # ranks whose peer is dead report errors until they are killed as well
-            raise Violation(f"{self._about()}: it ended by itself: {life.errors}")
+            raise Violation(f"{self._about()}: it ended without a kill: {life.errors}")
 
     def _about(self) -> str:
         return f"{self.job}, after {self._tally.kills.total()} kills"
