@@ -42,7 +42,7 @@ def test_an_example_that_is_pasted_alone_runs(tmp_path: Path, number: int) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_the_first_example_can_be_killed_and_goes_on(tmp_path: Path) -> None:
+def test_the_first_example_continues_after_a_kill(tmp_path: Path) -> None:
     assert PAUSE in PYTHON[0]
     (seconds,) = re.findall(r"time\.sleep\((.*?)\)", PYTHON[0])
     (steps,) = re.findall(r"resume\(\), (\d+)\)", PYTHON[0])

@@ -83,7 +83,7 @@ def test_every_room_says_in_three_lines_what_is_in_it_and_what_it_imports() -> N
     assert silent == []
 
 
-def test_the_page_of_modules_is_written_anew() -> None:
+def test_the_page_of_modules_is_up_to_date() -> None:
     """`python -m tools.structure --modules docs/modules.md` updates the page."""
     assert (ROOT / "docs" / "modules.md").read_text(encoding="utf-8") == modules_page(tree())
 
@@ -100,7 +100,7 @@ def test_no_two_modules_have_one_name() -> None:
 _IMPORTS = r"(?i:\bimports?) .*"
 
 
-def test_what_a_room_says_that_it_imports_is_all_that_it_does() -> None:
+def test_a_room_imports_only_what_it_declares() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [layer.split(" | ") for layer in next(one for one in contracts if one["id"] == "rooms")["layers"]]
     floor = {room: number for number, rooms in enumerate(layers) for room in rooms}

@@ -26,7 +26,7 @@ def run(script: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_the_example_goes_on_where_a_killed_run_was(tmp_path: Path, runtime: Path) -> None:
+def test_the_example_continues_where_a_killed_run_was(tmp_path: Path, runtime: Path) -> None:
     for folder in ("whole", "killed"):
         (tmp_path / folder).mkdir()
     script = example()

@@ -56,7 +56,7 @@ class TestGuests(MailboxConformance):
         return host.guest(1), host.guest(2)
 
 
-def test_who_has_another_token_is_let_in_by_nobody(host: Host) -> None:
+def test_a_peer_with_another_token_is_refused(host: Host) -> None:
     with pytest.raises(MailboxError):
         host.guest(token=b"x" * 32)
     with pytest.raises(MailboxError):
@@ -66,7 +66,7 @@ def test_who_has_another_token_is_let_in_by_nobody(host: Host) -> None:
     assert host.served.box.get("k") == b"v"
 
 
-def test_a_host_that_does_not_know_the_token_is_not_believed() -> None:
+def test_a_host_without_the_token_is_refused() -> None:
     ours, its = socket.socketpair()
 
     def pretend() -> None:
@@ -110,7 +110,7 @@ def test_a_rank_that_sends_no_whole_request_is_missed(host: Host, operation: int
         assert host.lost == ["the agent of rank 1 is gone"]
 
 
-def test_what_is_no_request_ends_the_connection_alone(host: Host) -> None:
+def test_an_invalid_request_ends_only_its_connection(host: Host) -> None:
     other = host.guest(2)
     stranger = socket.socket(socket.AF_UNIX)
     stranger.connect(host.path)

@@ -41,7 +41,7 @@ kill()
 """
 
 
-def test_the_successor_goes_on_with_what_the_agent_kept(tmp_path: Path, runtime: Path) -> None:
+def test_the_successor_continues_from_the_agents_memory(tmp_path: Path, runtime: Path) -> None:
     url = tmp_path / "store"
     (pid,) = run(TRAIN, url, 4, code=-9)
     assert agents(runtime) == [int(pid)]
@@ -122,7 +122,7 @@ def test_a_buffer_that_is_half_filled_is_never_offered(tmp_path: Path, in_flight
     assert (ckptstore.open(tmp_path / "store").load(3)["big"] == 3).all()
 
 
-def test_what_waits_for_its_batch_is_written_and_the_chain_goes_on(tmp_path: Path) -> None:
+def test_steps_that_wait_for_their_batch_are_written_and_the_chain_continues(tmp_path: Path) -> None:
     script = """
 writer = ckptstore.agent.writer(
     url, diffs=ckptstore.DiffOptions(batch=50, seconds=None), max_in_flight=2, linger_seconds=120
@@ -319,7 +319,7 @@ os._exit(9)
 
 
 @pytest.mark.parametrize(("parent", "term", "step"), [("latest", 2, 1), (None, 3, 0)])
-def test_an_agent_that_has_kept_nothing_goes_on_from_its_parent_alone(
+def test_an_agent_without_a_step_continues_only_from_its_parent(
     tmp_path: Path, parent: str | None, term: int, step: int
 ) -> None:
     """Its trainer died before its first save."""
@@ -355,7 +355,7 @@ def test_a_term_that_came_after_wins_over_what_the_agent_keeps(tmp_path: Path) -
         same(truth(4), writer.load())
 
 
-def test_nobody_goes_on_with_a_branch_that_was_left(tmp_path: Path) -> None:
+def test_an_abandoned_branch_is_not_continued(tmp_path: Path) -> None:
     """The trainer went back, and was killed before it had saved anything."""
     script = """
 writer = ckptstore.agent.writer(url, linger_seconds=120)

@@ -36,7 +36,7 @@ class Dying:
         return asked.result()
 
 
-def test_an_agent_that_is_gone_once_it_has_lent_a_buffer_is_lost() -> None:
+def test_an_agent_that_dies_after_lending_a_buffer_is_lost() -> None:
     lending = BufferClient()
     link: Any = Dying(lending)
     with pytest.raises(AgentLostError, match=r"process 4711\) is gone"):

@@ -64,7 +64,7 @@ def test_each_answer_goes_to_whom_asked_and_an_error_is_raised(ends: Ends) -> No
         second.result(SECONDS)
 
 
-def test_who_asks_after_the_end_is_told_at_once(ends: Ends) -> None:
+def test_a_request_after_the_end_fails_at_once(ends: Ends) -> None:
     before = ends.link.ask("one")
     ends.agent.hang_up()
     assert isinstance(before.exception(SECONDS), AgentLostError)

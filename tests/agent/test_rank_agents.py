@@ -223,7 +223,7 @@ def test_the_trainers_close_their_writers_one_after_the_other(tmp_path: Path, ru
     assert agents(runtime) == []
 
 
-def test_all_agents_are_told_to_end_and_write_what_all_have_in_memory_alone(tmp_path: Path, runtime: Path) -> None:
+def test_agents_that_get_sigterm_write_the_step_that_all_have_only_in_memory(tmp_path: Path, runtime: Path) -> None:
     """As by a scheduler, which ends a whole job."""
     with in_memory(tmp_path, (4, 3)):
         for pid in agents(runtime):
@@ -235,7 +235,7 @@ def test_all_agents_are_told_to_end_and_write_what_all_have_in_memory_alone(tmp_
 
 @long_only  # twenty seconds, for an agent that gets no message
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_agent_that_alone_is_told_to_end_does_so_and_says_what_is_lost(
+def test_a_single_agent_that_gets_sigterm_ends_and_names_the_lost_steps(
     tmp_path: Path, runtime: Path, rank: int
 ) -> None:
     def work(group: Group) -> str:
@@ -288,7 +288,7 @@ def test_the_wait_for_the_others_has_one_bound_that_is_shortened(tmp_path: Path)
     assert calls == [], "no trainer was held for long"
 
 
-def test_nobody_goes_on_with_what_was_refused(tmp_path: Path, runtime: Path) -> None:
+def test_a_refused_step_is_not_continued(tmp_path: Path, runtime: Path) -> None:
     """All ranks have kept the same step, and it is no checkpoint: replicas differed in it."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     trainers = [trainer(url, path, rank, 3, json.dumps({"apart": 3})) for rank in range(2)]
@@ -303,7 +303,7 @@ def test_nobody_goes_on_with_what_was_refused(tmp_path: Path, runtime: Path) -> 
     check(url, 3)
 
 
-def test_nobody_goes_on_from_an_agent_that_has_shards(tmp_path: Path, runtime: Path) -> None:
+def test_an_agent_with_shards_is_not_continued_from(tmp_path: Path, runtime: Path) -> None:
     """An agent has only its own rank's rows: the store gives each rank the whole tensor."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     killed_once_delivered(url, path, (3, 3), {"sharded": True})
@@ -313,7 +313,7 @@ def test_nobody_goes_on_from_an_agent_that_has_shards(tmp_path: Path, runtime: P
 
 
 @long_only  # rank 0's agent waits ten seconds for rank 1's, which nobody ends
-def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime: Path) -> None:
+def test_a_group_of_another_size_continues_from_the_store(tmp_path: Path, runtime: Path) -> None:
     """A step that only rank 0 has kept may be no whole state."""
     url, path = tmp_path / "store", tmp_path / "trainers"
     killed_once_delivered(url, path, (3, 3), {})
@@ -322,7 +322,7 @@ def test_a_group_of_another_size_goes_on_from_the_store(tmp_path: Path, runtime:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_agent_dies_and_every_rank_is_told(tmp_path: Path, runtime: Path, victim: int) -> None:
+def test_an_agent_dies_and_every_rank_gets_an_error(tmp_path: Path, runtime: Path, victim: int) -> None:
     """Rank 0's agent has the mailbox; the end of another one is reported to rank 0's."""
     url = tmp_path / "store"
 
@@ -476,7 +476,7 @@ def test_ranks_that_cannot_have_agents_begin_none(tmp_path: Path, runtime: Path)
     assert agents(runtime) == []
 
 
-def test_who_came_is_told_at_once_that_another_rank_did_not(tmp_path: Path, runtime: Path) -> None:
+def test_a_rank_gets_an_error_at_once_if_another_did_not_come(tmp_path: Path, runtime: Path) -> None:
     box, late = LocalMailbox(), RankOptions(timeout=2)
 
     def work(group: Group) -> None:

@@ -60,7 +60,7 @@ def test_the_state_may_change_as_soon_as_save_async_returns(tmp_path: Path) -> N
         assert (store.load(step)["weights"] == step).all()
 
 
-def test_what_is_said_of_a_checkpoint_arrives(tmp_path: Path) -> None:
+def test_labels_of_a_checkpoint_arrive(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         told: list[bool] = []
         pending = writer.save_async(begun(), 5, metadata={"loss": [0.5, float("inf")]}, tags=["best", "first"])
@@ -140,7 +140,7 @@ def train(writer: Any, *, sparse: bool = False, steps: int = 12) -> dict[int, An
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_gradient_diffs_are_coded_in_the_agent_as_they_would_be_here(tmp_path: Path, sparse: bool) -> None:
+def test_gradient_diffs_are_encoded_in_the_agent_as_in_the_trainer(tmp_path: Path, sparse: bool) -> None:
     options = {"diffs": DiffOptions(full_every=6, batch=3, seconds=None), "max_in_flight": 2}
     with opened(tmp_path / "agent", **options) as writer:
         states = train(writer, sparse=sparse)
@@ -154,7 +154,7 @@ def test_gradient_diffs_are_coded_in_the_agent_as_they_would_be_here(tmp_path: P
         same(state, there.load(step))
 
 
-def test_deltas_are_coded_in_the_agent(tmp_path: Path) -> None:
+def test_deltas_are_encoded_in_the_agent(tmp_path: Path) -> None:
     with opened(tmp_path / "store", deltas=DeltaOptions(interval=4), max_in_flight=2) as writer:
         states = train_plain(writer)
     store = ckptstore.open(tmp_path / "store")
@@ -280,7 +280,7 @@ def test_a_killed_agent_is_noticed_and_another_one_begins_with_a_full(tmp_path: 
     ]
 
 
-def test_what_was_lost_and_not_asked_for_is_raised_once(tmp_path: Path) -> None:
+def test_an_unreported_loss_is_raised_once(tmp_path: Path) -> None:
     writer = opened(tmp_path / "store", diffs=DiffOptions(batch=50, seconds=None))
     trainer = Trainer()
     for step in (1, 2):
@@ -396,7 +396,7 @@ def test_options_that_another_process_cannot_have_are_refused(tmp_path: Path) ->
     assert not (tmp_path / "store").exists()
 
 
-def test_what_opening_raises_comes_from_the_agent_as_it_is(tmp_path: Path, runtime: Path) -> None:
+def test_errors_of_opening_come_unchanged_from_the_agent(tmp_path: Path, runtime: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "novel.txt").write_text("once")
     with pytest.raises(UsageError, match="not a checkpoint store"):

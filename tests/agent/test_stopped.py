@@ -50,7 +50,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_what_the_system_says_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
+def test_the_systems_state_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     pid = sleeper.pid
     assert stopped(pid) is None
     _stop(pid)
@@ -162,7 +162,7 @@ def test_one_whose_control_group_is_frozen_is_named(tmp_path: Path, freezer: Fre
 
 
 @pytest.mark.usefixtures("hurried")
-def test_one_that_goes_on_in_time_is_only_spoken_of(tmp_path: Path) -> None:
+def test_an_agent_that_resumes_in_time_causes_only_a_warning(tmp_path: Path) -> None:
     with ckptstore.agent.writer(tmp_path / "s") as writer:
         writer.save(begun(), 0)
         _stop(writer.agent_pid)

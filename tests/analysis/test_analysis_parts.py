@@ -297,7 +297,7 @@ def test_any_series_can_be_planned(steps: set[int], points: int) -> None:
     st.lists(st.floats(20, 99), min_size=4, max_size=4), st.sampled_from([1.5, 3.0, 4.0, math.inf]), st.integers(1, 50)
 )
 @settings(max_examples=short_or(100, 400), deadline=None)
-def test_what_is_recommended_stores_least_by_the_table(sizes: list[float], times: float, depth: int) -> None:
+def test_the_recommendation_stores_least_by_the_table(sizes: list[float], times: float, depth: int) -> None:
     """Two calculations of one chain differed if the largest delta is not the one over the largest gap."""
     known = DeltaSizes(100.0, dict(zip((1, 2, 8, 16), sizes, strict=True)))
     chosen = best_interval(known, 100.0 * times, depth)

@@ -133,7 +133,7 @@ class BackendConformance:
     # Small objects
 
     @pytest.mark.parametrize("size", [0, 1, 4096, 300_000])
-    def test_what_was_created_is_read_back(self, backend: Backend, opener: Opener, size: int) -> None:
+    def test_created_objects_are_read_back(self, backend: Backend, opener: Opener, size: int) -> None:
         data = bytes(filled(size))
         backend.create("log/00000000000000000000", data)
         for handle in (backend, opener()):
@@ -174,7 +174,7 @@ class BackendConformance:
                     ask(key)
 
     @pytest.mark.parametrize("size", [1, 4096, 100_000])
-    def test_what_is_longer_than_the_limit_is_refused(self, backend: Backend, size: int) -> None:
+    def test_an_object_longer_than_the_limit_is_refused(self, backend: Backend, size: int) -> None:
         data = bytes(filled(size))
         backend.create("log/1", data)
         for limit in (size, size + 1):
@@ -185,7 +185,7 @@ class BackendConformance:
         with pytest.raises(ForeignObjectError, match=SEGMENT):
             backend.get(SEGMENT, 0)
 
-    def test_what_is_opened_again_is_the_same_store(self, backend: Backend) -> None:
+    def test_a_store_that_is_opened_again_is_the_same(self, backend: Backend) -> None:
         backend.create("log/1", b"1")
         assert not backend.deleted()
         again = backend.reopened()
@@ -301,7 +301,7 @@ class BackendConformance:
 
     # Readers beside a writer
 
-    def test_a_create_is_seen_whole_or_not_at_all_or_as_on_its_way(self, backend: Backend, opener: Opener) -> None:
+    def test_a_create_is_seen_whole_or_absent_or_torn(self, backend: Backend, opener: Opener) -> None:
         """An incomplete object is recognised as the beginning of a text: `torn`. With `whole` none is ever seen."""
         texts = [seal({"n": number, "text": "x" * (number * 997)}) for number in range(self.creates)]
         done = threading.Event()

@@ -49,7 +49,7 @@ def test_rates_as_people_write_them(text: str | int, rate: float) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["fast", "", "-3MB", 0, "0", "5XB", float("nan"), float("inf")])
-def test_what_is_no_rate_is_refused(wrong: object) -> None:
+def test_an_invalid_rate_is_refused(wrong: object) -> None:
     with pytest.raises(UsageError, match="bandwidth"):
         ckptstore.open("s3://bucket/run", storage_options={"bandwidth": wrong})
 

@@ -82,7 +82,7 @@ def test_a_process_that_was_killed_leaves_no_lock_to_its_child(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("which", ["here", "there"])
-def test_what_a_writer_that_is_closed_could_not_bring_is_told(tmp_path: Path, which: str) -> None:
+def test_a_closed_writer_reports_undrained_steps(tmp_path: Path, which: str) -> None:
     """If a closed writer brought nothing because another process is at work there, it must not report that all was
     brought."""
     store = ckptstore.open(tmp_path / "here", remote=str(tmp_path / "there"))

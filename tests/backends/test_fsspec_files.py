@@ -161,7 +161,7 @@ def test_a_segment_that_was_shortened_while_it_was_open(tmp_path: Path) -> None:
             source.read_into(0, memoryview(bytearray(source.size)))
 
 
-def test_what_does_not_create_exclusively_is_refused_with_the_reason() -> None:
+def test_a_file_system_without_exclusive_creates_is_refused_with_the_reason() -> None:
     class Careless(MemoryFileSystem):
         protocol = "careless"
         store: ClassVar[dict[str, Any]] = {}

@@ -40,7 +40,7 @@ def test_memory_is_used_again_where_it_fits_and_is_bounded() -> None:
     assert blocks.take(MIB) is not second  # too large for that
 
 
-def test_what_the_sink_lends_is_sent_as_it_is_and_anything_else_is_copied(fast: Server) -> None:
+def test_memory_of_the_sink_is_sent_directly_and_other_memory_is_copied(fast: Server) -> None:
     store = backend(fast)
     sink = store.open_sink("seg/0000000001/a", 4 * MIB)
     lent = sink.block(2 * MIB)
@@ -137,7 +137,7 @@ def test_a_segment_that_cannot_be_sent_fails_its_save_and_no_other(fast: Server,
 
 
 @pytest.mark.parametrize("laid_out", [False, True])
-def test_what_lies_as_it_is_stored_is_sent_from_there(
+def test_memory_in_the_stored_layout_is_sent_without_a_copy(
     fast: Server, laid_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large tensors are not copied, strided and small ones are; a snapshot (of deltas) has the right layout."""

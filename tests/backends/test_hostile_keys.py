@@ -135,7 +135,7 @@ def peak(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_what_is_no_file_is_refused_and_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_an_object_that_is_no_file_is_refused_and_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
     backend = LocalBackend(tmp_path / "store")
     backend.create("log/1", b"x")
     make(tmp_path / "store" / "log" / "2")

@@ -171,7 +171,7 @@ with ckptstore.open(sys.argv[1]).writer(poll_seconds=None) as writer:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_who_leaves_is_told_what_for_and_a_second_ctrl_c_gives_it_up(
+def test_the_wait_at_exit_is_reported_and_a_second_ctrl_c_ends_it(
     s3: Server, proxy: FaultProxy, url: str, bare: bool
 ) -> None:
     text = LEAVING.replace("with ", "writer = ").replace(" as writer:", "").replace("    ", "") if bare else LEAVING
@@ -231,7 +231,7 @@ def interrupted_read(source: SegmentSource, proxy: FaultProxy) -> bytearray:
     raise AssertionError("no read was interrupted")
 
 
-def test_what_is_given_up_writes_to_nobodys_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
+def test_an_abandoned_read_writes_to_no_memory(s3: Server, proxy: FaultProxy, url: str) -> None:
     """The main thread's wait is interrupted; the answer arrives later, and no byte of it is written."""
     store = ckptstore.open(url, storage_options=options_for(proxy.port))
     (segment,) = store.checkpoint().segments

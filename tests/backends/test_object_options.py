@@ -108,7 +108,7 @@ def test_other_vendors() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_is_wrong_is_named_and_never_quoted(options: dict[str, Any], named: str) -> None:
+def test_an_invalid_option_is_named_and_its_value_never_shown(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ckptstore.UsageError, match=named) as caught:
         ckptstore.open(URL, storage_options=options)
     told = "".join(traceback.format_exception(caught.value))
@@ -210,7 +210,7 @@ def test_a_hostile_listing_names_what_is_wrong(s3: Server) -> None:
     assert backend.get("log/1") == b"x"
 
 
-def test_a_fork_is_told_to_open_anew(s3: Server) -> None:
+def test_a_fork_gets_an_error_that_says_to_open_again(s3: Server) -> None:
     """obstore's threads do not exist in a child: a request there would wait for ever."""
     script = (
         "import os, sys, json, warnings; warnings.simplefilter('ignore')\n"

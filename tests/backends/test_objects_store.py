@@ -53,7 +53,7 @@ def filled(s3: Server) -> str:
     return url
 
 
-def test_what_was_written_is_read_by_another_handle(s3: Server, filled: str) -> None:
+def test_another_handle_reads_the_written_state(s3: Server, filled: str) -> None:
     store = open_store(s3, filled, create=False)
     assert [one.step for one in store.checkpoints()] == list(range(1, STEPS + 1))
     kinds = {store.plan(one.ref).encodings[-1].kind for one in store.checkpoints()}
@@ -114,7 +114,7 @@ def test_watching_takes_four_requests_a_look_and_one_a_record(s3: Server) -> Non
         assert next(watched).requests == 4
 
 
-def test_what_was_retired_is_collected(s3: Server) -> None:
+def test_retired_checkpoints_are_collected(s3: Server) -> None:
     store = open_store(s3, s3.url(), create=True)
     with store.writer(poll_seconds=None) as writer:
         for step in range(1, 4):
@@ -157,7 +157,7 @@ def test_a_store_that_is_replaced_gets_no_foreign_slot(s3: Server) -> None:
     assert backend.list("log/") == []
 
 
-def test_what_a_writer_sends_before_it_finds_its_store_gone_is_no_damage_of_the_next_one(s3: Server) -> None:
+def test_late_segments_of_a_writer_do_not_damage_the_next_store(s3: Server) -> None:
     url = s3.url()
     store = open_store(s3, url, create=True)
     store.writer(poll_seconds=None).close()
@@ -316,7 +316,7 @@ def test_a_commit_takes_three_requests_and_no_listing(s3: Server) -> None:
 
 
 @pytest.mark.parametrize(("ref", "select"), [(1, None), (STEPS, None), ("latest", "model.weight")])
-def test_what_a_restore_costs_is_told_before(s3: Server, filled: str, ref: str | int, select: str | None) -> None:
+def test_the_cost_of_a_restore_is_estimated(s3: Server, filled: str, ref: str | int, select: str | None) -> None:
     found = open_store(s3, filled).request_costs(ref, select)
     loader = open_store(s3, filled)
     loader.load(ref, select=select, framework="numpy")

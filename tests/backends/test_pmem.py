@@ -109,7 +109,7 @@ class TestPmemWithShortTransfers(BackendConformance):
 # The library
 
 
-def test_what_the_library_is_asked_for() -> None:
+def test_the_calls_of_the_library() -> None:
     asked: list[tuple[object, ...]] = []
 
     class Function:

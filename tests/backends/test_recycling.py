@@ -126,7 +126,7 @@ def test_a_new_checkpoint_has_the_file_of_one_that_was_deleted(tmp_path: Path) -
         assert np.array_equal(file.get_tensor("weight"), state(3)["weight"])
 
 
-def test_what_is_kept_is_what_the_next_checkpoints_need(tmp_path: Path) -> None:
+def test_the_kept_spare_files_fit_the_next_checkpoints(tmp_path: Path) -> None:
     store = recycling_store(tmp_path)
     save(store, *range(1, 8), nbytes=1 << 20)
     retire(store, *range(1, 7))
@@ -206,7 +206,9 @@ def hold_by_hard_link(path: Path) -> Callable[[], bytes]:
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("when", ["before gc", "after gc"])
-def test_who_has_a_file_keeps_its_bytes(tmp_path: Path, hold: Callable[[Path], Callable[[], bytes]], when: str) -> None:
+def test_a_process_that_has_a_file_open_keeps_its_bytes(
+    tmp_path: Path, hold: Callable[[Path], Callable[[], bytes]], when: str
+) -> None:
     root = tmp_path / "store"
     store = recycling_store(root)
     save(store, 1, 2)
@@ -276,7 +278,7 @@ def test_a_reader_of_ours_is_safe_by_either_lock_alone(
         assert out == filled(8 * BLOCK, 1)
 
 
-def test_who_comes_by_the_old_path_while_it_is_overwritten_is_turned_away(tmp_path: Path) -> None:
+def test_a_reader_that_opens_the_old_path_during_overwriting_is_refused(tmp_path: Path) -> None:
     """It had looked the path up, and opens the file when another segment is being written: here by a second path."""
     backend = opened(tmp_path)
     node = release(backend)
@@ -303,7 +305,7 @@ def test_a_lease_at_the_moment_of_opening_is_as_good_as_absence(tmp_path: Path) 
     assert read_segment(backend) == filled(BLOCK)
 
 
-def test_who_opens_a_leased_file_does_not_end_its_holder(tmp_path: Path) -> None:
+def test_opening_a_leased_file_does_not_kill_the_holder(tmp_path: Path) -> None:
     """The kernel sends SIGIO, which ends a process by default."""
     path = tmp_path / "file"
     path.write_bytes(b"x")
@@ -388,7 +390,7 @@ def test_a_zombie_that_opens_its_file_late_does_not_overwrite_anothers(name_take
     assert read_segment(zombie, "seg/0000000002/zombie.safetensors") == filled(8 * BLOCK, 6)
 
 
-def test_who_opens_it_at_the_last_moment_waits_and_finds_no_header(tmp_path: Path) -> None:
+def test_a_reader_that_opens_the_file_at_the_last_moment_waits_and_finds_no_header(tmp_path: Path) -> None:
     """By a path that was looked up before: here by the new one, between the lease and the end of the clearing."""
     seen: list[bytes] = []
     threads: list[threading.Thread] = []
@@ -636,7 +638,7 @@ def test_a_mode_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         LocalBackend(tmp_path, recycle="yes")
 
 
-def test_what_other_machines_may_have_open_is_never_kept(tmp_path: Path) -> None:
+def test_files_that_other_machines_may_have_open_are_never_kept(tmp_path: Path) -> None:
     class Network(RamPosix):
         def file_system(self, fd: int) -> int:
             super().file_system(fd)
@@ -691,7 +693,7 @@ class Timed(RamPosix):
         self.now, self.unsynced = self.now + self.unsynced, 0.0
 
 
-def test_what_is_measured_is_overwriting_against_new_files() -> None:
+def test_overwriting_is_measured_against_new_files() -> None:
     for slower in (1.0, 4.0):
         disk = Timed(slower)
         folder = disk.open("/", os.O_RDONLY)

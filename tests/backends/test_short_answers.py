@@ -68,7 +68,7 @@ def short(operation: str, path: str = "", times: int = -1) -> Rule:
     ],
     ids=lambda rule: f"{rule.operation}{rule.path}",
 )
-def test_what_comes_short_is_asked_for_again(store: ckptstore.Store, proxy: FaultProxy, rule: Rule) -> None:
+def test_a_short_body_is_requested_again(store: ckptstore.Store, proxy: FaultProxy, rule: Rule) -> None:
     proxy.rules([rule])
     with store.writer(poll_seconds=None) as writer:  # whose OPEN depends on where the log ends
         assert writer.parent is not None
@@ -84,7 +84,7 @@ def test_what_comes_short_is_asked_for_again(store: ckptstore.Store, proxy: Faul
 
 
 @pytest.mark.parametrize("path", ["FORMAT", "log/", "fold/"])
-def test_what_stays_short_is_an_error_that_names_the_object(
+def test_a_body_that_stays_short_is_an_error_that_names_the_object(
     store: ckptstore.Store, proxy: FaultProxy, path: str
 ) -> None:
     proxy.rules([short("get", f"/{path}")])

@@ -64,7 +64,7 @@ class Sized(RamPosix):
         return super().file_system(fd) if self._kind is None else self._kind
 
 
-def test_what_cannot_fit_is_refused_with_what_is_needed_and_what_is_free() -> None:
+def test_a_save_that_cannot_fit_is_refused_with_needed_and_free_space() -> None:
     backend = LocalBackend("/data/store", Sized(10 * BLOCK))
     backend.check_space(10 * BLOCK)
     with pytest.raises(
@@ -85,7 +85,7 @@ def test_reserved_blocks_are_for_root(root: bool, monkeypatch: pytest.MonkeyPatc
             backend.check_space(15 * BLOCK)
 
 
-def test_what_may_fit_is_not_refused() -> None:
+def test_a_save_that_may_fit_is_not_refused() -> None:
     LocalBackend("/store", Sized(10, kind=BTRFS)).check_space(1 << 40)  # it may compress
     LocalBackend("/store", Sized(0, blocks=0)).check_space(1 << 40)  # a tmpfs without a limit
     MemoryBackend("space").check_space(1 << 60)
@@ -98,7 +98,7 @@ def test_what_may_fit_is_not_refused() -> None:
         backend.check_space(18 * BLOCK + 1)
 
 
-def test_a_save_that_cannot_fit_writes_nothing_and_the_writer_goes_on() -> None:
+def test_a_save_that_cannot_fit_writes_nothing_and_the_writer_continues() -> None:
     disk = Sized(64 << 10)
     store = Store(LocalBackend("/store", disk))
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None) as writer:
@@ -133,7 +133,7 @@ def test_spare_files_go_before_a_segment_fails(call: str, code: int) -> None:
     assert backend.shrink_spare(1 << 40) == 0
 
 
-def test_a_save_goes_on_where_another_thread_deleted_first() -> None:
+def test_a_save_continues_where_another_thread_deleted_first() -> None:
     disk = Sized(BLOCK)
     backend = LocalBackend("/store", disk)
     backend.create("log/00000000000000000000", b"slot")
@@ -568,7 +568,7 @@ def test_a_store_without_rules_says_how_to_have_some(tiny: Path, asynchronous: b
 
 @pytest.mark.root
 @pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
-def test_what_readers_have_pinned_is_said_with_its_size_and_what_frees_it(tiny: Path) -> None:
+def test_pinned_bytes_are_reported_with_the_remedy(tiny: Path) -> None:
     store = Store(LocalBackend(tiny / "store", recycle="never"))
     for step in (1, 2, 3):
         save(store, step, nbytes=MIB)
@@ -583,7 +583,7 @@ def test_what_readers_have_pinned_is_said_with_its_size_and_what_frees_it(tiny: 
 
 @pytest.mark.root
 @pytest.mark.parametrize("tiny", [8 * MIB], indirect=True)
-def test_what_others_build_on_is_said_with_its_size(tiny: Path) -> None:
+def test_bytes_of_bases_are_reported(tiny: Path) -> None:
     store = Store(LocalBackend(tiny / "store", recycle="never"))
     with store.writer(threads=1, staging_bytes=32 << 20, poll_seconds=None, deltas=DeltaOptions(interval=9)) as writer:
         weight = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)

@@ -88,13 +88,13 @@ def test_two_packages_for_one_scheme(tmp_path: Path, installed: None, monkeypatc
         open_backend(f"sqlite://{tmp_path}/a.db", True)
 
 
-def test_what_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unimportable_entry_point_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     declare(tmp_path / "site", monkeypatch, "broken = no_such_module:open_url", "broken_one")
     with pytest.raises(UsageError, match=r"broken_one \(no_such_module:open_url\), which cannot be imported"):
         open_backend("broken://a", True)
 
 
-def test_what_is_no_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     declare(tmp_path / "site", monkeypatch, "strange = builtins:print", "strange_one")
     with pytest.raises(UsageError, match="returned NoneType for strange://, not a Backend"):
         open_backend("strange://a", True)

@@ -49,7 +49,7 @@ def test_dry_run_then_the_moves_then_nothing(ckpt: Run, chain: Path) -> None:
     assert again.out.splitlines()[0].startswith("nothing to compact")
 
 
-def test_what_is_merged_is_a_range_and_never_cut(ckpt: Run, tmp_path: Path) -> None:
+def test_a_merged_range_is_shown_whole(ckpt: Run, tmp_path: Path) -> None:
     filled(ckptstore.open(tmp_path / "all"), range(1, 13), CHAIN).close()
     (row,) = [
         line for line in ckpt("compact", tmp_path / "all", "--dry-run").out.splitlines() if line.startswith("merge")
@@ -99,7 +99,7 @@ def test_damage(ckpt: Run, chain: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [["--max-depth", "-1"], ["--max-restore-seconds", "soon"], ["--bandwidth", "3"]])
-def test_what_is_no_option(ckpt: Run, chain: Path, option: list[str]) -> None:
+def test_invalid_options(ckpt: Run, chain: Path, option: list[str]) -> None:
     assert ckpt("compact", chain, *option).code == 2
 
 

@@ -25,7 +25,7 @@ def test_dry_run_and_then(ckpt: Run, run: Path) -> None:
     assert ckpt("verify", run).code == 0
 
 
-def test_what_is_kept_is_said(ckpt: Run, tmp_path: Path) -> None:
+def test_kept_checkpoints_are_reported(ckpt: Run, tmp_path: Path) -> None:
     from tests.maintenance.test_tags_and_retirement import CHAIN, fill
 
     store = fill(ckptstore.open(tmp_path / "chain"), 1, 2, 3, deltas=CHAIN)

@@ -78,7 +78,7 @@ def test_the_same_run_and_others(ckpt: Run, runs: tuple[Path, Path], tmp_path: P
     assert side_by_side(both.journal, both.journal).last_common is None
 
 
-def test_what_cannot_be_meant(ckpt: Run, runs: tuple[Path, Path]) -> None:
+def test_invalid_arguments(ckpt: Run, runs: tuple[Path, Path]) -> None:
     a, b = runs
     assert ckpt("log", a, b, "--term", 1).code == 2
     assert ckpt("log", a, "--metric", "loss").code == 2

@@ -32,7 +32,7 @@ def test_on_a_terminal_it_says_for_how_long() -> None:
     assert shown.endswith(b"\r\x1b[Kend\r\n")
 
 
-def test_what_is_quick_and_a_pipe_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fast_work_and_a_pipe_show_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     with patience("inspecting", every=0.001):
         time.sleep(0.02)
     assert capfd.readouterr() == ("", "")

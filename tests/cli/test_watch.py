@@ -197,7 +197,7 @@ def test_a_store_that_is_taken_away_ends_it(started: Any, run: Path, how: str, c
     assert "Traceback" not in text
 
 
-def test_on_a_terminal_lines_are_drawn_anew(started: Any, run: Path) -> None:
+def test_on_a_terminal_lines_are_drawn_again(started: Any, run: Path) -> None:
     main, other = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30", "PYTHONIOENCODING": "utf-8"}
     watcher = started([*COMMAND, run, "--every", "0.05"], stdout=other, stderr=other, stdin=other, env=environment)
@@ -246,5 +246,5 @@ def test_bars() -> None:
     assert spark([float("nan")], 5, "utf-8") == "!"
 
 
-def test_what_a_terminal_would_obey_is_not_shown() -> None:
+def test_control_characters_are_not_shown() -> None:
     assert printable("node\x1b[2J\n") == "node\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}"

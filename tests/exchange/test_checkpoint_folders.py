@@ -49,7 +49,7 @@ def test_a_trainers_folder_comes_back_whole(tmp_path: Path, sharded: bool, ranks
     same(optimizer.state_dict(), saved["optimizer"])
 
 
-def test_what_cannot_be_taken_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_an_unsupported_file_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-5"
     write_trainer_folder(folder)
     (folder / "global_step5").mkdir()
@@ -191,7 +191,7 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path, names: list[str], messag
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_other_programs_make_files_of(tmp_path: Path) -> None:
+def test_files_that_another_program_converts(tmp_path: Path) -> None:
     """The named command converts them: run here if it is torch's own."""
     shards = tmp_path / "dcp"
     dcp.save({"w": torch.arange(5.0)}, checkpoint_id=shards, no_dist=True)

@@ -145,7 +145,7 @@ def test_a_hostile_dtype_name_stays_out_of_the_pickle(tmp_path: Path, monkeypatc
 # Complete and durable, or absent
 
 
-def test_what_exists_is_kept(tmp_path: Path) -> None:
+def test_existing_files_are_kept(tmp_path: Path) -> None:
     store = stored({"a": torch.ones(10_000), "b": torch.zeros(10_000)})
     for name, options in [
         ("x.pt", {"format": "pt"}),
@@ -373,7 +373,7 @@ def test_tied_tensors_are_stripped_to_names_of_their_own(tmp_path: Path) -> None
     assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["head", "wte"]
 
 
-def test_what_cannot_be_stripped_is_said(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_stripped_is_reported(tmp_path: Path) -> None:
     store = stored({"model": {"a": torch.ones(1)}, "lone": torch.ones(1), "odd": {"$x": torch.ones(1)}})
     for strip, error, said in (
         ("net.", TensorNotFoundError, r"begins with 'net\.'; there are 'model\.', 'lone\.'"),

@@ -218,7 +218,7 @@ def test_tensors_that_do_not_fit_are_refused_untouched(tmp_path: Path) -> None:
     assert image(into) == before
 
 
-def test_what_the_caller_has_already_is_not_read_again(opener: Opener) -> None:
+def test_tensors_that_the_caller_has_are_not_read_again(opener: Opener) -> None:
     store = opener()
     with store.writer(deltas=20, poll_seconds=None) as writer:
         writer.save(state(1), 1)
@@ -236,7 +236,7 @@ def test_what_the_caller_has_already_is_not_read_again(opener: Opener) -> None:
         assert same(found.state, state(3))
 
 
-def test_a_file_is_replaced_and_tells_where_to_go_on(opener: Opener, tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_records_where_to_continue(opener: Opener, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     store, out = opener(), tmp_path / "policy.safetensors"
@@ -294,7 +294,7 @@ def test_a_rank_s_own_tensors_are_followed() -> None:
         made.store.follow(rank=1, out="file.safetensors")
 
 
-def test_it_waits_for_what_comes_and_ends_when_it_is_told(opener: Opener) -> None:
+def test_it_waits_for_checkpoints_and_ends_on_request(opener: Opener) -> None:
     stop = threading.Event()
     seen: list[str] = []
     with opener().writer(poll_seconds=None) as writer:
@@ -320,7 +320,7 @@ def test_it_waits_for_what_comes_and_ends_when_it_is_told(opener: Opener) -> Non
     assert seen[-1] == "3@1"
 
 
-def test_who_closes_it_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ckptstore.open(tmp_path / "run").writer(poll_seconds=None) as writer:
         writer.save(state(1), 1)
     follower = ckptstore.open(tmp_path / "run").follow(poll=60.0, framework="numpy")
@@ -345,7 +345,7 @@ def test_who_closes_it_waits_for_no_look_and_breaks_none(tmp_path: Path, monkeyp
     assert same(seen[0].state, state(1))
 
 
-def test_what_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused_at_once(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     for wrong in ({"poll": 0}, {"poll": float("nan")}, {"timeout": -1}, {"framework": "jax"}, {"threads": 0}):
         with pytest.raises(UsageError):

@@ -92,7 +92,7 @@ def test_the_limit_of_values_is_exact(count: int, accepted: bool) -> None:
         jsontext.loads(text, what="here", max_bytes=1 << 10, max_marks=100)
 
 
-def test_what_stands_in_strings_is_not_counted() -> None:
+def test_brackets_in_strings_are_not_counted() -> None:
     value = ['[{,\\"' * 1000, {",[": "],"}]
     assert jsontext.loads(jsontext.dumps(value), what="here", max_bytes=1 << 20, max_marks=4) == value
 

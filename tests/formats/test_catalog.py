@@ -246,7 +246,7 @@ class TestHostileFold:
         with pytest.raises(FormatError, match="at most 100"):
             folds.decode_fold(text, seq=4, run=RUN, digest16=name, what="fold")
 
-    def test_what_is_no_frame_is_refused(self) -> None:
+    def test_an_invalid_frame_is_refused(self) -> None:
         for frame in (b"", b"garbage", zstandard.compress(b"{}\n") + b"x", zstandard.compress(b"{}")):
             text, name = sealed_frame(frame)
             with pytest.raises(FormatError):
@@ -435,7 +435,7 @@ class TestCheckCommit:
             (change(swept=(digest(1),)), UsageError, "swept"),
         ],
     )
-    def test_what_breaks_a_rule_is_refused(self, record: CommitRecord, error: type[Exception], message: str) -> None:
+    def test_a_broken_rule_is_refused(self, record: CommitRecord, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             check_commit(applied(CHAIN), record)
 
@@ -458,7 +458,7 @@ class TestCheckCommit:
             change(tags={"best": (1, 4), "gone": None}),
         ],
     )
-    def test_what_keeps_every_promise_is_accepted(self, record: CommitRecord) -> None:
+    def test_a_commit_that_keeps_every_promise_is_accepted(self, record: CommitRecord) -> None:
         check_commit(applied(CHAIN), record)
 
     def test_a_batch_may_build_on_itself(self) -> None:

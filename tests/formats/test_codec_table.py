@@ -133,7 +133,7 @@ def test_a_codec_that_is_added_appears_everywhere(tmp_path: Path) -> None:
         assert re.search(rf"^\W*{name}\s", done.stdout, re.M), done.stdout
 
 
-def test_nobody_else_keeps_a_list_of_codecs() -> None:
+def test_no_other_module_has_a_list_of_codecs() -> None:
     names = re.compile("|".join(rf'"({name})"' for name in codecs.METHODS if name != "raw"))
     found = {
         f"{path.relative_to(ROOT)}: {line.strip()}"

@@ -92,7 +92,7 @@ def test_context_pays_where_steps_have_one_size() -> None:
     )
 
 
-def test_what_did_not_change_costs_nothing() -> None:
+def test_unchanged_tensors_cost_nothing() -> None:
     base = image("F32", "noise", 700_001, 1)
     for codec in (codecs.Xor(4), codecs.Sub(4), codecs.Sub(4, codecs.Context(23, 100, 115))):
         assert len(check(codec, base.copy(), base)) == 0
@@ -106,7 +106,7 @@ def test_no_payload_for_a_tail_that_looks_like_no_change() -> None:
         assert check(codec, base.copy(), base).tobytes() == b"\xff" * 4  # a zero group, and three uncompressed bytes
 
 
-def test_classes_of_few_words_are_coded_together() -> None:
+def test_classes_of_few_words_are_encoded_together() -> None:
     """One zero group for each run of classes; the lone byte after the words keeps the payload from vanishing."""
     exponents = np.repeat(np.array([100, 101, 102, 103, 104, 105], "<u4"), [5000, 4095, 1, 4096, 3000, 1096])
     base = np.append(np.random.default_rng(1).permutation(exponents << 23).view(np.uint8), np.uint8(1))

@@ -101,7 +101,7 @@ def test_frames_must_declare_what_belongs() -> None:
         assert name
 
 
-def test_what_a_payload_claims_is_not_allocated() -> None:
+def test_claimed_sizes_are_not_allocated() -> None:
     """Counts of four billion, nested to the limit, cost no memory."""
     huge = struct.pack("<II", 0xFFFFFFFF, 0xFFFFFFFF)
     hostile = [
@@ -139,7 +139,7 @@ def test_nesting_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("word", [1, 2, 4, 8])
-def test_every_claim_of_uncoded_bytes(word: int) -> None:
+def test_every_claim_of_uncompressed_bytes(word: int) -> None:
     count = 100
     accepted = set()
     for wide in range(256):

@@ -87,7 +87,7 @@ nothing."""
         for tear in TEARS
     ],
 )
-def test_a_torn_file_is_dropped_and_compiled_anew(
+def test_a_torn_file_is_dropped_and_compiled_again(
     written: tuple[Path, dict[Path, bytes]], nursery: Warm, suffix: str, tear: str
 ) -> None:
     cache, files = written
@@ -103,7 +103,7 @@ def test_a_torn_file_is_dropped_and_compiled_anew(
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == stamp, "and used"
 
 
-def test_what_numba_cannot_load_is_dropped_although_it_is_as_it_was_written(
+def test_an_intact_file_that_numba_cannot_load_is_dropped(
     written: tuple[Path, dict[Path, bytes]],
 ) -> None:
     """As after an update of numba, or of a module that the files name: it is written again, not tried for ever."""

@@ -148,7 +148,7 @@ def test_the_same_key(one: Any, other: Any, same: bool) -> None:
 
 
 @pytest.mark.parametrize("node", [[], {"a": 1}, {"$bytearray": ""}, {"$tuple": [[]]}, {"$t": "w"}, {"$size": [1]}])
-def test_what_can_be_no_key(node: Any) -> None:
+def test_invalid_keys(node: Any) -> None:
     with pytest.raises(FormatError):
         identity(node)
 

@@ -85,7 +85,7 @@ def test_only_an_object_has_members(value: Any) -> None:
         Members(value, "a text")
 
 
-def test_what_is_taken_is_gone_and_the_rest_is_kept() -> None:
+def test_taken_members_are_removed_and_the_rest_is_kept() -> None:
     value = {"a": 1, "b": 2, "c": 3}
     found = Members(value, "it")
     assert found.number("b") == 2

@@ -217,7 +217,7 @@ def bits(payload: np.ndarray, count: int) -> float:
     return 8 * len(payload) / count
 
 
-def test_what_the_encodings_cost():
+def test_the_cost_of_the_encodings():
     rule, count = ADAM.rule(STEP), 1 << 18
     old, gradient, new = training(rule, count)
     assert bits(optim.predicted.encode(rule, old, new), count) < 27.5

@@ -321,7 +321,7 @@ def test_a_clip_factor_that_is_nan_is_kept():
     assert all(np.isnan(part).all() for part in state)
 
 
-def test_what_cannot_be_a_step_is_refused():
+def test_an_invalid_step_is_refused():
     for bad in ({"count": 0, "lr": 1.0}, {"count": 1, "lr": math.inf}, {"count": 1, "lr": 1.0, "loss_scale": 0.0}):
         with pytest.raises(ValueError):
             optim.Step(**bad)

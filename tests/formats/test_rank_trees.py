@@ -112,7 +112,7 @@ def unordered(tree: Any) -> Any:
 
 @settings(max_examples=short_or(200, 1500), deadline=None)
 @given(st.dictionaries(KEYS, WITH_TENSORS, max_size=4), st.integers(2, 4), st.randoms(use_true_random=False))
-def test_what_the_ranks_have_parts_of_comes_together(whole: Any, count: int, chance: random.Random) -> None:
+def test_parts_of_ranks_are_united(whole: Any, count: int, chance: random.Random) -> None:
     """Each rank has some members of one state, at any depth and in any order: the union has every tensor of a rank."""
     states = [shuffled(whole, chance, drops=0.3) for _ in range(count)]
     trees = [flatten(one).tree for one in states]
@@ -124,7 +124,7 @@ def test_what_the_ranks_have_parts_of_comes_together(whole: Any, count: int, cha
     assert {path for path, _ in paths(union)} == expected
 
 
-def test_each_rank_s_own_tensor_stands_for_those_of_the_others() -> None:
+def test_each_ranks_own_tensor_represents_those_of_the_others() -> None:
     merged = rank_trees.merge([{"rng": {"$t": f"rng@{rank}"}, "w": {"$t": "w"}} for rank in range(3)])
     assert rank_trees.of_rank(merged, None) == {"rng": {"$t": "rng@0"}, "w": {"$t": "w"}}
     assert rank_trees.left_out(merged) == []
@@ -153,7 +153,7 @@ def test_unions(trees: list[Any], union: Any) -> None:
     assert text(rank_trees.of_rank(rank_trees.merge(trees), None)) == text(union)
 
 
-def test_a_tensor_for_which_there_is_no_place_is_told() -> None:
+def test_a_tensor_without_a_place_is_reported() -> None:
     merged = rank_trees.merge([{"x": {"a": {"$t": "x.a"}}, "y": 1}, {"y": 1, "x": [{"$t": "x.0"}, {"$a": "x.1"}]}])
     assert rank_trees.left_out(merged) == ["x.0", "x.1"]
     unnamed = {"$ranks": [[0, 0], [{"$t": "w"}, {"$t": "v"}]]}  # a node that is no rank's
@@ -198,7 +198,7 @@ def test_a_union_is_nested_no_deeper_than_a_tree() -> None:
         union_of([deep, deep], 10)
 
 
-def test_what_is_alike_stands_once_and_the_rest_for_each() -> None:
+def test_equal_parts_are_stored_once_and_the_rest_for_each_rank() -> None:
     merged = rank_trees.merge([flatten({"step": 7, "seed": seed}).tree for seed in (5, 6, 5)])
     assert merged == {"step": 7, "seed": {"$ranks": [[0, 1, 0], [5, 6]]}}  # SPEC.md 3.3
 
@@ -231,7 +231,7 @@ def test_values_too_deep_for_their_ranks_are_refused() -> None:
 
 @pytest.mark.parametrize("leaf", [{"$t": "w"}, {"$int": "9" * 30}, {"$float": "nan"}, 5, [], {}])
 @pytest.mark.parametrize("tag", [None, "$tuple", "$dict"])
-def test_what_is_alike_and_too_deep_for_a_rank_s_part_is_refused(leaf: Any, tag: str | None) -> None:
+def test_equal_parts_too_deep_for_a_ranks_part_are_refused(leaf: Any, tag: str | None) -> None:
     """A merged tree can be taken apart again: by each rank, and by a reader that is no rank."""
     wraps = {
         None: lambda node: {"a": node},
@@ -273,7 +273,7 @@ def test_what_is_alike_and_too_deep_for_a_rank_s_part_is_refused(leaf: Any, tag:
         '{"$tuple": {"$ranks": [[null, 0], [1]]}}',
     ],
 )
-def test_what_is_no_tree_of_ranks_is_refused(body: str) -> None:
+def test_an_invalid_tree_of_ranks_is_refused(body: str) -> None:
     with pytest.raises(FormatError):
         rank_trees.of_rank(json.loads(body), 0)
 

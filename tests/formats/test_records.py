@@ -317,7 +317,7 @@ class TestLimits:
         with pytest.raises(FormatError, match="at most"):
             record_text.encode_commit(long, seq=7, run=RUN, manifest=digest(3))
 
-    def test_what_json_cannot_say_is_refused(self) -> None:
+    def test_values_without_a_json_form_are_refused(self) -> None:
         with pytest.raises(ValueError, match="JSON"):
             encode(replace(OPEN, time=float("nan")))
 

@@ -21,7 +21,7 @@ DIFF = 0.3
         (["every:100", "of-another-version:3"], []),
     ],
 )
-def test_what_rules_keep_for_good(rules: list[str], kept: list[int]) -> None:
+def test_checkpoints_that_rules_keep_for_good(rules: list[str], kept: list[int]) -> None:
     assert [step for step in range(0, 201, 10) if kept_for_good(rules, step)] == kept
 
 

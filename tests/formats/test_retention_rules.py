@@ -71,7 +71,7 @@ class TestRules:
         ["last:1", "every:1000", "best:loss:5", "best:a:b:5", "best:accuracy:2:max", "best:loss:1:min", "tagged",
          "branches", "newer-than:7d", "newer-than:90m", "newer-than:1.5h", "newer-than:0s", "newer-than:2w"],
     )  # fmt: skip
-    def test_what_is_one(self, rule: str) -> None:
+    def test_valid_rules(self, rule: str) -> None:
         assert checked([f" {rule} ", rule]) == (rule,)
         assert known([rule])
 
@@ -82,7 +82,7 @@ class TestRules:
          "newest:3", "last:99999999999999999999", "Last:3", "tagged:x", "best:" + "x" * 300 + ":1", 7, None],
         ids=lambda rule: str(rule)[:20] or "empty",
     )  # fmt: skip
-    def test_what_is_none(self, rule: Any) -> None:
+    def test_invalid_rules(self, rule: Any) -> None:
         with pytest.raises(UsageError, match="is not a retention rule; the rules are last:N, every:N"):
             checked(["last:1", rule])
         if isinstance(rule, str):
@@ -171,7 +171,7 @@ def test_a_metric_that_comes_late_ranks_from_then_on() -> None:
     assert keeping.reasons(entries[2]) == ["best:loss:1"]
 
 
-def test_branches_stay_while_the_line_goes_on() -> None:
+def test_branches_stay_while_the_line_continues() -> None:
     first = [entry(1, step) for step in range(1, 7)]
     catalog = catalog_of(*first, entry(2, 4), parents={2: first[2]})
     keeping = RetentionTracker(["last:1", "branches"], catalog)
@@ -180,7 +180,7 @@ def test_branches_stay_while_the_line_goes_on() -> None:
     assert [keeping.reasons(one) for one in first[2:]] == [[], *[["branches"]] * 3]
 
 
-def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_judgement_has_a_partial_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that gets rules late retires the surplus bit by bit: the total cost is not quadratic."""
     catalog = catalog_of(*(entry(1, step) for step in range(1, 3001)))
     looked_at: list[Node] = []
@@ -200,7 +200,7 @@ def test_who_asks_for_some_pays_for_some(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looked_at) <= len(gone) + 100
 
 
-def test_the_index_of_who_reads_what_forgets_what_is_gone() -> None:
+def test_the_index_of_readers_forgets_dropped_segments() -> None:
     """A run that retires has a catalog that stays small however long it runs, and so does its index."""
     builder = CatalogBuilder(catalog_of(entry(1, 1)))
     catalog = builder.catalog
@@ -234,7 +234,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_left_is_what_was_promised(seed: int) -> None:
+def test_only_the_promised_checkpoints_are_left(seed: int) -> None:
     """Saves in and out of order, tags that come, move and go; checkpoints are retired as they become surplus."""
     chance = random.Random(seed)
     last, every, best, age = chance.randint(1, 5), chance.randint(2, 9), chance.randint(1, 4), chance.choice([0, 3, 20])
@@ -311,7 +311,7 @@ def test_an_older_version_keeps_them_and_a_newer_one_finds_them() -> None:
         decode_fold(folded, seq=1, run=RUN, digest16=digest[:16], what="fold")
 
 
-def test_a_request_with_rules_says_that_it_needs_who_knows_them() -> None:
+def test_a_request_with_rules_requires_a_writer_that_knows_them() -> None:
     assert b'"incompat":["keep"]' in encode_request(Request("9" * 32, 1, "keep", keep=("last:1",)), run=RUN)
     assert b"incompat" not in encode_request(Request("9" * 32, 1, "tag", tags={"a": (1, 1)}), run=RUN)
 

@@ -189,7 +189,7 @@ def test_a_tensor_of_many_chunks_opens_elsewhere(tmp_path: Path) -> None:
     assert [chunk.logical for chunk in entry.chunks] == [CHUNK, CHUNK, 5]
 
 
-def test_what_was_not_planned_is_not_encoded() -> None:
+def test_unplanned_entries_are_not_encoded() -> None:
     spec = TensorSpec("a", "U8", (4,))
     layout = plan_plain([spec], DRAFT)
     entry = raw_entry(layout, spec, ["0" * 16])

@@ -31,7 +31,7 @@ def test_it_is_a_set(begin: list[int], moves: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("apart", [1, 10])
-def test_what_is_evenly_spaced_is_one_span(apart: int) -> None:
+def test_evenly_spaced_numbers_are_one_span(apart: int) -> None:
     steps = range(apart, 1000 * apart, apart)
     spans = Spans()
     for step in steps:

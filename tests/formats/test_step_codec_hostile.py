@@ -100,7 +100,7 @@ UNFIT: dict[str, Callable[[Tensors], None]] = {
 
 
 @pytest.mark.parametrize("lie", UNKNOWN)
-def test_what_this_version_does_not_understand(lie: str) -> None:
+def test_unknown_parameters(lie: str) -> None:
     found = tensors()
     UNKNOWN[lie](found)
     with pytest.raises(FormatError, match=r"here: tensor 'b\.0'"):

@@ -171,7 +171,7 @@ def test_an_empty_table(rows: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x", "A" * 32, "a" * 31, " " + "a" * 31, "a" * 30 + "  ", "seg/1", "\u0663" * 32])
-def test_what_is_no_id_is_not_there(name: str) -> None:
+def test_an_invalid_id_is_absent(name: str) -> None:
     entry = SegmentEntry("a" * 32, 1, 2, 3, "b" * 32)
     table: Table[str, SegmentEntry] = Table(SegmentRows().with_changes({entry.id: entry}))
     assert table["a" * 32] == entry

@@ -47,7 +47,7 @@ def test_the_golden_segments(name: str, uses: list[str] | None) -> None:
         assert document["uses"] == uses
 
 
-def test_what_a_writer_writes(tmp_path: Path) -> None:
+def test_the_uses_that_a_writer_writes(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "store", create=True)
     weight = np.arange(5000, dtype="<f4")
     with store.writer(deltas=DeltaOptions(interval=9), poll_seconds=None) as writer:

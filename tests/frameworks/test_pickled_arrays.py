@@ -103,7 +103,7 @@ def test_anything_else_is_refused(tmp_path: Path, value: Any) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_process_allows_itself_changes_nothing(tmp_path: Path) -> None:
+def test_globals_that_the_process_allows_change_nothing(tmp_path: Path) -> None:
     """transformers allows numpy's own functions while it loads; which of two with one name torch takes is undefined."""
     before = set(torch.serialization.get_safe_globals())
     own = [_MAKE, np.ndarray, np.dtype, type(np.dtype("u4")), type(np.dtype("f8"))]

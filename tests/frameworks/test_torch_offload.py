@@ -87,7 +87,7 @@ def wrong(place: Path, wanted: dict[int, list[Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_saved_is_the_state_of_its_step(tmp_path: Path, way: str) -> None:
+def test_the_saved_state_is_that_of_its_step(tmp_path: Path, way: str) -> None:
     for seed in SEEDS:
         for wait in (False, True):
             with simulated(seed) as device:
@@ -188,7 +188,7 @@ def test_a_capture_keeps_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_leaves_an_order_out_is_caught(fault: str) -> None:
+def test_a_missing_order_is_caught(fault: str) -> None:
     """Each of these omissions makes the test above fail."""
     for seed in range(100):
         with pytest.MonkeyPatch.context() as patch:
@@ -268,7 +268,7 @@ def test_memory_that_cannot_be_registered_costs_time_alone(
     assert "could not be registered with the device (CUDA error 2)" in caplog.text
 
 
-def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_registration_is_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     with simulated(0):
         runtime = torch.cuda.cudart()
         asked: list[int] = []
@@ -289,7 +289,7 @@ def test_what_the_driver_refused_is_not_asked_for_again(monkeypatch: pytest.Monk
         gc.collect()
 
 
-def test_what_the_driver_refused_fails_no_later_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_registration_fails_no_later_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA keeps a thread's last error, and torch raises it with the next kernel."""
     errors: list[str] = []
 
@@ -356,7 +356,7 @@ def test_a_copy_cannot_be_cancelled_and_is_waited_for_here_once_the_threads_are_
         del memory
 
 
-def test_who_waits_for_a_copy_hears_that_the_device_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_copy_raises_the_devices_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:
         raise RuntimeError("an illegal memory access")
 
@@ -386,7 +386,7 @@ def test_other_memory_is_not_registered() -> None:
         assert not torch_offload.register(aligned(4096).copy(), GPU)
 
 
-def test_what_is_in_host_memory_does_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_host_memory_do_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many copies the device still has to make, threads make theirs meanwhile."""
     released = threading.Event()
     released.set()

@@ -93,7 +93,7 @@ def test_ranks_have_boxes_that_make_up_the_tensor(
     assert gap(shape, found) is None
 
 
-def test_what_is_no_box_is_refused() -> None:
+def test_a_placement_without_a_box_is_refused() -> None:
     with as_rank(1, 4):
         mesh = init_device_mesh("cpu", (4,))
         summed = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)

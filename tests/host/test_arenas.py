@@ -79,7 +79,7 @@ def test_pieces_do_not_overlap_and_the_budget_holds(budget: int | None, actions:
     assert arenas.held == 0
 
 
-def test_who_waits_goes_on_when_memory_is_given_back() -> None:
+def test_a_wait_ends_when_memory_is_returned() -> None:
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
     first = [arenas.take(UNIT) for _ in range(2)]
@@ -96,7 +96,7 @@ def test_who_waits_goes_on_when_memory_is_given_back() -> None:
     assert place(found[0]) == place(first[0])
 
 
-def test_who_waits_can_be_told_to_stop() -> None:
+def test_a_wait_can_be_stopped() -> None:
     """At any time: before it waits, during the wait, or while it requests."""
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)
@@ -126,7 +126,7 @@ def test_who_waits_can_be_told_to_stop() -> None:
     assert held
 
 
-def test_what_is_said_just_before_it_waits_is_heard() -> None:
+def test_a_stop_just_before_the_wait_is_noticed() -> None:
     """It must not depend on a later wake, which may never come."""
     arenas = Arenas(LEAST)
     arenas.expect(10 * UNIT, 1)

@@ -78,7 +78,7 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(memory) == 8 << 20
 
 
-def test_what_stays_out_of_forks() -> None:
+def test_memory_excluded_from_forks() -> None:
     memory, other = aligned(PAGE), aligned(PAGE)
     memory[:] = other[:] = 3
     region = region_of(memory)

@@ -74,7 +74,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize(("writer", "end"), in_turn(list(WRITERS), list(ENDS)))
-def test_what_was_submitted_is_finished(tmp_path: Path, writer: str, end: str) -> None:
+def test_submitted_steps_are_finished(tmp_path: Path, writer: str, end: str) -> None:
     code, status, said = ENDS[end]
     done = run(f"{WRITERS[writer]}\n{code}", tmp_path / "store")
     assert done.returncode == status, done.stderr
@@ -131,7 +131,7 @@ fill(path + "/last", range(1, 4), deltas="auto")
     check(where, [])
 
 
-def test_what_was_heard_of_is_not_said_again(tmp_path: Path) -> None:
+def test_reported_errors_are_not_repeated(tmp_path: Path) -> None:
     code = """
 store, writer = fill(path, [])
 store.backend.open_sink = None
@@ -207,7 +207,7 @@ print("ready", flush=True)
 """
 
 
-def test_who_waits_is_told_what_for(tmp_path: Path) -> None:
+def test_the_wait_is_reported_with_its_reason(tmp_path: Path) -> None:
     done = run(SLOW, tmp_path / "store", "1")
     assert done.returncode == 0
     assert f"ckptstore: {tmp_path / 'store'}: the interpreter ends once steps 2 to 3 (2) are written" in done.stderr
@@ -272,7 +272,7 @@ fill(path, [1])
     check(tmp_path / "store", [1])
 
 
-def test_a_thread_that_goes_on_saving_is_told_why_it_cannot(tmp_path: Path) -> None:
+def test_a_thread_that_continues_to_save_gets_the_reason(tmp_path: Path) -> None:
     code = """
 store, writer = fill(path, [1])
 def train():

@@ -78,7 +78,7 @@ def test_a_failed_fold_does_not_touch_the_term() -> None:
     assert fold_writer.maintain(term)
 
 
-def test_what_was_seen_is_made_durable_before_anything_goes() -> None:
+def test_seen_records_are_made_durable_before_any_deletion() -> None:
     world = World()
     term = opened(world)
     done: list[str] = []

@@ -106,7 +106,7 @@ def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("error", [StorageError("the disk is full"), ValueError("a bug")], ids=["medium", "bug"])
-def test_a_fold_that_fails_fails_no_save_and_is_said(error: Exception) -> None:
+def test_a_failed_fold_fails_no_save_and_is_reported(error: Exception) -> None:
     medium = Slow()
     medium.may_go_on.set()
     medium.failing = error
@@ -124,7 +124,7 @@ def test_a_fold_that_fails_fails_no_save_and_is_said(error: Exception) -> None:
     assert Store(medium).load() == {"step": 3 * DUE}
 
 
-def test_a_failure_is_said_on_closing_at_the_latest() -> None:
+def test_a_failure_is_reported_on_closing_at_the_latest() -> None:
     medium = Slow()
     medium.failing = StorageError("the disk is full")
     with warnings.catch_warnings(record=True) as said:

@@ -184,7 +184,7 @@ class TestDamage:
             save(term, step)
         return world, term
 
-    def test_reading_goes_on_after_a_damaged_slot(self) -> None:
+    def test_reading_continues_after_a_damaged_slot(self) -> None:
         world, _ = self.store()
         world.damage(slot_key(3))
         found = view(world)
@@ -261,7 +261,7 @@ class TestDamage:
         assert found.damage == (3, 4)
         assert (1, 9) not in found.catalog.checkpoints
 
-    def test_a_damaged_view_is_not_folded_until_someone_chose_where_to_go_on(self) -> None:
+    def test_a_damaged_view_is_not_folded_until_a_parent_was_chosen(self) -> None:
         world, _ = self.store()
         world.damage(slot_key(6))
         with pytest.raises(CorruptLogError, match="not folded"):
@@ -301,7 +301,7 @@ class TestOpen:
         assert save(term, 1)
         assert len(world.canon) == 2
 
-    def test_who_loses_the_race_starts_over_above_the_winner(self) -> None:
+    def test_the_loser_of_a_race_starts_over_above_the_winner(self) -> None:
         world = World()
         terms: list[Term] = []
         slow = Actor(world, "slow", lambda backend: terms.append(opened(world, backend)))
@@ -495,7 +495,7 @@ class TestCommit:
         save(term, 6)
         assert len(world.canon) == 3
 
-    def test_what_memory_holds_is_what_readers_read(self) -> None:
+    def test_the_catalog_in_memory_equals_the_read_one(self) -> None:
         world = World()
         term = opened(world)
         save(term, 1, extra={"shape": (1, 2)})

@@ -79,9 +79,7 @@ def check_cuts(disk: RecordingPosix) -> None:
             assert store.load(2, framework="numpy")["step"] == 2
 
 
-def test_what_is_there_of_one_that_was_killed_is_made_durable_before_it_is_taken_for_copied(
-    source: Store, made: Image
-) -> None:
+def test_slots_of_a_killed_copy_are_made_durable_before_they_count(source: Store, made: Image) -> None:
     """Its last slot is visible, and a power cut removes it."""
     killed = True
     kills = 0

@@ -56,7 +56,7 @@ def test_a_slot_is_settled_where_it_was_only_read_back(fates: tuple[Fate, ...], 
     assert len(world.canon) == 2
 
 
-def test_what_another_wrote_is_not_settled() -> None:
+def test_records_of_others_are_not_settled() -> None:
     world = World()
     backend = Noted(world)
     term = opened(backend, world)
@@ -111,7 +111,7 @@ def lost(world: World, *damaged: int) -> CorruptLogError:
         ((2, 3), "is lost with log slot 2, 3, which is damaged; the newest that can is 1@1: name it as parent"),
     ],
 )
-def test_a_parent_that_is_lost_is_told_with_the_newest_that_is_not(damaged: tuple[int, ...], said: str) -> None:
+def test_a_lost_parent_is_reported_with_the_newest_intact_one(damaged: tuple[int, ...], said: str) -> None:
     world = World(every=1000)
     term = opened(world, world)
     base = save(term, 1)

@@ -147,7 +147,7 @@ class TestChain:
 
     @pytest.mark.parametrize("kind", ["OPEN", "COMMIT"])
     @pytest.mark.parametrize("folded", [False, True])
-    def test_what_continues_another_log_is_not_applied(self, kind: str, folded: bool) -> None:
+    def test_records_of_another_log_are_not_applied(self, kind: str, folded: bool) -> None:
         world = World()
         term = open_term(world.journal, None, patience=HASTE)
         kept = save(term, 1)
@@ -275,7 +275,7 @@ class TestOlderCopy:
         with pytest.raises(FencedError):
             new.save(state(3), 3)
 
-    def test_what_stands_above_a_gap_is_not_the_newer_terms(self, place: Path, tmp_path: Path) -> None:
+    def test_records_above_a_gap_do_not_belong_to_the_newer_term(self, place: Path, tmp_path: Path) -> None:
         store = ckptstore.open(place)
         store.writer(poll_seconds=None).close()
         shutil.copytree(place, tmp_path / "copy")
@@ -317,7 +317,7 @@ class TestLostParent:
         with pytest.raises(CorruptLogError, match="continues from 6@1"):
             store.load("latest")
 
-    def test_a_term_with_checkpoints_of_its_own_stands(self, store: Store) -> None:
+    def test_a_term_with_its_own_checkpoints_remains_valid(self, store: Store) -> None:
         with store.writer(poll_seconds=None) as writer:
             writer.save(state(7), 7)
         damage(store, store.view().catalog.slots[1, 6])
@@ -388,7 +388,7 @@ class TestAudit:
         """Of the log alone: these segments have no objects."""
         return {found.key: found.what for found in ckptstore.verify(store).damage if found.key.startswith("log/")}
 
-    def test_what_folding_deleted_is_not_missed(self) -> None:
+    def test_slots_that_folding_deleted_are_not_missed(self) -> None:
         store = self.long(20)
         assert len(store.backend.list("log/")) < 15
         assert self.log_damage(store) == {}

@@ -133,7 +133,7 @@ def cuts(data: bytes) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_newest_slot_on_its_way_is_waited_for(make: Maker, reader: str) -> None:
+def test_a_partly_written_newest_slot_is_waited_for(make: Maker, reader: str) -> None:
     """Each prefix of it x every reader x every medium: the result is that of the whole slot.
 
     A reader treats a prefix alike on every medium: in CI all prefixes are shown in memory, and two elsewhere.
@@ -160,7 +160,7 @@ def test_a_newest_slot_on_its_way_is_waited_for(make: Maker, reader: str) -> Non
 
 
 @pytest.mark.parametrize("reader", ["latest_step", "verify", "writer"])
-def test_a_format_file_on_its_way_is_waited_for(make: Maker, reader: str) -> None:
+def test_a_partly_written_format_file_is_waited_for(make: Maker, reader: str) -> None:
     plain = make("run")
     plain.journal.create()
     size = len(plain.backend.get(FORMAT_KEY))
@@ -236,7 +236,7 @@ def test_the_doctor_reports_a_fold_that_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("medium", ["local", "fsspec"])
-def test_a_segment_on_its_way_is_no_damage(tmp_path: Path, medium: str) -> None:
+def test_a_partly_written_segment_is_no_damage(tmp_path: Path, medium: str) -> None:
     """Its name may exist before its bytes. A record names it only when it is whole."""
     filesystem = fsspec.filesystem("file") if medium == "fsspec" else None
     store = ckptstore.open(str(tmp_path / "run"), filesystem=filesystem)
@@ -601,7 +601,7 @@ def test_a_successor_makes_it_damage_at_once_unless_it_is_whole_by_then() -> Non
         assert (left, pauses) == ([], [])
 
 
-def test_what_is_torn() -> None:
+def test_torn_texts() -> None:
     text = seal({"text": "a", "more": [1, 2, "ü\n\0"]})
     assert all(torn(text[:length]) for length in range(len(text)))
     assert not torn(text)

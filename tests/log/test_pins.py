@@ -184,7 +184,7 @@ class TestClaim:
             assert decode_pin(world.get(key), what=key).segments == segments_of(term.catalog, identity.node)
         assert world.list("pins/") == []
 
-    def test_a_plan_whose_segment_was_dropped_before_the_pin_is_made_anew(self) -> None:
+    def test_a_plan_whose_segment_was_dropped_before_the_pin_is_made_again(self) -> None:
         world = World()
         term = opened(world)
         old = save(term, 1)
@@ -215,7 +215,7 @@ class TestClaim:
         assert world.list("pins/") == []
 
     @pytest.mark.parametrize("lost", [0, 1, 2])
-    def test_one_dropped_segment_of_several_is_enough_to_plan_anew(self, lost: int) -> None:
+    def test_one_dropped_segment_of_several_is_enough_to_plan_again(self, lost: int) -> None:
         """A plan reads all of its segments: if any of them is gone, it cannot be carried out."""
         world = World()
         term = opened(world)
@@ -239,7 +239,7 @@ class TestClaim:
         assert reader.error is None
         assert [len(found) for found in planned] == [3, 2]
 
-    def test_what_the_plan_raises_is_the_callers(self) -> None:
+    def test_errors_of_the_plan_reach_the_caller(self) -> None:
         world = World()
         with pytest.raises(CheckpointNotFoundError), claim(world.journal, by_latest, lambda _plan: ()):
             pass

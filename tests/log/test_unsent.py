@@ -104,7 +104,7 @@ FAILURES = [(*one, True) for one in CERTAIN] + [(*one, False) for one in DOUBTFU
 
 
 @pytest.mark.parametrize(("call", "code", "certain"), FAILURES)
-def test_what_failed_before_the_name_was_given_made_nothing(call: str, code: int, certain: bool) -> None:
+def test_a_failure_before_the_name_was_given_made_nothing(call: str, code: int, certain: bool) -> None:
     disk = RamPosix()
     LocalBackend("/store", disk).create("log/0", b"x")
     backend = LocalBackend(
@@ -117,7 +117,7 @@ def test_what_failed_before_the_name_was_given_made_nothing(call: str, code: int
     assert isinstance(told.value, ReadOnlyError) == (code == errno.EROFS)
 
 
-def test_what_failed_after_the_name_was_given_is_in_doubt() -> None:
+def test_a_failure_after_the_name_was_given_is_in_doubt() -> None:
     disk = RamPosix()
     LocalBackend("/store", disk).create("log/0", b"x")
     said: list[bool] = []

@@ -93,7 +93,7 @@ def test_every_crash_point(fresh: Callable[[], Path]) -> None:
 
 
 @pytest.mark.parametrize("point", ["compact.rewritten", "compact.verified", "request.posted", "compact.committed"])
-def test_who_asks_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
+def test_a_requester_of_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
     root = fresh()
     store = ckptstore.open(root)
     steps = kept(root)

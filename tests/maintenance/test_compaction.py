@@ -96,7 +96,7 @@ class TestChains:
         assert again.moves == ()
         assert again.bytes_after == again.bytes_before
 
-    def test_what_is_freed_is_what_gc_deletes(self, store: Store) -> None:
+    def test_the_freed_bytes_are_those_that_gc_deletes(self, store: Store) -> None:
         filled(store, range(1, 25), keep=RULES)
         store.gc()
         report = store.compact(take_over=True)
@@ -200,7 +200,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         "options", [{"max_depth": -1}, {"target_bytes": 1.5}, {"max_restore_seconds": "x"}, {"bandwidth": 0}]
     )
-    def test_what_is_no_option(self, store: Store, options: dict[str, Any]) -> None:
+    def test_invalid_options(self, store: Store, options: dict[str, Any]) -> None:
         filled(store, [1])
         with pytest.raises(UsageError):
             store.compact(**options)
@@ -257,7 +257,7 @@ class TestDamage:
         assert len(store.backend.list("seg/")) == len(before.segments)
 
     @pytest.mark.parametrize("kind", ["materialize", "merge"])
-    def test_what_was_written_is_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def test_written_segments_are_read_back(self, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         """A segment that is written wrongly is never committed, and the old ones stay."""
         if kind == "merge":
             filled(store, range(1, 12))
@@ -281,7 +281,7 @@ class TestDamage:
         assert files == {f"{one}.safetensors" for one in store.view().catalog.segments}
 
     @pytest.mark.filterwarnings("ignore::ckptstore.FallbackWarning")
-    def test_what_a_checkpoint_has_besides_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
+    def test_a_checkpoints_other_encoding_is_read_before_its_bases_go(self, store: Store, tmp_path: Path) -> None:
         """It is stored as a full, too, which may never have been read since it was written."""
         filled(store, range(1, 4))
         stored_again(store, "3@1")
@@ -296,7 +296,7 @@ class TestDamage:
         same(state(3), store.load(3, framework="numpy"))
 
 
-def test_what_is_retired_while_it_is_measured_is_passed_over(store: Store) -> None:
+def test_a_checkpoint_that_is_retired_during_measurement_is_skipped(store: Store) -> None:
     filled(store, range(1, 4), deltas=None)
     catalog = store.view().catalog
     store.retire("2@1", take_over=True)
@@ -358,7 +358,7 @@ class TestBesideOthers:
         expected = sorted({*range(8, step + 1, 8), *range(step - 3, step + 1)})
         check(store, expected)
 
-    def test_who_planned_before_reads_on(self, store: Store) -> None:
+    def test_a_reader_that_planned_before_continues(self, store: Store) -> None:
         """A reader that has pinned the old encoding reads it to its end, though gc ran meanwhile."""
         filled(store, range(1, 12), keep=["every:10"])
         chunks = store.chunks(10, "w")

@@ -154,7 +154,7 @@ def check(store: ckptstore.Store, where: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore::ckptstore.LossyWarning")  # a log may say this of any checkpoint
 @pytest.mark.parametrize("kind", ["record", "header", "document", "index", "restated"])
-def test_what_verifies_loads(valid: tuple[str, Crafted], kind: str) -> None:
+def test_verified_checkpoints_load(valid: tuple[str, Crafted], kind: str) -> None:
     name, crafted = valid
     chance = random.Random(f"{name} {kind}" + os.environ.get("CRAFTED_SEED", ""))
     kinds = ("document", "index") if kind == "restated" else (kind,)
@@ -305,7 +305,7 @@ def deltas() -> Crafted:
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_what_a_load_refuses_is_reported_without_decoding(deltas: Crafted, how: str) -> None:
+def test_refusals_of_loads_are_reported_without_decoding(deltas: Crafted, how: str) -> None:
     change, restate, reason, lost = WRONG[how]
     crafted = deltas.clone()
     change(crafted)
@@ -355,7 +355,7 @@ def test_nothing_is_added_to_a_copy_that_has_another_state_of_the_name(
 
 
 @pytest.mark.parametrize(("how", "form"), [("another value", "full"), ("run", "stored"), ("term", "stored")])
-def test_what_is_not_what_the_log_says_is_not_copied(deltas: Crafted, tmp_path: Path, how: str, form: Any) -> None:
+def test_segments_that_contradict_the_log_are_not_copied(deltas: Crafted, tmp_path: Path, how: str, form: Any) -> None:
     crafted = deltas.clone()
     change, restate, reason, _ = WRONG[how]
     change(crafted)

@@ -153,7 +153,7 @@ def bulky(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bulky")
-def test_what_is_smaller_is_taken(store: Store, states: list[dict[str, Any]]) -> None:
+def test_the_smaller_result_is_taken(store: Store, states: list[dict[str, Any]]) -> None:
     """The chain is copied; then the checkpoints between are retired, in a separate change."""
     planned = merge(store.journal, "4..6", dry_run=True)
     end, before = store.view().end, segments(store)
@@ -275,7 +275,7 @@ def test_tensors_of_many_chunks_in_little_memory(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ kept bases
 
 
-def test_what_others_build_on_stays(store: Store, states: list[dict[str, Any]]) -> None:
+def test_bases_of_others_stay(store: Store, states: list[dict[str, Any]]) -> None:
     """A checkpoint beyond the range, and one of another term, reach through the range."""
     fork = trajectory(3, seed=5)
     fill(store, fork, first=5, parent="4@1")
@@ -366,7 +366,7 @@ def test_a_dry_run_writes_nothing_and_knows_what_comes_of_it(store: Store) -> No
         ("tag:no..4", CheckpointNotFoundError, "no"),
     ],
 )
-def test_what_cannot_be_merged(
+def test_ranges_that_cannot_be_merged(
     store: Store, states: list[dict[str, Any]], text: str, error: type[Exception], match: str
 ) -> None:
     fill(store, states[:1], first=9)
@@ -376,7 +376,7 @@ def test_what_cannot_be_merged(
     assert len(store.terms()) == terms  # nobody was fenced needlessly
 
 
-def test_what_lies_in_one_segment_already(store: Store) -> None:
+def test_steps_already_in_one_segment(store: Store) -> None:
     assert owned(store, "2..6", keep_steps=True).answer == "accepted"
     with pytest.raises(UsageError, match="lie in one segment"):
         owned(store, "2..6", keep_steps=True)
@@ -414,7 +414,7 @@ def test_damage_in_the_range_is_found_and_nothing_changes(store: Store) -> None:
     assert refs(store) == [f"{step}@1" for step in range(1, 9)]
 
 
-def test_what_was_written_wrongly_is_never_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrongly_written_segment_is_never_requested(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the new segment flip before it is read back."""
     before = segments(store)
     check_state, check_copies = preparing_module.check_state, preparing_module.check_copies
@@ -455,7 +455,7 @@ def no_tensor(doc: SegmentDoc) -> SegmentDoc:
 
 
 @pytest.mark.parametrize("change", [no_tree, other_tree, no_tensor])
-def test_what_was_described_wrongly_is_never_asked_for(
+def test_a_wrongly_described_segment_is_never_requested(
     store: Store, monkeypatch: pytest.MonkeyPatch, change: Callable[[SegmentDoc], SegmentDoc]
 ) -> None:
     """The new segment's hashes all fit; it does not restore the state that the log names."""
@@ -541,7 +541,7 @@ def writer(store: Store) -> Iterator[ckptstore.Writer]:
 
 
 @pytest.mark.parametrize("keep_steps", [False, True])
-def test_beside_a_live_writer_which_goes_on(
+def test_beside_a_live_writer_that_continues(
     store: Store, states: list[dict[str, Any]], writer: ckptstore.Writer, keep_steps: bool
 ) -> None:
     stop = threading.Event()
@@ -649,7 +649,7 @@ def test_void(store: Store, states: list[dict[str, Any]], monkeypatch: pytest.Mo
     check(store, states, *range(1, 9))
 
 
-def test_who_takes_over_is_fenced_like_anyone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_takes_over_can_be_fenced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = segments(store)
 
     class Late(TakeOver):

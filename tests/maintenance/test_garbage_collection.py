@@ -82,7 +82,7 @@ def segments(store: Store) -> list[str]:
     return store.backend.list("seg/")
 
 
-def test_what_nothing_needs_goes_and_the_rest_loads(store: Store) -> None:
+def test_unneeded_segments_are_deleted_and_the_rest_loads(store: Store) -> None:
     before = segments(store)
     done = collect(store.journal)
     assert len(done.segments) == 1
@@ -100,7 +100,7 @@ def test_a_dry_run_deletes_nothing(store: Store) -> None:
     assert collect(store.journal) == planned
 
 
-def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
+def test_pinned_segments_stay_until_the_reader_is_done(store: Store) -> None:
     segment = collect(store.journal, dry_run=True).segments[0]
     with Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]]):
         done = collect(store.journal)
@@ -117,7 +117,7 @@ def test_what_is_pinned_stays_until_the_reader_is_done(store: Store) -> None:
     assert collect(store.journal).segments == (segment,)
 
 
-def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store) -> None:
+def test_a_collector_that_watched_a_dead_readers_pin_removes_it(store: Store) -> None:
     segment = collect(store.journal, dry_run=True).segments[0]
     pin = Pin(store.backend, [segment.rpartition("/")[2].partition(".")[0]])
     pin.renew()  # and never again
@@ -222,7 +222,7 @@ def test_with_an_unreadable_pin_nothing_goes(store: Store) -> None:
     assert segments(store) == before
 
 
-def test_what_the_newest_term_has_not_committed_yet_stays(store: Store) -> None:
+def test_uncommitted_segments_of_the_newest_term_stay(store: Store) -> None:
     newest, older = segment_key(2, "a" * 32), segment_key(1, "b" * 32)
     for key in (newest, older):
         store.backend.create(key, b"not committed")

@@ -89,7 +89,7 @@ def test_step_diffs_that_wait_for_their_batch_are_written_first(store: Store, to
     assert store.verify(deep=True).ok
 
 
-def test_it_stands_still_while_a_save_is_on_its_way(
+def test_it_pauses_while_a_save_is_in_flight(
     store: Store, told: queue.Queue[CompactPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store.writer(deltas=CHAIN, keep=RULES, poll_seconds=None) as writer:
@@ -137,7 +137,7 @@ def test_a_save_says_that_compaction_was_at_work(store: Store, told: queue.Queue
     store.gc()
 
 
-def test_what_was_made_for_a_term_that_was_left_is_made_again(
+def test_a_move_for_an_abandoned_term_is_made_again(
     store: Store, told: queue.Queue[CompactPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer goes back at the moment at which a move is ready: it was planned for a term that is over."""

@@ -90,7 +90,7 @@ def test_the_end_of_the_range_stays(tmp_path: Path, kind: str, last: int) -> Non
     check(store, truth, [1, *range(last, 17)])
 
 
-def test_what_a_batch_shares_with_the_rest_stays_until_that_goes(tmp_path: Path) -> None:
+def test_a_segment_shared_with_later_steps_stays_until_they_go(tmp_path: Path) -> None:
     """The range ends within a batch: the steps after it need the segment."""
     store, truth = fill(tmp_path / "store", DiffOptions(batch=4), 14)
     shared = store.describe(8)[-1][0].key

@@ -30,7 +30,7 @@ def _filled(folder: Path, keep: list[str]) -> tuple[ckptstore.Store, dict[int, o
     return store, truth
 
 
-def test_what_a_rule_keeps_stays(tmp_path: Path) -> None:
+def test_checkpoints_that_a_rule_keeps_stay(tmp_path: Path) -> None:
     store, truth = _filled(tmp_path / "store", ["every:3"])
     done = merge(store.journal, "2@1..11@1", take_over=True)
     assert done.answer == "accepted"

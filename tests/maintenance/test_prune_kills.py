@@ -126,7 +126,7 @@ def test_a_writer_that_keeps_to_rules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["create.temp-written", "create.linked", "request.posted"])
-def test_who_asks_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
+def test_a_requester_of_a_live_writer(fresh: Callable[[], Path], point: str) -> None:
     root = fresh()
     store = ckptstore.open(root)
     with store.writer(deltas=CHAIN, poll_seconds=0.02) as writer:

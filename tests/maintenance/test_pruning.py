@@ -81,7 +81,7 @@ def store(tmp_path: Path) -> Store:
 
 class TestWriters:
     @pytest.mark.parametrize("deltas", [None, CHAIN, PAPER], ids=["full", "chain", "paper"])
-    def test_what_is_left_is_what_was_promised(self, store: Store, deltas: DeltaOptions | None) -> None:
+    def test_only_the_promised_checkpoints_are_left(self, store: Store, deltas: DeltaOptions | None) -> None:
         with store.writer(keep=RULES, deltas=deltas, poll_seconds=None) as writer:
             for step in range(1, 24):
                 save(writer, [step])
@@ -94,7 +94,7 @@ class TestWriters:
 
     @pytest.mark.usefixtures("quiet")
     @pytest.mark.parametrize("deltas", [CHAIN, PAPER], ids=["chain", "paper"])
-    def test_what_the_next_ones_build_on_stays_stored(self, tmp_path: Path, deltas: DeltaOptions) -> None:
+    def test_bases_of_the_next_deltas_stay_stored(self, tmp_path: Path, deltas: DeltaOptions) -> None:
         """Deltas come as often as without rules; and their bases go once they no longer need them."""
         kinds = []
         for keep in ([], ["last:1"]):
@@ -112,7 +112,7 @@ class TestWriters:
         assert len(done.held) == len(store.plan().segments) - 1
         check(store, [30])
 
-    def test_what_somebody_else_retired_is_not_counted(self, store: Store) -> None:
+    def test_retirements_of_others_are_not_counted(self, store: Store) -> None:
         with store.writer(keep=["last:3"], poll_seconds=0.02) as writer:
             save(writer, range(1, 6))
             store.retire(4)
@@ -170,7 +170,7 @@ class TestWriters:
             save(writer, [8, 9])
             assert [info.step for info in store.checkpoints()] == [6, 8, 9]
 
-    def test_tagged_is_a_rule_that_may_be_said(self, store: Store) -> None:
+    def test_tagged_is_a_rule_that_may_be_given(self, store: Store) -> None:
         with store.writer() as writer:
             save(writer, range(1, 7))
             writer.tag("good", 3)
@@ -230,7 +230,7 @@ class TestWriters:
             save(writer, [4])
         check(store, [4])
 
-    def test_who_goes_back_keeps_the_branch_if_the_rules_say_so(self, store: Store) -> None:
+    def test_a_rollback_keeps_the_branch_if_the_rules_say_so(self, store: Store) -> None:
         with store.writer(keep=["last:2", "branches"], poll_seconds=None) as writer:
             save(writer, range(1, 6))
         with store.writer(parent=4, poll_seconds=None) as writer:
@@ -289,7 +289,7 @@ class TestWriters:
             assert on_medium - left.segments.keys() <= left.dropped  # gc learns of everything that is left to delete
         check(store, [59, 60])
 
-    def test_what_cannot_be_meant_opens_no_term(self, store: Store) -> None:
+    def test_invalid_rules_open_no_term(self, store: Store) -> None:
         for keep in (["last:x"], "last:3", 5):
             with pytest.raises(ckptstore.UsageError):
                 store.writer(keep=keep)  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ class TestBesideALiveWriter:
         check(store, [5, 7, 8, 10, 11, 12, 13])
         assert store.rules() == ()
 
-    def test_what_was_held_goes_when_nothing_builds_on_it(self, store: Store, writer: Any) -> None:
+    def test_held_bases_go_when_nothing_builds_on_them(self, store: Store, writer: Any) -> None:
         store.prune("last:1")
         left = sum(path.size for path in store.view().catalog.segments.values())
         save(writer, range(13, 15))  # a chain has six deltas: a full, and one of it
@@ -384,7 +384,7 @@ class TestBesideALiveWriter:
         assert sum(path.size for path in store.view().catalog.segments.values()) < left + done.held_nbytes
         check(store, [22])
 
-    def test_a_refusal_is_planned_anew(self, store: Store, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_refusal_is_planned_again(self, store: Store, writer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         post, times = requests.post, []
 
         def late(*arguments: Any, **changes: Any) -> Any:

@@ -109,7 +109,7 @@ def test_the_log_is_read_once(name: str, backend: type[Counting], asked: bool, c
     assert medium.asked.total() < len(before) + (60 if asked else 20)
 
 
-def test_what_was_retired_meanwhile_is_not_tagged(name: str) -> None:
+def test_a_checkpoint_retired_meanwhile_is_not_tagged(name: str) -> None:
     """Another process takes over between the reading and the OPEN: the change is planned again on the new state."""
     other = ckptstore.open(f"memory://{name}")
     store = Store(Counting(name, lambda: other.retire(3, take_over=True)))
@@ -119,7 +119,7 @@ def test_what_was_retired_meanwhile_is_not_tagged(name: str) -> None:
     assert store.verify(deep=True).ok
 
 
-def test_what_was_tagged_meanwhile_is_not_retired(name: str) -> None:
+def test_a_checkpoint_tagged_meanwhile_is_not_retired(name: str) -> None:
     other = ckptstore.open(f"memory://{name}")
     store = Store(Counting(name, lambda: other.tag("mine", 3, take_over=True)))
     with pytest.raises(UsageError, match="tag 'mine' names it"):
@@ -127,7 +127,7 @@ def test_what_was_tagged_meanwhile_is_not_retired(name: str) -> None:
     assert store.checkpoint(3).tags == ("mine",)
 
 
-def test_what_was_saved_meanwhile_stays(name: str) -> None:
+def test_a_checkpoint_saved_meanwhile_stays(name: str) -> None:
     other = ckptstore.open(f"memory://{name}")
     store = Store(Counting(name, lambda: fill(other, SAVED + 1, SAVED + 2)))
     assert store.tag("best", "latest", take_over=True).step == SAVED  # the latest when it was requested

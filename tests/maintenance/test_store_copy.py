@@ -170,7 +170,7 @@ def test_copies_that_both_go_on_are_branches(tmp_path: Path) -> None:
     assert ckptstore.verify(tmp_path / "copy").ok
 
 
-def test_what_is_too_late_to_add_is_refused(source: Path, tmp_path: Path) -> None:
+def test_checkpoints_too_late_to_add_are_refused(source: Path, tmp_path: Path) -> None:
     store = ckptstore.open(source)
     store.copy(tmp_path / "copy", ["20@4"])
     with pytest.raises(UsageError, match=r"it has term 4 already.*empty place"):
@@ -226,7 +226,7 @@ def killed(source: Path, target: Path, place: str) -> int:
 
 
 @pytest.mark.slow
-def test_killed_anywhere_it_goes_on_and_copies_nothing_twice(
+def test_killed_anywhere_it_continues_and_copies_nothing_twice(
     source: Path, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
     copy = tmp_path / "copy"
@@ -268,7 +268,7 @@ def test_two_that_copy_to_one_folder_take_turns(tmp_path: Path) -> None:
     check(tmp_path / "copy", {"1@1": {"n": 1}, "2@1": {"n": 2}})
 
 
-def test_who_copies_and_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_killed_copy_keeps_nobody_waiting(tmp_path: Path) -> None:
     store = ckptstore.open(tmp_path / "run")
     with store.writer() as writer:
         writer.save({"n": 1}, 1)

@@ -120,7 +120,7 @@ def test_a_slot_lost_or_damaged(source: Path, tmp_path: Path, wanted: dict[str, 
         assert done.log == ("whole" if number == count - 1 else "damaged"), (name, number)
 
 
-def test_what_was_lost_with_the_end_of_the_log(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+def test_checkpoints_lost_with_the_end_of_the_log(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     """A copy that was taken while a writer continued: its log first, then its segments."""
     old = broken(source, tmp_path / "old", lambda root: [path.unlink() for path in slots(root)[-4:]])
     done = ckptstore.repair(old, tmp_path / "new")
@@ -229,7 +229,7 @@ def test_a_batch_that_is_damaged_in_the_middle_gives_what_is_before(
     assert ckptstore.open(tmp_path / "new").terms()[3].parent == "18@3"
 
 
-def test_what_is_written_anew_is_read_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newly_written_segments_are_read_back(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A medium that stores other bytes than it was given: no store is made from that."""
     entry, doc = ckptstore.open(source).describe("13@3")[-1]
     chunk = next(one for tensor in doc.tensors[14].values() for one in tensor.chunks if one.length)
@@ -271,7 +271,7 @@ def test_one_percent_of_the_segments_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_what_has_two_encodings_is_kept_by_the_intact_one(tmp_path: Path, step: int) -> None:
+def test_the_intact_one_of_two_encodings_keeps_a_checkpoint(tmp_path: Path, step: int) -> None:
     """Step 1 is the base of all others, which are decoded on whichever of its fulls is left."""
     store = twofold(tmp_path / "old", f"{step}@1")
     wanted = states(store)
@@ -301,7 +301,7 @@ def test_every_form_of_segments_makes_its_log_again(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", ["ro-compat", "features-write", "unknown-members"])
-def test_what_a_newer_version_wrote_is_left_to_it(tmp_path: Path, name: str) -> None:
+def test_a_newer_versions_data_is_left_to_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(ReadOnlyError, match="only a newer version knows"):
         ckptstore.repair(GOLDEN / name, tmp_path / "new")
     with pytest.raises(ReadOnlyError, match="only a newer version knows"):
@@ -334,7 +334,7 @@ def test_two_stores_in_one_folder(source: Path, tmp_path: Path, wanted: dict[str
     assert (done.run, done.kept, done.lost) == (other.run, ("1@1", "2@1", "3@1"), {})
 
 
-def test_a_segment_under_anothers_name_is_told_of(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+def test_a_segment_under_anothers_name_is_reported(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     def twice(root: Path) -> None:
         first = next(segments(root))
         shutil.copy(first, first.with_name(f"{'5' * 32}.safetensors"))
@@ -408,7 +408,7 @@ def killed(call: str, source: Path, target: Path, left: int, **environment: str)
 
 
 @pytest.mark.slow
-def test_killed_anywhere_the_same_call_goes_on(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
+def test_killed_anywhere_the_same_call_continues(source: Path, tmp_path: Path, wanted: dict[str, Any]) -> None:
     entry, doc = ckptstore.open(source).describe("13@3")[-1]
     chunk = next(one for tensor in doc.tensors[14].values() for one in tensor.chunks if one.length)
 

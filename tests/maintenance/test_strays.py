@@ -233,7 +233,7 @@ class Heard:
         self.phases.append(what)
 
 
-def test_all_torn_objects_are_waited_for_at_once_and_that_is_told(tmp_path: Path, pauses: list[float]) -> None:
+def test_all_torn_objects_are_waited_for_at_once_and_the_wait_is_reported(tmp_path: Path, pauses: list[float]) -> None:
     run = tmp_path / "run"
     store = filled(str(run))
     for number in range(20):
@@ -250,7 +250,7 @@ def test_all_torn_objects_are_waited_for_at_once_and_that_is_told(tmp_path: Path
     assert sum(pauses) < 2 * partial_objects.STILL
 
 
-def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> None:
+def test_objects_completed_while_others_stay_torn_are_whole(pauses: list[float]) -> None:
     looks: dict[str, int] = {}
 
     def get(key: str) -> bytes:
@@ -271,7 +271,7 @@ def test_what_arrives_while_others_stay_torn_is_whole(pauses: list[float]) -> No
     assert (looks["fast"], looks["gone"]) == (1, 3)
 
 
-def test_what_grows_for_ever_is_taken_as_it_is(pauses: list[float]) -> None:
+def test_an_object_that_grows_for_ever_is_read_as_it_is(pauses: list[float]) -> None:
     looks: list[int] = []
 
     def get(_key: str) -> bytes:

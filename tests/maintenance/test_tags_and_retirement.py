@@ -92,7 +92,7 @@ class TestBesideALiveWriter:
         assert alive.save(state(6), 6).ref == "6@3"
         check(store, "1@1", "4@1", "3@2", "5@2", "6@3")
 
-    def test_what_is_as_it_should_be_asks_nobody(self, store: ckptstore.Store, alive: ckptstore.Writer) -> None:
+    def test_a_change_without_effect_makes_no_request(self, store: ckptstore.Store, alive: ckptstore.Writer) -> None:
         store.tag("best", "3@1")
         slots = len(store.backend.list("log/"))
         assert store.tag("best", "3@1").tags == ("best",)
@@ -169,7 +169,7 @@ def test_a_writer_in_another_process_and_its_death(store: ckptstore.Store) -> No
 
 
 class TestRules:
-    def test_what_stays(self, store: ckptstore.Store) -> None:
+    def test_checkpoints_that_stay(self, store: ckptstore.Store) -> None:
         fill_tag(store, "best", "4@1")
         for ref, why in (("latest", "5@2 is the latest"), (5, "is the latest"), ("4@1", "tag 'best' names it")):
             for dry_run in (True, False):
@@ -186,7 +186,7 @@ class TestRules:
         with pytest.raises(ckptstore.StoreNotFoundError):
             ckptstore.open("memory://none", create=None).tag("best", 1)
 
-    def test_what_others_build_on_stays_stored(self, tmp_path: Path) -> None:
+    def test_bases_of_others_stay_stored(self, tmp_path: Path) -> None:
         store = fill(ckptstore.open(tmp_path / "chain"), 1, 2, 3, 4, deltas=CHAIN)
         assert [info.base for info in store.checkpoints()] == [None, "1@1", "2@1", "3@1"]
         fill(store, 5, parent=None)
@@ -279,7 +279,7 @@ class TestWithoutAWriter:
 
 
 class TestANewerTerm:
-    def test_the_request_is_made_anew(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_request_is_made_again(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """The writer that got the request is fenced before it answers; the next one gets it."""
         old = store.writer(poll_seconds=None)
         post, new = requests.post, []
@@ -341,7 +341,7 @@ class TestTheWritersOwn:
         assert {name: info.ref for name, info in store.tags().items()} == {"old": "3@1", "start": "5@2", "mine": "4@2"}
 
     @pytest.mark.parametrize("ref", ["latest", 4, "4", "4@1", "04", "tag:here"])
-    def test_what_waits_is_written_if_it_is_meant(self, tmp_path: Path, ref: str | int) -> None:
+    def test_a_waiting_step_is_written_if_it_is_named(self, tmp_path: Path, ref: str | int) -> None:
         trainer, store = Trainer(), ckptstore.open(tmp_path / "store")
         with store.writer(diffs=DiffOptions(batch=100, seconds=None), poll_seconds=None) as writer:
             for step in range(1, 5):

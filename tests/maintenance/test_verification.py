@@ -80,7 +80,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Break:
 
 @pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOMEM", "EACCES", "ESTALE"])
 @pytest.mark.parametrize("deep", [False, True])
-def test_what_the_process_lacks_is_no_damage(store: ckptstore.Store, broken: Break, name: str, deep: bool) -> None:
+def test_a_lack_of_resources_is_no_damage(store: ckptstore.Store, broken: Break, name: str, deep: bool) -> None:
     key = store.describe(3)[-1][0].key
     broken(key, getattr(errno, name))
     report = ckptstore.verify(store, deep=deep)
@@ -162,7 +162,7 @@ def test_one_bad_sector_is_no_reason_to_give_its_neighbours_up(monkeypatch: pyte
     assert not report.unread
 
 
-def test_what_only_looks_like_a_slot_or_a_fold_is_named_and_no_damage(store: ckptstore.Store) -> None:
+def test_a_file_named_like_a_slot_or_a_fold_is_named_and_no_damage(store: ckptstore.Store) -> None:
     for folder in ("log", "fold"):
         store.backend.create(f"{folder}/notes", b"what somebody left here")
     report = ckptstore.verify(store)
@@ -228,7 +228,7 @@ def test_a_state_digest_that_is_not_that_of_the_state(
         store.load(2)
 
 
-def test_one_wrong_payload_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_payload_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that checkpoint is lost: those that build on it have their own hashes, which a load relies on (SPEC 5.4)."""
     other = checksums.chunk_hash(b"other bytes")
     store = forged(monkeypatch, lambda entry: replace(entry, chunks=(replace(entry.chunks[0], decoded_hash=other),)))

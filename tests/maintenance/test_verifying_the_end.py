@@ -83,7 +83,7 @@ def test_a_fold_that_is_missing_where_slots_were_deleted(folded: Path, which: in
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["older", "newest"])
-def test_a_fold_is_read_anew(folded: Path, which: int) -> None:
+def test_a_fold_is_read_again(folded: Path, which: int) -> None:
     """Also one that this process has decoded before it was damaged."""
     store = ckptstore.open(folded)
     before = [info.ref for info in store.checkpoints()]

@@ -173,7 +173,7 @@ def test_most_of_them_were_used() -> None:
 
 
 @pytest.mark.parametrize(("name", "how"), in_turn(ENCODERS, ["bytes", "raises"]))
-def test_what_a_wrong_kernel_encodes_becomes_no_checkpoint(tmp_path: Path, name: str, how: str) -> None:
+def test_output_of_a_wrong_kernel_becomes_no_checkpoint(tmp_path: Path, name: str, how: str) -> None:
     kernel = kernels()[name]
     replace(kernel, _wrong(kernel, how))
     with warnings.catch_warnings(record=True) as caught:

@@ -107,7 +107,7 @@ def test_deltas_are_smaller_than_fulls(store: Store) -> None:
     assert (next(store.watch()).ratio or 0) > 2
 
 
-def test_what_retention_took_before_a_look_counts_all_the_same(store: Store) -> None:
+def test_checkpoints_retired_before_a_look_still_count(store: Store) -> None:
     with store.writer(poll_seconds=None, keep=["last:1"]) as writer:
         save(writer, 1)
         watched = looks(store)
@@ -121,7 +121,7 @@ def test_what_retention_took_before_a_look_counts_all_the_same(store: Store) -> 
     assert status.changes == ("saved 11@1", "1 retired")
 
 
-def test_a_fork_a_tag_and_what_else_is_committed_are_told(store: Store) -> None:
+def test_forks_tags_and_other_commits_are_reported(store: Store) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2, 3)
         watched = looks(store)
@@ -239,7 +239,7 @@ def test_folds_that_took_the_slots_it_knew_do_not_disturb_it(tmp_path: Path, fir
     assert status.nbytes == store.stats().nbytes
 
 
-def test_an_old_slot_that_is_lost_is_told(store: Store, tmp_path: Path) -> None:
+def test_a_lost_old_slot_is_reported(store: Store, tmp_path: Path) -> None:
     with store.writer(poll_seconds=None) as writer:
         save(writer, 1, 2, 3)
         watched = looks(store)
@@ -305,7 +305,7 @@ def test_a_store_that_is_taken_away(store: Store, tmp_path: Path, how: str) -> N
         next(watched)
 
 
-def test_a_process_that_ends_is_told(store: Store, tmp_path: Path) -> None:
+def test_the_end_of_a_process_is_reported(store: Store, tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -328,7 +328,7 @@ def test_a_process_that_ends_is_told(store: Store, tmp_path: Path) -> None:
     [{"every": 0}, {"every": math.nan}, {"every": 1e9}, {"every": None}, {"every": True}, {"metric": ""}],
     ids=["zero", "nan", "years", "none", "true", "no-metric"],
 )
-def test_what_cannot_be_meant_is_refused_at_once(store: Store, options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_at_once(store: Store, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         store.watch(**options)
 

@@ -95,7 +95,7 @@ def test_a_step_that_moves_several_tensors_counts_for_each_of_them(tmp_path: Pat
     assert sum(one.chain for one in classes.values()) == explained.bytes_read
 
 
-def test_what_prune_and_gc_would_free(store: Store) -> None:
+def test_bytes_that_prune_and_gc_would_free(store: Store) -> None:
     store.keep("last:2", take_over=True)
     before = store.stats()
     planned = store.prune(dry_run=True)

@@ -69,7 +69,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_load_goes_on_with_the_other(root: Path, how: str) -> None:
+def test_load_continues_with_the_other(root: Path, how: str) -> None:
     """Found when it is opened (headers), or when half of the state was read (chunks)."""
     path = planned(root)
     assert len(ckptstore.open(root).plan("3@1").encodings) == 1  # the full is cheaper than its chain
@@ -177,7 +177,7 @@ def test_one_tensor_and_streams_and_files(root: Path, tmp_path: Path, how: str) 
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.safetensors"]
 
 
-def test_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stream_continues_where_it_was(tmp_path: Path) -> None:
     """The first chunk was already yielded when the second one turns out to be damaged: nothing is yielded twice."""
     store = ckptstore.open(tmp_path / "store")
     weight = np.arange(5_000_000, dtype="f4")
@@ -362,7 +362,7 @@ def test_a_chunk_that_one_way_needs_and_another_does_not(tmp_path: Path) -> None
     assert store.verify().lost == ("1@1",)
 
 
-def test_what_needs_nothing_of_its_base_is_a_way_though_the_base_is_gone(tmp_path: Path) -> None:
+def test_an_encoding_that_needs_nothing_of_its_missing_base_is_a_way(tmp_path: Path) -> None:
     """Whether an encoding needs its base shows when it is opened: until then an unreadable way counts as a way."""
     hand = Hand(tmp_path / "store")
     hand.open()

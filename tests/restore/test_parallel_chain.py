@@ -107,7 +107,7 @@ def test_sums_are_the_chain(codec: codecs.Codec, images: list[bytes]) -> None:
     assert out.tobytes() == images[-1]
 
 
-def test_what_is_no_sum() -> None:
+def test_values_that_are_no_sum() -> None:
     zeros = np.zeros(8, np.uint8)
     for codec in (codecs.Planes(4), codecs.Sub(4, codecs.Context(24, 0, 3))):
         assert not codec.additive

@@ -74,7 +74,7 @@ def test_replaying_has_its_price() -> None:
     assert plan(catalog, identity(81), cost).cost == pytest.approx(2000 / 100 + 10 / 100 + 1000 / 10)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_bases_are_named() -> None:
     catalog = catalog_of([(1, None, 100), (2, 1, 10), (3, 2, 10)])
     del catalog.encodings[1, 1]
     with pytest.raises(CorruptionError, match="3@1 cannot be restored: nothing stored restores 1@1"):

@@ -113,7 +113,7 @@ def test_verify_proves_shards(made: ShardStore) -> None:
     assert report.restorable == ("1@1", "2@1", "3@1")
 
 
-def test_other_commands_read_and_gc_and_retire_go_on(made: ShardStore) -> None:
+def test_other_commands_still_work(made: ShardStore) -> None:
     made.store.tag("kept", 2, take_over=True)
     made.store.retire(1, take_over=True)
     made.store.gc()

@@ -81,7 +81,7 @@ class TestLoad:
         assert list(found["o"]) == [("k", 1)]
         assert len(found[5]) == 1
 
-    def test_what_matches_no_place(self) -> None:
+    def test_a_selection_that_matches_no_place(self) -> None:
         with pytest.raises(TensorNotFoundError, match=r"'model.ww'; close: model\.w"):
             stored(teacher()).load(1, select="model.ww")
 
@@ -170,7 +170,7 @@ class TestInto:
         same(into["model"], state["model"])
         assert not into["teacher"]["c"].any()
 
-    def test_what_is_one_in_the_checkpoint_and_two_in_the_target(self) -> None:
+    def test_one_tensor_in_the_checkpoint_and_two_in_the_target(self) -> None:
         into = {"teacher": {"w": torch.zeros(3)}, "model": {"w": torch.zeros(3)}}
         with pytest.raises(UsageError, match=r"has a tensor 'model\.w' that is not in the checkpoint \(1 in total\)"):
             stored(teacher()).load(1, into=into, select="*.w")

@@ -76,7 +76,7 @@ def test_every_byte_of_the_header_counts(tmp_path: Path) -> None:
         store.load(1)
 
 
-def test_what_is_mapped_is_compared_first(tmp_path: Path) -> None:
+def test_mapped_tensors_are_compared_first(tmp_path: Path) -> None:
     store = damaged(tmp_path, b"the bits", b"the bats")
     with pytest.raises(CorruptSegmentError, match="'w': checksum"):
         store.load(1, mmap=True)

@@ -86,7 +86,7 @@ def test_several_threads_while_the_medium_waits() -> None:
         assert jobs.most == 3
 
 
-def test_a_thread_that_waits_goes_on_when_the_medium_is_done() -> None:
+def test_a_waiting_thread_continues_when_the_medium_is_done() -> None:
     sink = Sink()
     with writing(sink) as (writes, workers):
         jobs = Jobs(writes)
@@ -100,7 +100,7 @@ def test_a_thread_that_waits_goes_on_when_the_medium_is_done() -> None:
         assert list(workers.in_order(writes.paced([work, work]))) == [None, None]
 
 
-def test_a_job_or_a_medium_that_fails_holds_nobody_up() -> None:
+def test_a_failed_job_or_medium_blocks_no_thread() -> None:
     sink = Sink(broken=True)
     with writing(sink) as (writes, workers):
         jobs = Jobs(writes)

@@ -408,7 +408,7 @@ def test_devices_compute_the_digests_of_their_tensors(
 
 
 @pytest.mark.parametrize("options", [{"deltas": 1}, {"diffs": ckptstore.DiffOptions(batch=1)}], ids=["deltas", "diffs"])
-def test_what_is_coded_is_summed_up_by_the_host(
+def test_the_host_digests_encoded_tensors(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, device_tensors: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """A device would compute digests that nobody reads."""

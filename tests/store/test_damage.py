@@ -114,7 +114,9 @@ def test_damage_is_named_with_what_it_costs(pristine: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("folder", ["log", "fold"])
-def test_what_has_no_slots_or_folds_name_is_named_and_is_no_damage(pristine: Path, tmp_path: Path, folder: str) -> None:
+def test_files_without_the_name_of_a_slot_or_fold_are_named_and_are_no_damage(
+    pristine: Path, tmp_path: Path, folder: str
+) -> None:
     root = tmp_path / "store"
     shutil.copytree(pristine, root)
     whole = next(file for file in files(root) if file.parent.name == folder)

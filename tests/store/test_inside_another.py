@@ -79,7 +79,7 @@ def test_the_place_counts_not_the_way_to_it(tmp_path: Path, monkeypatch: pytest.
     assert beside.latest_step() == 1
 
 
-def test_what_only_looks_like_a_store_keeps_nobody_out(tmp_path: Path) -> None:
+def test_files_that_only_look_like_a_store_prevent_nothing(tmp_path: Path) -> None:
     """A user's file that is called FORMAT, a folder that is called log, an unreadable folder."""
     (tmp_path / "log").mkdir()
     (tmp_path / "FORMAT").write_text("A4\n")

@@ -50,7 +50,7 @@ def test_a_term_from_nothing_names_what_there_is_instead_of_latest(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("error")
-def test_who_asks_for_a_run_from_nothing_is_not_warned(store: ckptstore.Store) -> None:
+def test_a_requested_run_from_nothing_causes_no_warning(store: ckptstore.Store) -> None:
     saved(store)
     saved(store, 1)
     saved(store, 1, parent=None)
@@ -170,9 +170,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_an_option_of_a_writer_that_cannot_be_meant_opens_no_term(
-    store: ckptstore.Store, options: dict[str, Any]
-) -> None:
+def test_an_invalid_option_of_a_writer_opens_no_term(store: ckptstore.Store, options: dict[str, Any]) -> None:
     with pytest.raises(ckptstore.UsageError, match=rf"^{next(iter(options))}"):
         store.writer(**options)
     assert not store.backend.list("")
@@ -183,7 +181,7 @@ NO_BOUNDS += [{"nbytes": -1}, {"nbytes": NAN}, {"seconds": 0}, {"seconds": NAN},
 
 
 @pytest.mark.parametrize("bound", NO_BOUNDS, ids=str)
-def test_a_bound_that_cannot_be_meant_is_refused(bound: dict[str, Any]) -> None:
+def test_an_invalid_bound_is_refused(bound: dict[str, Any]) -> None:
     """NaN bounds nothing: no comparison with it is true."""
     with pytest.raises(ckptstore.UsageError, match=f"RestoreBound: {next(iter(bound))}"):
         ckptstore.RestoreBound(**bound)
@@ -196,18 +194,18 @@ NO_DIFFS += [{"batch_bytes": -1}, {"policy": 5}, {"controller": 5}]
 
 
 @pytest.mark.parametrize("options", NO_DELTAS, ids=str)
-def test_delta_options_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_delta_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ckptstore.UsageError):
         ckptstore.DeltaOptions(**options)
 
 
 @pytest.mark.parametrize("options", NO_DIFFS, ids=str)
-def test_diff_options_that_cannot_be_meant_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_diff_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ckptstore.UsageError, match=next(iter(options))):
         ckptstore.DiffOptions(**options)
 
 
-def test_what_has_a_meaning_is_taken(store: ckptstore.Store) -> None:
+def test_valid_options_are_accepted(store: ckptstore.Store) -> None:
     assert ckptstore.DeltaOptions(bound="3x,30s").bound == ckptstore.RestoreBound(3.0, None, 30.0)  # type: ignore[arg-type]
     assert ckptstore.DiffOptions(seconds=INF).seconds is None
     assert ckptstore.DiffOptions(seconds=1e300).seconds is None
@@ -235,7 +233,7 @@ LOADS += [{"progress": 5}, {"rank": "x"}]
 
 
 @pytest.mark.parametrize("options", LOADS, ids=str)
-def test_an_option_of_load_that_cannot_be_meant_is_refused(store: ckptstore.Store, options: dict[str, Any]) -> None:
+def test_an_invalid_option_of_load_is_refused(store: ckptstore.Store, options: dict[str, Any]) -> None:
     saved(store, 1)
     with pytest.raises(ckptstore.UsageError, match=next(iter(options))):
         store.load(1, **options)
@@ -243,9 +241,7 @@ def test_an_option_of_load_that_cannot_be_meant_is_refused(store: ckptstore.Stor
 
 @pytest.mark.parametrize("call", ["save", "save_async"])
 @pytest.mark.parametrize("deltas", [None, 2])
-def test_updates_without_diffs_are_said_to_be_ignored_once(
-    store: ckptstore.Store, call: str, deltas: int | None
-) -> None:
+def test_updates_without_diffs_cause_one_warning(store: ckptstore.Store, call: str, deltas: int | None) -> None:
     with store.writer(poll_seconds=None, deltas=deltas) as writer:
         with pytest.warns(ckptstore.UnexplainedStepWarning, match=r"diffs=DiffOptions") as caught:
             _ = [getattr(writer, call)(state(step), step, updates=[]) for step in (1, 2, 3)]

@@ -130,7 +130,7 @@ def test_progress_is_a_line_on_stderr(
     assert capsys.readouterr().err == ""
 
 
-def test_what_changes_a_store_says_what_it_did(store: ckptstore.Store) -> None:
+def test_results_of_changes_are_shown(store: ckptstore.Store) -> None:
     lineage = store.lineage(3)
     assert repr(lineage) == "<Lineage: 3 of 13 checkpoints, 1 term, latest 13@1>"
     assert "(3 in all)" in shown(lineage) or "13@1" in shown(lineage)

@@ -188,7 +188,7 @@ time.sleep(60)
     ("how", "code", "steps"),
     [("exit", 0, [1, 2, 3]), ("diffs", -signal.SIGTERM, [1, 2, 3]), ("nothing", -signal.SIGTERM, [])],
 )
-def test_what_the_readme_says_of_sigterm(tmp_path: Path, how: str, code: int, steps: list[int]) -> None:
+def test_the_readmes_claim_about_sigterm(tmp_path: Path, how: str, code: int, steps: list[int]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TERMINATED, str(tmp_path / "run"), how],
         capture_output=True,
@@ -201,7 +201,7 @@ def test_what_the_readme_says_of_sigterm(tmp_path: Path, how: str, code: int, st
     assert [info.step for info in ckptstore.open(tmp_path / "run").checkpoints()] == steps
 
 
-def test_what_the_readme_says_of_views_and_byte_order(tmp_path: Path) -> None:
+def test_the_readmes_claim_about_views_and_byte_order(tmp_path: Path) -> None:
     import torch
 
     weights = torch.arange(6.0).reshape(2, 3)

@@ -228,7 +228,7 @@ def imported_modules() -> set[str]:
     return found - set(sys.stdlib_module_names) - {"ckptstore", "_typeshed"}
 
 
-def test_what_is_declared_is_what_is_imported() -> None:
+def test_declared_dependencies_are_those_that_are_imported() -> None:
     import re
     import tomllib
 

@@ -199,7 +199,7 @@ class TestSelection:
             with pytest.raises(UsageError, match="is no REF; use latest"):
                 store.load(step)
 
-    def test_a_checkpoint_in_place_of_its_ref_is_told_how(self, url: str) -> None:
+    def test_a_checkpoint_in_place_of_its_ref_is_refused_with_the_remedy(self, url: str) -> None:
         store = ckptstore.open(url)
         with store.writer() as writer:
             info = writer.save({"n": 1}, 1)
@@ -333,7 +333,7 @@ class TestAsync:
             writer.save_async({"w": torch.zeros(1 << 20)}, step=1)
         assert ckptstore.open(url).checkpoint().step == 1
 
-    def test_an_error_nobody_asked_for_surfaces(self, url: str) -> None:
+    def test_an_unclaimed_error_surfaces(self, url: str) -> None:
         store = ckptstore.open(url)
         writer = store.writer()
         with store.writer():

@@ -171,7 +171,7 @@ class TestFailures:
             ({"diffs": "auto"}, "diffs: 'auto'.*DiffOptions"),
         ],
     )
-    def test_bad_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:
+    def test_invalid_options_fence_nobody(self, url: str, options: dict[str, Any], complaint: str) -> None:
         store = ckptstore.open(url)
         with store.writer() as writer:
             with pytest.raises(ckptstore.UsageError, match=complaint):

@@ -76,7 +76,7 @@ def at(name: str, number: int, work: Callable[[], object]) -> Callable[[str], No
     return point
 
 
-def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
+def test_finishing_a_copy_deletes_nothing_that_another_is_about_to_name(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = []
@@ -98,7 +98,7 @@ def test_who_finishes_a_copy_deletes_nothing_that_another_is_about_to_name(
     bucket.check(1, 2)
 
 
-def test_whose_slot_is_taken_reads_anew_and_brings_what_is_left(
+def test_a_drain_whose_slot_is_taken_reads_again_and_brings_the_rest(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile() -> None:
@@ -111,7 +111,7 @@ def test_whose_slot_is_taken_reads_anew_and_brings_what_is_left(
     bucket.check(1, 2, 3)
 
 
-def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_tag_is_not_put_back(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The destination is read before the source, which is then no older."""
     bucket.elsewhere()
     begun = []
@@ -128,7 +128,7 @@ def test_nobody_puts_a_tag_back_that_another_has_brought_since(bucket: Bucket, m
     bucket.check(1, 2)
 
 
-def test_who_claims_a_place_in_which_another_has_made_it_all_takes_it_for_what_it_is(
+def test_a_claim_of_a_place_that_another_completed_accepts_the_copy(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe, begun = ObjectBackend.probe, []

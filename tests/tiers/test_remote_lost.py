@@ -79,7 +79,7 @@ def lost_beside_a_writer(place: Place, part: str) -> list[str]:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_remote_that_is_deleted_beside_a_drain_is_told_while_training_runs(place: Place, part: str) -> None:
+def test_a_remote_deleted_beside_a_drain_is_reported_while_training_runs(place: Place, part: str) -> None:
     told = lost_beside_a_writer(place, part)
     assert len(told) == 1
     assert f"ckpt sync {place.here} {place.remote} --anew" in told[0]
@@ -258,7 +258,7 @@ def test_anew_of_a_damaged_store_deletes_nothing(folders: Place) -> None:
     assert theirs.list("") == before
 
 
-def test_anew_that_is_interrupted_is_gone_on_with(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_anew_is_continued(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(place.open(), 1, 3)
     theirs = place.theirs().backend
     theirs.delete("FORMAT")
@@ -302,7 +302,7 @@ def test_a_follower_of_a_remote_that_goes_ends(folders: Place) -> None:
         next(passes)
 
 
-def test_a_remote_that_refuses_is_told_while_training_runs(outage: Outage) -> None:
+def test_a_remote_that_refuses_is_reported_while_training_runs(outage: Outage) -> None:
     with outage.place.open().writer(poll_seconds=None) as writer:
         writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
         outage.proxy.rules([Rule("403")])
@@ -313,7 +313,7 @@ def test_a_remote_that_refuses_is_told_while_training_runs(outage: Outage) -> No
     assert steps(outage.other.theirs()) == ["1@1", "2@1", "3@1"]
 
 
-def test_one_slow_answer_is_not_told_and_a_remote_that_stays_down_is(
+def test_one_slow_answer_is_not_reported_and_a_remote_that_stays_down_is(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_drain, "SOON", 3.0)
@@ -327,7 +327,7 @@ def test_one_slow_answer_is_not_told_and_a_remote_that_stays_down_is(
         writer.save_async(state(4), 4).result(tier="remote", timeout=LONG)
 
 
-def test_a_remote_that_does_not_answer_is_told_while_training_runs(
+def test_a_remote_that_does_not_answer_is_reported_while_training_runs(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_drain, "SOON", 1.5)

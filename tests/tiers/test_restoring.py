@@ -92,7 +92,7 @@ def test_a_term_of_the_same_number_is_noticed_though_the_run_has_left_it(folders
     check(ckptstore.open(folders.here, remote=False).load("2@2", framework="numpy"), 2)
 
 
-def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from(
+def test_a_term_continues_from_another_machines_concurrent_save(
     folders: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(folders.open(), 1, 2)
@@ -108,7 +108,7 @@ def test_what_another_machine_saves_at_this_moment_is_what_a_term_continues_from
     check(ckptstore.open(folders.here, remote=False).load("3@2", framework="numpy"), 3)
 
 
-def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_being_drained_are_not_collected(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ckptstore.open(folders.here)
     with store.writer(poll_seconds=None) as writer:
         for step in (1, 2):
@@ -127,7 +127,7 @@ def test_what_is_being_drained_is_not_collected(folders: Place, monkeypatch: pyt
     assert len(store.gc().segments) == 1
 
 
-def test_what_is_retired_at_this_moment_is_not_drained(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_retired_at_this_moment_is_not_drained(folders: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the log and the pin: it is gone, which is no damage."""
     store = ckptstore.open(folders.here)
     with store.writer(poll_seconds=None) as writer:

@@ -98,7 +98,7 @@ def test_a_url_with_a_password_is_refused(tmp_path: Path) -> None:
         ckptstore.open(tmp_path / "run", remote=tmp_path / "run")
 
 
-def test_what_a_killed_writer_left_is_drained_before_the_next_term(folders: Place) -> None:
+def test_steps_of_a_killed_writer_are_drained_before_the_next_term(folders: Place) -> None:
     fill(folders.open(), 1, 2)
     fill(ckptstore.open(folders.here, remote=False), 3, 5)  # nobody drains
     assert steps(folders.theirs()) == ["1@1", "2@1"]
@@ -151,7 +151,7 @@ def test_terms_of_one_number_on_two_machines_are_not_mixed(folders: Place) -> No
     assert folders.theirs().verify(deep=True).ok
 
 
-def test_an_old_machine_comes_back_and_goes_on_behind_the_others(folders: Place) -> None:
+def test_an_old_machine_comes_back_and_continues_after_the_others(folders: Place) -> None:
     fill(folders.open(), 1, 3)
     fill(folders.open(folders.there), 4, 5)
     with folders.open().writer() as writer:
@@ -198,7 +198,7 @@ def test_a_branch_stops_one_start_where_warnings_are_errors(outage: Outage) -> N
             assert writer.term == 4
 
 
-def test_undrained_steps_of_an_old_machine_are_told_and_stay_readable(outage: Outage) -> None:
+def test_undrained_steps_of_an_old_machine_are_reported_and_stay_readable(outage: Outage) -> None:
     writer = outage.place.open().writer(deltas=3)
     writer.save_async(state(1), 1).result(tier="remote", timeout=LONG)
     outage.begin()
@@ -249,7 +249,7 @@ def test_a_remote_that_is_down_stops_no_save_and_gets_everything_later(outage: O
     assert outage.other.theirs().verify(deep=True).ok
 
 
-def test_who_cannot_reach_the_remote_opens_no_term_but_by_choice(outage: Outage) -> None:
+def test_without_the_remote_a_term_opens_only_on_request(outage: Outage) -> None:
     fill(outage.place.open(), 1, 2)
     outage.begin()
     with pytest.raises(StorageError, match=r"no term was opened.*remote=False"):
@@ -364,7 +364,7 @@ def test_the_remote_does_not_name_itself(folders: Place) -> None:
     fill(there, 5, 6)  # it was: no store is there any more
 
 
-def test_who_is_killed_while_he_catches_up_has_not_forgotten_his_remote(
+def test_a_machine_killed_while_it_catches_up_remembers_its_remote(
     folders: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(folders.open(), 1, 2)
@@ -480,7 +480,7 @@ def test_lag_tells_of_another_run_and_of_a_remote_that_is_ahead(folders: Place) 
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_what_is_damaged_here_keeps_nothing_else_from_the_remote(folders: Place, chained: bool) -> None:
+def test_local_damage_keeps_nothing_else_from_the_remote(folders: Place, chained: bool) -> None:
     fill(folders.open(), 1, 2)
     with ckptstore.open(folders.here, remote=False).writer(deltas=1 if chained else None, poll_seconds=None) as writer:
         for step in range(3, 7):
@@ -520,7 +520,7 @@ def test_a_damaged_log_is_not_drained(folders: Place) -> None:
 
 
 @pytest.mark.parametrize("name", ["ro-compat", "features-write", "unknown-members"])
-def test_what_a_newer_version_wrote_is_left_to_it(folders: Place, name: str) -> None:
+def test_a_newer_versions_data_is_left_to_it(folders: Place, name: str) -> None:
     shutil.copytree(Path(__file__).resolve().parents[1] / "golden" / "conformance" / name, folders.here)
     with pytest.raises(ReadOnlyError, match="only a newer version knows"):
         ckptstore.open(folders.here).sync(folders.remote)
@@ -528,13 +528,13 @@ def test_what_a_newer_version_wrote_is_left_to_it(folders: Place, name: str) -> 
 
 
 @pytest.mark.parametrize("options", [{"remote": 5}, {"bandwidth": True}, {"bandwidth": 0}, {"bandwidth": "fast"}])
-def test_what_is_no_remote_and_no_bandwidth_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_invalid_remote_or_bandwidth_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         ckptstore.open(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_what_only_the_remote_has_is_exported_and_read_from_there(folders: Place, tmp_path: Path) -> None:
+def test_checkpoints_only_in_the_remote_are_exported_and_read_from_there(folders: Place, tmp_path: Path) -> None:
     fill(folders.open(), 1, 4)
     shutil.rmtree(folders.here)
     store = folders.open()
@@ -567,7 +567,7 @@ def test_a_save_waits_while_too_much_is_on_this_machine_alone(folders: Place) ->
     assert steps(folders.theirs()) == [f"{step}@1" for step in range(1, 9)]
 
 
-def test_a_save_is_refused_where_the_remote_fails_and_goes_on_when_it_is_back(
+def test_a_save_is_refused_while_the_remote_fails_and_works_when_it_is_back(
     outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background_drain, "PATIENCE", 0.5)
@@ -587,7 +587,7 @@ def test_a_save_is_refused_where_the_remote_fails_and_goes_on_when_it_is_back(
     assert steps(store) == ["1@1", "2@1", "4@1"]
 
 
-def test_what_lag_bytes_takes(folders: Place) -> None:
+def test_values_of_lag_bytes(folders: Place) -> None:
     for wrong in (-1, 1.5, True, "1GB"):
         with pytest.raises(UsageError, match="lag_bytes"):
             folders.open(lag_bytes=wrong)

@@ -38,7 +38,7 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
         ("died AgentError: none", "did not begin"),
     ],
 )
-def test_what_must_not_be_is_noticed(tmp_path: Path, line: str, why: str) -> None:
+def test_violations_are_noticed(tmp_path: Path, line: str, why: str) -> None:
     truth = Truth()
     one = Campaign(str(tmp_path / "store"), "full")
     one.expect("trainer", agent=500, term=2, given=9, newest=7)

@@ -120,7 +120,7 @@ def test_the_script_runs_an_executable(tmp_path: Path, capsys: pytest.CaptureFix
         ([], "instead of"),
     ],
 )
-def test_every_difference_is_told(found: Any, reason: str) -> None:
+def test_every_difference_is_reported(found: Any, reason: str) -> None:
     expected = {"latest": "1@1", "checkpoints": {"1@1": {"a": [1, 2]}}}
     assert differences(expected, expected) == []
     assert reason in "\n".join(differences(expected, found))

@@ -73,7 +73,7 @@ def test_without_its_format_a_store_is_refused(damage: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("room", ["log", "fold", "seg"])
-def test_what_lies_in_place_of_a_folder(room: str, tmp_path: Path) -> None:
+def test_other_objects_in_place_of_a_folder(room: str, tmp_path: Path) -> None:
     """6: a pipe refuses the store; a file is a folder without objects."""
     folder = copied("merged", tmp_path)
     shutil.rmtree(folder / room, ignore_errors=True)

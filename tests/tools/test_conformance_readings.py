@@ -289,7 +289,7 @@ def test_a_node_of_no_term_makes_its_slot_damaged(term: int, hand: Hand) -> None
 
 
 @pytest.mark.parametrize("more", [{"ckptstore": "merge"}, {"incompat": ["later"]}, {"seq": 0}, {"run": OTHER_RUN}])
-def test_what_lies_at_the_end_slot_of_a_fold(more: dict[str, Any], tmp_path: Path) -> None:
+def test_objects_at_the_end_slot_of_a_fold(more: dict[str, Any], tmp_path: Path) -> None:
     """8: a whole text of this run and number is a record of another history, whatever its kind and features."""
     folder, (_, newest) = folded_store(tmp_path)
     expected = both(folder)
@@ -414,7 +414,7 @@ FOLDS: dict[str, tuple[Callable[[Catalog], object], Change, str]] = {
 
 
 @pytest.mark.parametrize("name", FOLDS)
-def test_what_of_a_fold_is_wrong(name: str, hand: Hand) -> None:
+def test_errors_in_a_fold(name: str, hand: Hand) -> None:
     """8, and 7.4: whether a parent has the state that its OPEN names was checked when the OPEN was applied."""
     change, told, fate = FOLDS[name]
     made = hand.segment({1: Step([word()])})
@@ -484,7 +484,7 @@ BASES: dict[str, tuple[Callable[[Hand], list[Made]], bool]] = {
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_what_counts_of_the_encoding_of_a_base(name: str, hand: Hand) -> None:
+def test_the_parts_of_a_bases_encoding_that_count(name: str, hand: Hand) -> None:
     """5.4"""
     make, taken = BASES[name]
     base = _base(hand, *make(hand))
@@ -511,7 +511,7 @@ def test_a_base_whose_shards_are_not_all_there(hand: Hand) -> None:
     assert fates(hand) == {"1@1": False, "2@1": True}
 
 
-def test_decoded_hashes_of_what_the_tree_does_not_name_are_not_compared(hand: Hand) -> None:
+def test_decoded_hashes_of_unnamed_tensors_are_not_compared(hand: Hand) -> None:
     """5.4: also of the tensor that others are rounded from, in the same checkpoint and in a base."""
     master, wrong = np.arange(40, dtype="<f4"), {"decoded_hash": "0" * 16}
     half = np.empty(40, "<u2")
@@ -534,7 +534,7 @@ def test_decoded_hashes_of_what_the_tree_does_not_name_are_not_compared(hand: Ha
     assert fates(hand) == {"1@1": True, "2@1": True, "3@1": False, "4@1": True, "5@1": False}
 
 
-def test_decoded_hashes_of_what_a_step_moved_and_the_tree_does_not_name(hand: Hand) -> None:
+def test_decoded_hashes_of_unnamed_tensors_that_a_step_moved(hand: Hand) -> None:
     """The same of the tensors of a group."""
     old, entries = _group("g")
     first = hand.segment({1: Step([entry(name, part) for name, part in old.items()])})
@@ -688,7 +688,7 @@ def test_how_many_objects_above_the_newest_term_are_looked_into(below: tuple[int
         ("file", False),
     ],
 )
-def test_what_an_object_above_the_newest_term_says(name: str, lost: bool, hand: Hand, tmp_path: Path) -> None:
+def test_the_run_of_an_object_above_the_newest_term(name: str, lost: bool, hand: Hand, tmp_path: Path) -> None:
     """READ 4: a segment that section 5 refuses counts, and so does a run that is no uuid."""
     hand.promise(hand.segment({1: Step([word()])}))
     changes: dict[str, Callable[[bytes], bytes]] = {

@@ -86,7 +86,7 @@ def test_a_fault_at_a_request_surfaces_or_is_survived(fast: Server) -> None:
     assert hit == 4
 
 
-def test_a_client_that_believes_what_it_is_not_told_is_caught(fast: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_assumes_success_is_caught(fast: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a lost answer is taken for a success."""
     create = ObjectBackend.create
 
@@ -116,7 +116,7 @@ def suffer(stage: BucketStage, seeds: Iterable[int]) -> None:
         bucket_mishap(stage)
 
 
-def test_what_happens_to_a_bucket_is_not_silent(stage: BucketStage) -> None:
+def test_mishaps_of_a_bucket_are_not_silent(stage: BucketStage) -> None:
     suffer(stage, range(100) if LONG else (0, 1, 5))
     found = {name for event in Acknowledged.read(stage.notes) for name in event if name.startswith("mishap")}
     assert found == {"mishap slots", "mishap copy", "mishap deleted"}
@@ -130,7 +130,7 @@ def test_a_writer_that_does_not_look_whose_store_it_is_is_caught(
         suffer(stage, (5, 6, 10))
 
 
-def test_the_proxy_apart_does_what_it_is_told(stage: BucketStage) -> None:
+def test_the_separate_proxy_follows_its_rules(stage: BucketStage) -> None:
     bucket = stage.place.bucket
     bucket.proxy.rules([Rule("late", "create", seconds=0.3, times=1), Rule("503", "get", times=1)])
     way = ObjectBackend(stage.place.url, bucket.through_proxy())
@@ -140,7 +140,7 @@ def test_the_proxy_apart_does_what_it_is_told(stage: BucketStage) -> None:
     assert bucket.proxy.injected() == {("late", "create"): 1, ("503", "get"): 1}
 
 
-def test_what_is_done_apart_comes_back() -> None:
+def test_the_result_of_a_separate_process_comes_back() -> None:
     assert apart(lambda: [1, "two"]) == [1, "two"]
     with pytest.raises(Violation, match="ZeroDivisionError"):
         apart(lambda: 1 // 0)

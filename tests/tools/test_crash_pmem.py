@@ -128,7 +128,7 @@ def test_a_drain_saves_no_length() -> None:
     assert {blob.data for state in last for _, blob in state.image.walk() if blob is not None} == {b"", lines(1)}
 
 
-def test_what_a_failed_msync_should_have_saved_stays_in_doubt() -> None:
+def test_data_of_a_failed_msync_stays_in_doubt() -> None:
     posix, _, fd, memory = mapped(LINE)
     memory[:] = lines(1)
     with pytest.raises(OSError, match="Input/output"):
@@ -255,7 +255,7 @@ def test_one_fence_by_the_thread_that_seals_is_not_enough() -> None:
 
 
 @pytest.mark.parametrize("medium", MODES)
-def test_what_is_persisted_is_on_the_medium_before_the_segment_is_sealed(medium: str) -> None:
+def test_persisted_data_is_on_the_medium_before_the_segment_is_sealed(medium: str) -> None:
     """Work that can be done while the trainer continues is not left for the end."""
     recording = RecordingPosix()
     sink = backend_on(medium, ROOT, recording, recording).open_sink("seg/0/a", BLOCK)
@@ -313,7 +313,7 @@ def test_a_store_that_does_not_msync_is_caught() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")
 @pytest.mark.parametrize("medium", MODES)
-def test_who_goes_on_after_a_kill_loses_nothing_in_a_power_cut(medium: str) -> None:
+def test_a_successor_of_a_killed_writer_loses_nothing_in_a_power_cut(medium: str) -> None:
     for life, folds in ((4, True), (13, False)):
         died, after, restored = killcuts.kill_then_cut(life, limit=2, calls=LINKS, folds=folds, medium=medium)
         assert died

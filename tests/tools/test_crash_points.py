@@ -66,7 +66,7 @@ def test_the_register_names_what_is_called_and_nothing_else(called: list[Place])
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")
-def test_a_life_of_the_crash_tests_comes_to_every_call(
+def test_the_lives_of_the_crash_tests_pass_every_call(
     called: list[Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached: set[Place] = set()

@@ -342,7 +342,7 @@ def test_a_slot_made_again_after_a_lost_unlink() -> None:
     assert contents(posix) == {b"first", b"second", None}
 
 
-def test_what_a_failed_sync_should_have_saved_stays_in_doubt() -> None:
+def test_data_of_a_failed_sync_stays_in_doubt() -> None:
     posix, (fd,) = recorded("/x", data=b"..")
     posix.pwrite(fd, memoryview(b"a"), 0)
     posix.fail_sync(fd)
@@ -572,7 +572,7 @@ def test_a_handle_may_be_closed_within_a_count_of_calls() -> None:
 
 
 @pytest.mark.parametrize("nth", range(1, 10))
-def test_no_failed_sync_is_ever_believed(nth: int) -> None:
+def test_no_failed_sync_is_ever_acknowledged(nth: int) -> None:
     recording = RecordingPosix()
     backend = LocalBackend(ROOT, FaultyPosix(recording, sync_fails(nth)))
     for number in range(3):

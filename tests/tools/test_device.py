@@ -185,12 +185,12 @@ def outcome(program: Callable[[bool], bool], right: bool, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
-def test_what_is_ordered_is_right_under_every_seed(program: Callable[[bool], bool]) -> None:
+def test_ordered_work_is_right_under_every_seed(program: Callable[[bool], bool]) -> None:
     assert [seed for seed in SEEDS if not outcome(program, True, seed)] == []
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
-def test_what_is_not_goes_wrong_under_some(program: Callable[[bool], bool]) -> None:
+def test_unordered_work_fails_under_some_seed(program: Callable[[bool], bool]) -> None:
     assert any(not outcome(program, False, seed) for seed in SEEDS)
 
 
@@ -206,7 +206,7 @@ ON_DEVICES = [
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("program", ON_DEVICES, ids=lambda one: one.__name__)
-def test_what_nothing_orders_is_found_under_every_seed(program: Callable[[bool], bool], seed: int) -> None:
+def test_unordered_accesses_are_found_under_every_seed(program: Callable[[bool], bool], seed: int) -> None:
     with simulated(seed, devices=2) as machine:
         program(False)
         torch.cuda.synchronize()
@@ -290,7 +290,7 @@ def test_seed_0_is_as_late_as_it_can_be() -> None:
         assert not machine.is_pending(host)
 
 
-def test_who_polls_is_told_in_the_end() -> None:
+def test_polling_an_event_succeeds_in_the_end() -> None:
     with simulated():
         torch.ones(N, device="cuda")
         event = torch.cuda.current_stream().record_event()
@@ -310,7 +310,7 @@ def test_pageable_memory_is_copied_at_once(seed: int) -> None:
         assert state.cpu().all()
 
 
-def test_what_torch_does_with_them_is_what_it_does_on_the_cpu() -> None:
+def test_operations_give_the_results_of_the_cpu() -> None:
     """Views, strides, types, sizes that depend on data, out= and in-place forms."""
 
     def program(device: str) -> list[Any]:
@@ -397,7 +397,7 @@ def test_memory_is_counted() -> None:
         assert kept.untyped_storage().nbytes() == 100
 
 
-def test_what_is_moved_without_a_wait_is_pinned_and_late() -> None:
+def test_a_copy_without_a_wait_is_pinned_and_late() -> None:
     with simulated() as machine:
         x = torch.ones(N, device="cuda")
         host = x.to("cpu", non_blocking=True)

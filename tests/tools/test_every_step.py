@@ -23,7 +23,7 @@ SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTERS if not name.startswith(("none", "fulls"))])
-def test_what_a_checkpointer_restores_is_what_was_trained(
+def test_a_checkpointer_restores_the_trained_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None, name: str
 ) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))

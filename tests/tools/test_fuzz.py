@@ -79,7 +79,7 @@ def test_the_watch_notices(bad: Callable[[bytes], bool], monkeypatch: pytest.Mon
         attempt(Target("bad", bad, lambda: [b""]), b"input", memory=True)
 
 
-def test_an_input_that_never_ends_is_left_behind_for_whoever_finds_the_process_dead(tmp_path: Path) -> None:
+def test_an_input_that_never_ends_is_left_behind_in_a_file(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path

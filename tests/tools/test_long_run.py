@@ -58,7 +58,7 @@ def test_on_objects(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen["kinds"]["gradient"] > 2
 
 
-def test_what_is_promised() -> None:
+def test_the_promised_steps() -> None:
     saved = [Saved(step, "", float(abs(step - 7)), "mine" if step == 2 else None) for step in range(1, 21)]
     assert promised(saved, Rules(last=2, every=8, best=3)) == {2, 6, 7, 8, 16, 19, 20}
 

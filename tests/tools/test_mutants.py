@@ -492,7 +492,7 @@ def test_the_command_refuses_what_it_cannot_draw_from(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("known", EQUIVALENTS, ids=lambda known: f"{known.path}-{known.where}-{known.source[:40]}")
-def test_what_is_known_to_be_equivalent_still_applies(known: Equivalent) -> None:
+def test_the_listed_equivalents_still_apply(known: Equivalent) -> None:
     assert len(known.reason) > 20
     assert any(known.is_that(site) for site in find_ordinary(repository(), [known.path])), "it is gone: leave it out"
 

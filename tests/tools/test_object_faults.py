@@ -67,7 +67,7 @@ def test_a_fault_in_each_operation_costs_nothing_acknowledged(s3: Server, proxy:
         assert trial.url in text or "seg/" in text, text
 
 
-def test_a_writer_goes_on_where_a_fault_passes(s3: Server, proxy: FaultProxy) -> None:
+def test_a_writer_continues_after_a_passing_fault(s3: Server, proxy: FaultProxy) -> None:
     """A retry causes no error at all: the faults that leave no doubt, or that reading back resolves."""
     trial = Trial(s3, proxy, deltas=None)
     trial.save()

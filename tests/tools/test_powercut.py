@@ -76,14 +76,14 @@ def test_real_power_cuts_of_mapped_segments(tmp_path: Path) -> None:
     assert "caught at cut" in said
 
 
-def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_file_systems_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     obstacle.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in str(obstacle("ext4"))
     obstacle.cache_clear()
 
 
-def test_what_a_file_system_hides_is_explained() -> None:
+def test_hidden_omissions_are_explained() -> None:
     for kinds, sites, ways, why in HIDDEN:
         assert set(kinds) <= set(FILE_SYSTEMS)
         assert set(sites) <= set(SITES)

@@ -95,7 +95,7 @@ def test_a_checkpointer_that_is_wrong_is_found_out(warm: Warm, tmp_path: Path, b
 
 
 @pytest.mark.slow
-def test_a_campaign_goes_on_where_it_was(warm: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_campaign_continues_where_it_was(warm: Warm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "kills.jsonl"
     words = ["--ranks", "1", "--strategy", "full", "--kills", "2", "--out", str(out), "--seed", "1"]
     status = main([*words, "--turn", "2"], warm.start)

@@ -188,7 +188,7 @@ def test_ranks_that_save_together_and_are_others_each_time(tmp_path: Path, numpy
     assert sorted(seen) == data
 
 
-def test_another_batch_size_goes_on_in_the_same_order() -> None:
+def test_another_batch_size_continues_in_the_same_order() -> None:
     data = list(range(40))
     whole = flat(cut_off(DataLoader(data, batch_size=4, shuffle=True), 10)[0])
     first, state = cut_off(DataLoader(data, batch_size=4, shuffle=True), 3)
@@ -239,7 +239,7 @@ def test_a_dataset_that_shrank_below_the_samples_already_yielded() -> None:
         ({"sampler": DistributedSampler(range(12), 2, 0)}, "the samples were for 1 ranks, and are for 2 now"),
     ],
 )
-def test_another_order_begins_the_epoch_anew(options: dict[str, Any], differs: str) -> None:
+def test_another_order_restarts_the_epoch(options: dict[str, Any], differs: str) -> None:
     _, state = cut_off(DataLoader(list(range(12)), batch_size=2, shuffle=True), 2)
     data = list(range(12 + options.pop("longer", False)))
     loader = DataLoader(data, batch_size=2, **options)
@@ -284,7 +284,7 @@ def weighted(weights: Any, count: int = 12, replacement: bool = True) -> Any:
         ),
     ],
 )
-def test_other_contents_of_a_sampler_begin_the_epoch_anew(kind: Any, before: Any, after: Any, differs: str) -> None:
+def test_other_contents_of_a_sampler_restart_the_epoch(kind: Any, before: Any, after: Any, differs: str) -> None:
     _, state = cut_off(kind(list(range(12)), batch_size=2, sampler=before), 2)
     batches, said = resumed(kind(list(range(12)), batch_size=2, sampler=after), state)
     assert said == f"loader: {differs}; the epoch starts again: the 4 samples {TWICE}"
@@ -323,7 +323,7 @@ def test_a_sampler_of_the_script_s_own_that_has_another_length() -> None:
         (weighted([1] * 8), weighted(torch.ones(8))),
     ],
 )
-def test_the_same_contents_in_another_form_go_on(before: Any, after: Any) -> None:
+def test_the_same_contents_in_another_form_continue(before: Any, after: Any) -> None:
     first, state = cut_off(DataLoader(list(range(12)), sampler=before), 3)
     batches, said = resumed(DataLoader(list(range(12)), sampler=after), state)
     assert said == ""
@@ -352,7 +352,7 @@ def test_the_contents_of_a_sampler_are_read_once_in_an_epoch(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_generator_that_came_or_went_begins_the_epoch_anew(first: bool) -> None:
+def test_an_added_or_removed_generator_restarts_the_epoch(first: bool) -> None:
     def loader(own: bool) -> Any:
         return DataLoader(range(22), 4, shuffle=True, generator=torch.Generator().manual_seed(3) if own else None)
 
@@ -375,7 +375,7 @@ def test_a_generator_that_came_where_the_sampler_says_how_it_drew() -> None:
 
 
 @pytest.mark.parametrize("shuffled", [True, False])
-def test_what_drop_last_leaves_out_is_told(shuffled: bool) -> None:
+def test_samples_that_drop_last_drops_are_counted(shuffled: bool) -> None:
     data = list(range(13))
     first, state = cut_off(DataLoader(data, batch_size=2, shuffle=shuffled), 2)
     batches, said = resumed(DataLoader(data, batch_size=4, shuffle=shuffled, drop_last=True), state)
@@ -428,7 +428,7 @@ def test_a_stream_whose_batches_cannot_be_cut(kind: Any, size: int, rest: int) -
     assert flat(taken(iter(batches))) == list(range(rest, 20))
 
 
-def test_ranks_that_nobody_knows_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_in_an_unknown_way(monkeypatch: pytest.MonkeyPatch) -> None:
     first, state = cut_off(DataLoader(list(range(12)), batch_size=2), 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)

@@ -388,7 +388,7 @@ def test_a_state_that_somebody_else_loads_is_refused(tmp_path: Path) -> None:
         checkpointer.step()
 
 
-def test_what_is_no_checkpoint_of_a_checkpointer_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_writer_is_refused(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "s").writer() as writer:
         writer.save({"model": {}}, 1)
     with (
@@ -435,7 +435,7 @@ def test_the_optimizers_implementation_is_that_of_the_checkpoint(tmp_path: Path)
 # -- retention
 
 
-def test_what_is_kept_is_a_union_and_never_without_the_newest(tmp_path: Path) -> None:
+def test_the_kept_checkpoints_are_a_union_that_includes_the_newest(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     store = ckptstore.open(tmp_path / "s")
     losses = [9.0, 1.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, float("nan")]
@@ -572,7 +572,7 @@ def test_a_call_without_a_step_takes_nothing_from_the_step_before(tmp_path: Path
     same(store.load(13, framework="torch")["model"], model.state_dict())
 
 
-def test_what_is_saved_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) -> None:
+def test_the_save_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) -> None:
     """The number of the last call, the weights of the last optimizer step, and the next batch: as the page says."""
     batches = [torch.full((1, 4), float(number)) for number in range(10)]
 
@@ -601,7 +601,7 @@ def test_what_is_saved_at_the_end_of_an_unfinished_accumulation(tmp_path: Path) 
         assert [float(batch[0, 0]) for batch in checkpointer.loader] == [7, 8, 9]
 
 
-def test_a_parameter_that_left_its_group_is_told_of(tmp_path: Path) -> None:
+def test_a_parameter_that_left_its_group_causes_a_warning(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
 
@@ -735,7 +735,7 @@ def test_an_error_is_raised_or_warned_of(tmp_path: Path) -> None:
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [2, 4]
 
 
-def test_a_save_that_failed_in_the_background_is_told_of_by_the_next_step(tmp_path: Path) -> None:
+def test_a_failed_background_save_is_reported_by_the_next_step(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full") as checkpointer:
         checkpointer.resume()
         first = checkpointer.step()
@@ -754,7 +754,7 @@ def test_a_save_that_failed_in_the_background_is_told_of_by_the_next_step(tmp_pa
     assert [info.step for info in ckptstore.open(tmp_path / "s").checkpoints()] == [1, 4]
 
 
-def test_a_step_that_is_told_of_a_failed_save_is_saved_itself(tmp_path: Path) -> None:
+def test_a_step_that_reports_a_failed_save_is_saved_itself(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with Checkpointer(tmp_path / "s", model=model, strategy="full", on_error="warn") as checkpointer:
         checkpointer.resume()
@@ -786,7 +786,7 @@ def test_a_writer_that_was_fenced_stops_the_saving_and_not_the_training(tmp_path
     assert checkpointer.steps_done == 3
 
 
-def test_a_writer_that_was_fenced_is_told_of_at_every_step(tmp_path: Path) -> None:
+def test_a_fenced_writer_is_reported_at_every_step(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "s", model=torch.nn.Linear(2, 2), strategy="full") as checkpointer:
         checkpointer.resume()
         checkpointer.step()
@@ -852,7 +852,7 @@ def test_an_optimizer_that_never_steps_is_remarked_upon(tmp_path: Path) -> None:
             checkpointer.step()
 
 
-def test_diffs_that_explain_nothing_are_told_of_once(tmp_path: Path) -> None:
+def test_diffs_that_explain_nothing_cause_one_warning(tmp_path: Path) -> None:
     class Odd(torch.optim.AdamW):  # type: ignore[misc]
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -902,7 +902,7 @@ def test_diffs_that_explain_nothing_are_told_of_once(tmp_path: Path) -> None:
     ],
     ids="-".join,
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_opened(tmp_path: Path, options: Any) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_opened(tmp_path: Path, options: Any) -> None:
     with pytest.raises(UsageError):
         Checkpointer(tmp_path / "s", **({"model": torch.nn.Linear(1, 1)} | options))
     assert not (tmp_path / "s").exists()

@@ -105,7 +105,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victims", ["trainer", "both"])
-def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victims: str, warm: Warm) -> None:
+def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(tmp_path: Path, victims: str, warm: Warm) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run"), "gradient"]
     done = warm.run(arguments, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -125,7 +125,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(tmp_path: Path, victi
     assert ckptstore.open(tmp_path / "run").latest_step() == 6
 
 
-def test_training_goes_on_when_the_agent_dies_and_another_one_saves(tmp_path: Path) -> None:
+def test_training_continues_when_the_agent_dies_and_another_one_saves(tmp_path: Path) -> None:
     script = Script(tmp_path / "run", strategy="delta")
     with script.checkpointer:
         script.checkpointer.resume()
@@ -270,7 +270,7 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on_bit_for_bit(tmp_path: Pa
         assert (int(start) >= 3, again, digest) == (True, "True", uninterrupted(6))
 
 
-def test_what_an_agent_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_an_invalid_agent_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="agent: 'yes'"):
         Checkpointer(tmp_path / "run", model=torch.nn.Linear(1, 1), agent="yes")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="linger_seconds"):

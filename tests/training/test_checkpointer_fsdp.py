@@ -67,7 +67,7 @@ def test_steps_of_a_sharded_model_are_steps(job: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=long_only)])
-def test_another_number_of_ranks_goes_on(job: Path, size: int, warm: Warm) -> None:
+def test_another_number_of_ranks_continues(job: Path, size: int, warm: Warm) -> None:
     run(warm, job, size, "other_ranks")
 
 
@@ -76,7 +76,7 @@ def test_tensor_parallel_ranks_whose_shards_are_cut_again(tmp_path: Path, warm: 
     run(warm, tmp_path, 4, "tensor_parallel")
 
 
-def test_a_process_that_shards_nothing_goes_on(job: Path) -> None:
+def test_a_process_that_shards_nothing_continues(job: Path) -> None:
     saved = torch.load(job / "resumed-0.pt", weights_only=False)
     script = fsdp_job.Script(cut=False)
     before = torch.get_num_threads()

@@ -156,7 +156,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victims", ["trainer", pytest.param("both", marks=long_only)])
-def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(
+def test_a_run_whose_trainer_is_killed_continues_bit_for_bit(
     tmp_path: Path, victims: str, wholes: list[int], warm: Warm
 ) -> None:
     arguments = [sys.executable, "-c", TRAINER, str(tmp_path / "run")]
@@ -178,7 +178,7 @@ def test_a_run_whose_trainer_is_killed_goes_on_bit_for_bit(
     assert ckptstore.open(tmp_path / "run").latest_step() == 8
 
 
-def test_what_the_arithmetic_does_not_say_is_handed_over_whole_then_sent(tmp_path: Path, wholes: list[int]) -> None:
+def test_unpredicted_tensors_are_handed_over_whole_then_sent(tmp_path: Path, wholes: list[int]) -> None:
     script = Script(tmp_path / "run")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -260,9 +260,7 @@ class Lookahead(torch.optim.SGD):
         ({"agent": True, "optimizer": lambda own: torch.optim.AdamW(own, lr=torch.tensor(0.1))}, "lr is a Tensor"),
     ],
 )
-def test_what_cannot_be_replicated_is_refused_with_the_remedy(
-    tmp_path: Path, options: dict[str, Any], reason: str
-) -> None:
+def test_an_unsupported_script_is_refused_with_the_remedy(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
     model = torch.nn.Linear(4, 4)
     made = {"optimizer": lambda own: torch.optim.SGD(own, 0.1)} | options
     optimizer = None if made["optimizer"] is None else made["optimizer"](model.parameters())
@@ -283,7 +281,7 @@ def test_one_bit_is_found_in_the_tensor_that_has_it() -> None:
         assert proof.differs(wanted, some.pool) == [2, 3]
 
 
-def test_gradients_leave_during_backward_until_that_is_in_vain(tmp_path: Path, wholes: list[int]) -> None:
+def test_gradients_are_sent_during_backward_until_that_is_useless(tmp_path: Path, wholes: list[int]) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(128, 256)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -431,7 +429,7 @@ def test_lazily_conjugated_and_negated_buffers_are_stored_as_they_are(tmp_path: 
         assert torch.equal(stored[name], tensor), name
 
 
-def test_what_has_to_be_written_is_even_where_the_arithmetic_fails(tmp_path: Path) -> None:
+def test_due_steps_are_written_even_where_the_arithmetic_fails(tmp_path: Path) -> None:
     """A weight is changed outside the optimizer in the very step that gets a tag: that state could not be computed
     again."""
 
@@ -485,7 +483,7 @@ for _ in range(7):
 
 
 @long_only  # two agents, one after the other
-def test_an_agent_that_is_told_to_end_writes_what_is_in_memory_alone(tmp_path: Path) -> None:
+def test_an_agent_that_gets_sigterm_writes_steps_that_are_only_in_memory(tmp_path: Path) -> None:
     kept, _ = small(tmp_path / "run", 7, lambda kept, _model, _step: kept.step(), save_every=50)
     pid = kept.agent_pid
     assert pid is not None

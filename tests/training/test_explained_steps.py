@@ -177,7 +177,7 @@ def test_every_step_of_ranks(tmp_path: Path, first: str) -> None:
 
 
 @pytest.mark.filterwarnings("default::ckptstore.UnexplainedStepWarning")
-def test_what_cannot_be_explained_is_said_once_for_each_reason(tmp_path: Path) -> None:
+def test_unexplained_steps_are_reported_once_for_each_reason(tmp_path: Path) -> None:
     job = Job()
     with (
         warnings.catch_warnings(record=True) as caught,

@@ -107,7 +107,7 @@ def test_every_size_and_every_stride_is_seen(dimensions: int) -> None:
         assert not before.unchanged(), other
 
 
-def test_what_training_does_to_bits_is_no_change() -> None:
+def test_changes_of_bits_by_training_are_no_change() -> None:
     weight = torch.nn.Parameter(torch.zeros(4, 6))
     weight.grad = torch.ones(4, 6)
     before = WatchedTensors([weight])

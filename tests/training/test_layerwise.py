@@ -273,7 +273,7 @@ def test_no_checkpoint_mixes_steps(
 
 @pytest.mark.parametrize("early", [False, True], ids=["saved", "begun"])
 @pytest.mark.parametrize("kind", ["fused AdamW", "optimizer in backward"])
-def test_a_copy_on_the_device_waits_for_nobody(
+def test_a_copy_on_the_device_waits_for_nothing(
     store: ckptstore.Store, slowly: Callable[[float], None], kind: str, early: bool
 ) -> None:
     training = KINDS[kind]()
@@ -463,7 +463,7 @@ def test_a_layer_that_is_updated_twice_is_copied_twice(store: ckptstore.Store, s
     same(wanted, store.load(1))
 
 
-def test_the_case_is_said() -> None:
+def test_the_case_is_reported() -> None:
     with ckptstore.open(f"memory://{uuid.uuid4().hex}").writer(poll_seconds=None) as writer:
 
         def case(kind: str) -> str:
@@ -494,7 +494,7 @@ def test_small_neighbours_are_packed() -> None:
     assert [(layer.name, layer.optimizers) for layer in layers] == [("0 to 4", {0}), ("5 to 9", {1})]
 
 
-def test_what_two_layers_share_is_in_none() -> None:
+def test_tensors_that_two_layers_share_are_in_none() -> None:
     memory = torch.zeros(100)
     one, two = torch.nn.Module(), torch.nn.Module()
     one.weight, two.weight = torch.nn.Parameter(memory[:60]), torch.nn.Parameter(memory[40:])
@@ -514,7 +514,9 @@ def test_parameters_of_no_module_are_a_layer(store: ckptstore.Store) -> None:
 # ---------------------------------------------------------------------------------------------------- changes elsewhere
 
 
-def test_what_no_optimizer_owns_is_copied_at_once(store: ckptstore.Store, slowly: Callable[[float], None]) -> None:
+def test_tensors_that_no_optimizer_owns_are_copied_at_once(
+    store: ckptstore.Store, slowly: Callable[[float], None]
+) -> None:
     training = KINDS["foreach AdamW"]()
     training.step()
     averaged = {name: one.clone() for name, one in training.model.state_dict().items()}
@@ -617,7 +619,7 @@ def test_loading_an_optimizers_state_waits(store: ckptstore.Store, slowly: Calla
 # --------------------------------------------------------------------------------------------------------------- misuse
 
 
-def test_what_cannot_be_hooked(store: ckptstore.Store) -> None:
+def test_unsupported_optimizers(store: ckptstore.Store) -> None:
     training = KINDS["SGD"]()
 
     class Wrapper:
@@ -635,7 +637,7 @@ def test_what_cannot_be_hooked(store: ckptstore.Store) -> None:
             LayerwiseSnapshots(writer, training.model, training.optimizers, mode="tape")  # type: ignore[arg-type]
 
 
-def test_a_state_of_copies_is_refused_and_one_of_some_is_said(store: ckptstore.Store) -> None:
+def test_a_state_of_copies_is_refused_and_one_with_some_copies_causes_a_warning(store: ckptstore.Store) -> None:
     training = KINDS["momentum"]()
     training.step()
     with store.writer(poll_seconds=None) as writer:
@@ -717,7 +719,7 @@ def test_an_error_of_the_training_gives_everything_back(store: ckptstore.Store) 
     same(training.state(), store.load(1))
 
 
-def test_training_goes_on_when_the_writer_is_closed(store: ckptstore.Store) -> None:
+def test_training_continues_when_the_writer_is_closed(store: ckptstore.Store) -> None:
     training = KINDS["optimizer in backward"]()
     training.step()
     writer = store.writer(poll_seconds=None)

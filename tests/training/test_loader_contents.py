@@ -125,7 +125,7 @@ def tree(chance: random.Random, base: Dataset[int], depth: int) -> Any:
 
 @settings(max_examples=short_or(80, 600), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
-def test_an_epoch_continues_in_the_same_samples_or_it_is_told(seed: int, shuffle: bool) -> None:
+def test_an_epoch_continues_in_the_same_samples_or_warns(seed: int, shuffle: bool) -> None:
     """There is no warning if and only if the samples are the same, however they are nested."""
     chance = random.Random(seed)
     base = ConcatDataset([Numbers(0, 5), Numbers(5, 12), Numbers(12, 15)])
@@ -219,7 +219,7 @@ def test_datasets_that_are_made_of_others(name: str, shared: bool) -> None:
         assert rest == now
 
 
-def test_what_is_not_known_is_not_compared() -> None:
+def test_unknown_facts_are_not_compared() -> None:
     """A state of an earlier version; indices that are no samples; datasets that contain each other endlessly."""
     batches = counted(DataLoader(taken(range(8)), 2))
     numbers(iter(batches), 2)
@@ -399,7 +399,7 @@ def test_samplers_of_the_script_s_own(name: str) -> None:
         assert first + rest == whole
 
 
-def test_what_a_sampler_counts_while_it_runs_is_no_difference() -> None:
+def test_counters_of_a_running_sampler_are_no_difference() -> None:
     """Its first numbers count, from when this or another Checkpointer first got the loader."""
     loaders = [DataLoader(Numbers(0, 12), batch_sampler=Batches(LIST)) for _ in range(2)]
     for before, after in (loaders, loaders[::-1], loaders[:1] * 2):
@@ -447,7 +447,7 @@ def test_of_other_ranks_samplers_may_be_made_otherwise(monkeypatch: pytest.Monke
         (ChainDataset([Stream(4), Stream(6)]), ChainDataset([Stream(4), Stream(6)]), ""),
     ],
 )
-def test_a_stream_that_is_made_otherwise_continues_and_is_told(before: Any, after: Any, differs: str) -> None:
+def test_a_changed_stream_continues_with_a_warning(before: Any, after: Any, differs: str) -> None:
     _, rest, said = continued(DataLoader(before, 2), DataLoader(after, 2), 2)
     assert rest == list(after)[4:]
     if differs:

@@ -263,7 +263,7 @@ def opened(folder: Path, loader: Any, **others: Any) -> tuple[Checkpointer, torc
     return Checkpointer(folder / "s", model=model, optimizer=optimizer, loader=loader, **options), optimizer
 
 
-def test_what_workers_draw_is_told_once(tmp_path: Path) -> None:
+def test_draws_of_workers_cause_one_warning(tmp_path: Path) -> None:
     def loader() -> Any:
         return torchdata.StatefulDataLoader(list(range(12)), batch_size=2, num_workers=1)
 
@@ -321,7 +321,7 @@ def told(folder: Path, loader: Any, name: str, *, where: str, until: int = 6, **
 
 @pytest.mark.parametrize("kind", [DataLoader, torchdata.StatefulDataLoader])
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])
-def test_what_is_drawn_between_a_save_and_the_next_batch_is_told_once(tmp_path: Path, kind: Any, name: str) -> None:
+def test_draws_between_a_save_and_the_next_batch_cause_one_warning(tmp_path: Path, kind: Any, name: str) -> None:
     def loader() -> Any:
         return kind(Samples(4, augmented=True), shuffle=True)
 
@@ -335,7 +335,7 @@ def test_what_is_drawn_between_a_save_and_the_next_batch_is_told_once(tmp_path: 
     assert told(tmp_path / "nothing", loader(), "nothing", where="after") == []
 
 
-def test_only_what_follows_a_saved_step_is_told(tmp_path: Path) -> None:
+def test_only_draws_after_a_saved_step_cause_a_warning(tmp_path: Path) -> None:
     def loader() -> Any:
         return DataLoader(Samples(4), shuffle=True)
 
@@ -538,7 +538,7 @@ class Drawing(Place):
             yield super().__next__()
 
 
-def test_draws_that_nobody_can_tell_apart(tmp_path: Path) -> None:
+def test_draws_that_cannot_be_distinguished(tmp_path: Path) -> None:
     for until in (2, 4):
         checkpointer, optimizer = opened(tmp_path, Drawing())
         with checkpointer:

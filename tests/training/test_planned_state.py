@@ -310,7 +310,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_changes_between_steps_is_in_the_next_checkpoint(
+def test_changes_between_steps_are_in_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
 ) -> None:
     run = Run(tmp_path, monkeypatch, "gradient")
@@ -353,10 +353,10 @@ def reset_optimizer_state(run: Run) -> None:
     [swapped_objects, other_storage, persistent_by_another_set, other_members, reset_optimizer_state],
     ids=lambda change: change.__name__,
 )
-def test_what_stands_elsewhere_is_in_the_next_checkpoint(
+def test_moved_objects_are_in_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Run], None]
 ) -> None:
-    test_what_changes_between_steps_is_in_the_next_checkpoint(tmp_path, monkeypatch, change)
+    test_changes_between_steps_are_in_the_next_checkpoint(tmp_path, monkeypatch, change)
 
 
 @pytest.mark.parametrize("change", [untied, untied_by_data], ids=lambda change: change.__name__)
@@ -569,7 +569,7 @@ def test_a_scripted_module_is_saved_without_a_plan(tmp_path: Path) -> None:
     same(ckptstore.open(tmp_path / "store").load("latest")["model"], model.state_dict())
 
 
-def test_a_module_with_a_way_of_its_own_has_no_plan() -> None:
+def test_a_module_with_its_own_state_dict_has_no_plan() -> None:
     from ckptstore.training.capture.script_state import ScriptState
 
     model = torch.nn.Linear(2, 2)

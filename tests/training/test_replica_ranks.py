@@ -242,7 +242,7 @@ def trainers(warm: Warm, store: Path, every: int, last: int, victim: int = -1) -
 
 @long_only
 @pytest.mark.parametrize("victim", [0, 1])
-def test_what_all_agents_had_in_memory_alone_is_written_when_the_ranks_are_killed(
+def test_steps_only_in_the_agents_memory_are_written_when_the_ranks_are_killed(
     tmp_path: Path, victim: int, warm: Warm
 ) -> None:
     """A rank may be a step ahead: the newest step that both have is written, by both."""

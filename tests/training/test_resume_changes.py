@@ -152,7 +152,7 @@ def test_a_learning_rate_that_is_a_tensor_is_compared_too(
 
 
 @pytest.mark.parametrize("flag", ["fused", "foreach"])
-def test_another_implementation_of_an_optimizer_is_told(
+def test_another_implementation_of_an_optimizer_causes_a_warning(
     tmp_path: Path, flag: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The script requests a faster one, and torch silently takes the checkpoint's, which is slower."""

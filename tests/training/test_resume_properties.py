@@ -199,7 +199,7 @@ def with_each_change(test: Any) -> Any:
 @given(forms())
 @settings(max_examples=short_or(24, 200), deadline=None)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_each_change_is_restored_told_or_refused(both: tuple[Form, Form]) -> None:
+def test_each_change_is_restored_reported_or_refused(both: tuple[Form, Form]) -> None:
     form, other = both
     store = ckptstore.open(f"memory://resumed-{uuid.uuid4().hex}")
     before = Script(form)

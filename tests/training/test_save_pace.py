@@ -36,7 +36,7 @@ def test_the_controller_says_when(tmp_path: Path) -> None:
     assert pace.interval == 7
 
 
-def test_it_is_told_what_saves_take(tmp_path: Path) -> None:
+def test_it_gets_the_durations_of_saves(tmp_path: Path) -> None:
     """Steps are very short here, so at 5 % hardly any may be saved."""
     pace = IntervalController(slowdown=1.05, first=2, in_flight=2)
     steps = trained(tmp_path / "run", pace, 40)

@@ -95,7 +95,7 @@ def test_a_hundred_calls_without_a_step_are_remarked_on_once(tmp_path: Path, sai
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_a_loader_that_nobody_iterates_over(tmp_path: Path, said: Callable[[], list[str]], counted: bool) -> None:
+def test_a_loader_that_is_not_iterated_over(tmp_path: Path, said: Callable[[], list[str]], counted: bool) -> None:
     script = Script()
     data = torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
     for until in (4, 8):  # the second resumes
@@ -174,7 +174,7 @@ def test_a_schedule_that_was_not_given(tmp_path: Path, said: Callable[[], list[s
     assert [text.partition(":")[0] for text in said()] == ([] if given else ["DeterminismWarning"])
 
 
-def test_parts_of_a_checkpoint_that_nobody_takes(tmp_path: Path) -> None:
+def test_parts_of_a_checkpoint_that_are_not_restored(tmp_path: Path) -> None:
     script = Script()
     schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 2)
     more = {"scheduler": schedule, "extra": {"one": torch.Generator(), "two": torch.Generator()}}
@@ -340,9 +340,7 @@ def test_no_optimizer_was_given(tmp_path: Path, said: Callable[[], list[str]]) -
     assert text.startswith("DeterminismWarning: AdamW moves the model, but optimizer= was not given")
 
 
-def test_other_numbers_in_the_script_than_in_the_checkpoint_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_numbers_that_differ_from_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def run(steps: int, lr: float, decay: float = 0.01, *, scheduled: bool = False) -> list[str]:
         caplog.clear()
         script = Script()
@@ -410,7 +408,7 @@ class Wrapped(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_two_that_were_given_no_optimizer_are_both_told(
+def test_two_checkpointers_without_an_optimizer_both_warn(
     tmp_path: Path, said: Callable[[], list[str]], wrapped: bool
 ) -> None:
     model = torch.nn.Linear(4, 2)
@@ -432,7 +430,7 @@ def test_two_that_were_given_no_optimizer_are_both_told(
     assert [text.split(",")[0] for text in said()] == ["DeterminismWarning: SGD moves the model"] * 2
 
 
-def test_two_that_are_called_before_the_optimizer_are_both_told(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+def test_two_checkpointers_called_before_the_optimizer_both_warn(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     script = Script()
     with script.opened(tmp_path / "a", signals=False) as one, script.opened(tmp_path / "b", signals=False) as other:
         for _ in range(8):

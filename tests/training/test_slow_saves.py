@@ -47,7 +47,7 @@ def after(steps: int, trained: float, waited: float, every: int | IntervalContro
     return found
 
 
-def test_less_than_half_of_the_pace_is_said_once() -> None:
+def test_less_than_half_of_the_pace_causes_one_warning() -> None:
     one = after(30, 0.5, 1.0)
     said = one.said("s3://b/run", bucket=True)
     assert said is not None
@@ -67,9 +67,7 @@ def test_less_than_half_of_the_pace_is_said_once() -> None:
     [(30, 1.0, 0.9, 1), (19, 0.1, 9.0, 1), (30, 0.01, 0.3, 1), (30, 0.5, 1.0, IntervalController())],
     ids=["quick enough", "few steps", "few seconds", "a controller"],
 )
-def test_what_is_no_reason_to_say_so(
-    steps: int, trained: float, waited: float, every: int | IntervalController
-) -> None:
+def test_cases_without_a_warning(steps: int, trained: float, waited: float, every: int | IntervalController) -> None:
     assert after(steps, trained, waited, every).said() is None
 
 
@@ -86,7 +84,7 @@ def test_iterations_and_calls_are_measured() -> None:
     assert "training runs at 33% of its pace: saving took 72 s of the last 108 s" in said
 
 
-def test_every_step_to_a_slow_bucket_is_said_by_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_to_a_slow_bucket_causes_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_pace, "LONG", 0.5)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -125,7 +123,7 @@ def heard(strategy: str, every: int | None, told: list[SaveMetrics]) -> list[tup
     return said
 
 
-def test_what_a_thousand_steps_take_is_said_once_and_when_it_is_known() -> None:
+def test_the_space_of_a_thousand_steps_is_reported_once_it_is_known() -> None:
     ((when, text),) = heard("full", 1, [metrics(1, "full", 0, OSError()), *[metrics(2, "full", 2048)] * 3])
     assert (when, "about 1.95 MiB in 1,000 steps; keep=" in text) == (2, True)
     ((_, text),) = heard("full", 10, [metrics(1, "full", 1024)])

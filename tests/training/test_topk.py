@@ -78,7 +78,7 @@ def test_of_many_the_largest_are_sent_too(scope: Any, what: str, density: float)
         assert int((torch.nan_to_num(sent, nan=1.0) != 0).sum()) <= count
 
 
-def test_what_is_sent_adds_up_to_the_gradients() -> None:
+def test_sent_entries_add_up_to_the_gradients() -> None:
     hook = TopKHook(density=0.1)
     one = torch.nn.Parameter(torch.zeros(50))
     sent, given = torch.zeros(50), torch.zeros(50)
@@ -131,7 +131,7 @@ def test_consumed_is_what_is_left_after_clipping() -> None:
     assert hook.consumed([one]) == {}
 
 
-def test_what_is_added_after_compression_is_no_part_of_what_was_sent() -> None:
+def test_values_added_after_compression_are_not_sent() -> None:
     hook = TopKHook(density=0.5)
     one = parameter(4.0, 0.0, 3.0, 0.0)
     hook.compress([one])

@@ -286,7 +286,7 @@ def test_a_step_that_the_scaler_skipped() -> None:
         assert np.array_equal(copied(flat)[part], before[was])
 
 
-def test_what_is_no_optimizer_is_a_mistake(tmp_path: Path) -> None:
+def test_an_object_that_is_no_optimizer_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for wrong in (model, [optimizer, model], model.parameters()):
@@ -547,7 +547,7 @@ def test_parameters_that_are_left_out_are_counted(tmp_path: Path) -> None:
     assert "0 of 2 parameters matched, because two parameters of the optimizers share memory [2]" in found.left_out
 
 
-def test_nothing_is_said_of_what_was_not_moved() -> None:
+def test_unmoved_parameters_cause_no_warning() -> None:
     params = parameters((8, 8), (8,))
     optimizer = torch.optim.AdamW(params)
     assert OptimizerStep(optimizer)(state_of(params, optimizer)).left_out is None, "before the first step"
@@ -557,7 +557,7 @@ def test_nothing_is_said_of_what_was_not_moved() -> None:
     assert (len(found), found.left_out) == (1, None), "the other one had no gradient"
 
 
-def test_a_wrapper_that_is_no_optimizer_is_told_what_is_one(run: Any) -> None:
+def test_a_wrapper_that_is_no_optimizer_is_refused_with_the_remedy(run: Any) -> None:
     class Engine:
         optimizer = run[1]
 

@@ -127,7 +127,7 @@ def test_moments_that_the_script_edits(tmp_path: Path, options: dict[str, Any]) 
 
 
 @each_writer
-def test_steps_of_which_nothing_is_to_be_said(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_steps_without_a_warning(tmp_path: Path, options: dict[str, Any]) -> None:
     """Also for steps with other numbers, as after micro-batches: only the size of a step counts."""
     script = Script(ckptstore.open(tmp_path / "run"), **options)
     with told() as texts:
@@ -220,7 +220,7 @@ def test_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [40, 120_000], ids=["small", "large"])
-def test_only_what_is_not_explained_is_named_and_only_what_was_measured_is_said(tmp_path: Path, size: int) -> None:
+def test_only_unexplained_parameters_and_measured_sizes_are_reported(tmp_path: Path, size: int) -> None:
     """Of parameters with separate payloads the changed one is named. Of a shared payload it is only known that one of
     them was."""
     torch.manual_seed(1)

@@ -165,7 +165,7 @@ def test_longer_iterations_shorten_it_and_shorter_ones_lengthen_it() -> None:
     assert run.controller.interval in range(39, 47)
 
 
-def test_what_iterations_beside_a_save_lose_counts() -> None:
+def test_the_slowdown_of_iterations_beside_a_save_counts() -> None:
     run = made()
     run.train(500, iteration=0.1, write=1.0, copy=0.0, beside=0.4)
     slowed = run.train(5000, iteration=0.1, write=1.0, copy=0.0, beside=0.4)
@@ -242,7 +242,7 @@ def test_a_failed_save_says_nothing_and_the_first_one_is_tried_again() -> None:
     assert [controller.due(step) for step in (7, 8)] == [False, True]
 
 
-def test_steps_that_go_back_begin_anew() -> None:
+def test_steps_that_go_back_restart_the_measurement() -> None:
     controller = IntervalController(first=1)
     controller.iterated(0.1)
     assert controller.due(100)

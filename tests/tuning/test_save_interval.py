@@ -116,7 +116,7 @@ def test_the_least_per_save_is_chosen() -> None:
     assert best_setting(timings, 0.1, ANY, MEGABYTES).timing is timings[1]
 
 
-def test_what_is_as_good_with_fewer_copies_of_the_state_wins() -> None:
+def test_fewer_copies_of_the_state_win_a_tie() -> None:
     timings = [timing(10.0, 1), timing(20.0 * (1 - 0.9 * TOLERANCE), 2)]
     assert best_setting(timings, 0.1, ANY, MEGABYTES).timing is timings[0]
     timings = [timing(10.0, 1), timing(20.0 * (1 - 2 * TOLERANCE), 2)]
@@ -140,7 +140,7 @@ def test_fewer_threads_win_where_more_bring_nothing() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(SECONDS, PLACES, st.integers(1, 4)), min_size=1, max_size=12), SECONDS)
-def test_what_is_chosen_saves_nearly_as_often_as_anything(made: list[tuple[float, int, int]], iteration: float) -> None:
+def test_the_choice_saves_nearly_as_often_as_any(made: list[tuple[float, int, int]], iteration: float) -> None:
     timings = [timing(write, places, threads=threads) for write, places, threads in made]
     chosen = best_setting(timings, iteration, ANY, MEGABYTES)
     least = min(least_interval(one, iteration, 1.05) for one in timings)
@@ -188,7 +188,7 @@ def test_memory_below_one_copy_allows_one_save_that_is_waited_for() -> None:
     assert not fits(Setting(1, 1, 10**9), limits, 10**9)  # staging takes the rest
 
 
-def test_what_cannot_fit_says_what_it_needs() -> None:
+def test_a_choice_that_cannot_fit_reports_its_needs() -> None:
     with pytest.raises(UsageError, match=f"one save of this state needs {LEAST + (64 << 20)}"):
         most_in_flight(10**9, 64 << 20, Limits(1.05, memory=LEAST + (64 << 20) - 1))
     with pytest.raises(UsageError, match="two checkpoints of this state need 2000000000"):

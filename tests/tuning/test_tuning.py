@@ -113,7 +113,7 @@ def test_parallel_recovery_takes_a_logarithm_of_the_merges() -> None:
 
 
 @pytest.mark.parametrize(("interval", "batch"), [(10, 11), (10, 0.5), (0.5, 0.5), (math.nan, 1)])
-def test_what_is_no_configuration_is_refused(interval: float, batch: float) -> None:
+def test_an_invalid_configuration_is_refused(interval: float, batch: float) -> None:
     with pytest.raises(UsageError, match="1 <= batch <= full_every"):
         TABLE_JOB.model().waste(interval, batch)
 

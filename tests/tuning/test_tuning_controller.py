@@ -198,7 +198,7 @@ EVENTS = st.lists(
 
 @settings(deadline=None)
 @given(EVENTS)
-def test_whatever_it_is_told_the_configuration_is_one(events: list[tuple[str, float | None]]) -> None:
+def test_any_input_gives_a_valid_configuration(events: list[tuple[str, float | None]]) -> None:
     controller = Controller(JOB)
     for kind, value in events:
         if kind == "wrote":

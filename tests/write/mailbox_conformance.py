@@ -25,7 +25,7 @@ Boxes = tuple[Mailbox, Mailbox]
 class MailboxConformance:
     """The suite."""
 
-    def test_what_one_sets_the_other_gets(self, boxes: Boxes) -> None:
+    def test_one_ranks_value_reaches_the_other(self, boxes: Boxes) -> None:
         one, other = boxes
         assert other.get("a/b") is None
         assert not other.has(["a/b"])
@@ -68,7 +68,7 @@ class MailboxConformance:
             fetch(other, "letter")
         withdraw(one, ["letter"])
 
-    def test_what_is_no_letter_is_refused_at_once(self, boxes: Boxes) -> None:
+    def test_an_invalid_message_is_refused_at_once(self, boxes: Boxes) -> None:
         one, other = boxes
         one.set("letter", b"short")
         with pytest.raises(FormatError, match="not a letter"):
@@ -77,7 +77,7 @@ class MailboxConformance:
         with pytest.raises(FormatError, match="bytes"):
             fetch(other, "letter")
 
-    def test_what_is_too_long_to_send_is_refused(self, boxes: Boxes) -> None:
+    def test_a_message_that_is_too_long_is_refused(self, boxes: Boxes) -> None:
         class Long(bytes):
             def __len__(self) -> int:
                 return LETTER_LIMIT + 1

@@ -43,7 +43,7 @@ class TestTogether:
         check(store, 1, 2, 3, 4)
 
     @pytest.mark.parametrize("options", [{"deltas": 4}, {"diffs": ckptstore.DiffOptions()}], ids=["deltas", "diffs"])
-    def test_what_is_coded_is_written_in_turn(
+    def test_encoded_saves_are_written_in_turn(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
     ) -> None:
         """Each may build on the one before."""
@@ -78,9 +78,7 @@ class TestTogether:
             assert following.parent is not None
             assert following.parent.step == 3
 
-    def test_what_comes_after_waits_for_all_of_them(
-        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_later_calls_wait_for_all_of_them(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """A tag may name a checkpoint in flight, and a new term begins after all saves of the old one."""
         medium = Medium(monkeypatch, 9)
         with store.writer(max_in_flight=3, poll_seconds=None) as writer:
@@ -204,7 +202,7 @@ def test_a_step_that_could_not_be_begun_may_be_given_again(
     check(store, 1)
 
 
-def test_what_a_failed_save_has_begun_is_named_to_gc(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_a_failed_save_are_named_to_gc(store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next commit: its leftovers on the medium need not wait for another term."""
     medium = Medium(monkeypatch, 9, held=False)
     medium.fails = {1}
@@ -219,7 +217,7 @@ def test_what_a_failed_save_has_begun_is_named_to_gc(store: ckptstore.Store, mon
 
 
 class TestMetrics:
-    def test_what_they_say(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_their_reports(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         medium = Medium(monkeypatch, 3)
         told: list[SaveMetrics] = []
         with store.writer(max_in_flight=2, poll_seconds=None, on_metrics=told.append) as writer:
@@ -243,7 +241,7 @@ class TestMetrics:
         assert {one.error for one in told} == {None}
 
     @pytest.mark.parametrize("options", [{"deltas": 4}, {"diffs": ckptstore.DiffOptions()}], ids=["deltas", "diffs"])
-    def test_of_what_is_coded(self, store: ckptstore.Store, options: dict[str, Any]) -> None:
+    def test_encoded_saves(self, store: ckptstore.Store, options: dict[str, Any]) -> None:
         told: list[SaveMetrics] = []
         with store.writer(poll_seconds=None, on_metrics=told.append, **options) as writer:
             for step in (1, 2):
@@ -268,7 +266,7 @@ class TestMetrics:
             (2, None, 0, caught.value),
         ]
 
-    def test_what_the_callback_raises_harms_nothing(self, store: ckptstore.Store) -> None:
+    def test_errors_of_the_callback_harm_nothing(self, store: ckptstore.Store) -> None:
         def bad(_: SaveMetrics) -> None:
             raise ZeroDivisionError("oh")
 

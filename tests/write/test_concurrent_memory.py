@@ -46,7 +46,7 @@ class TestMemory:
         check(store, 1, 2, units=5)
         assert all(0.02 < one.waited <= one.stall < one.durable for one in told)
 
-    def test_with_room_for_all_nobody_waits_for_the_medium(
+    def test_with_memory_for_all_no_save_waits_for_the_medium(
         self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         medium = Medium(monkeypatch, 2)

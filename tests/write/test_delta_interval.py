@@ -109,7 +109,7 @@ def test_best_interval_is_the_best_of_a_brute_force() -> None:
         assert means[found] <= min(means.values()) * 1.01
 
 
-def test_sizes_interpolate_and_go_on() -> None:
+def test_sizes_interpolate_and_extrapolate() -> None:
     sizes = DeltaSizes(FULL, {1: 500.0, 4: 560.0})
     assert sizes.expect(2) == pytest.approx(530)
     assert sizes.expect(8) == pytest.approx(590)

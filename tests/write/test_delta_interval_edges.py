@@ -47,7 +47,7 @@ def test_bytes_have_units(text: str, nbytes: int) -> None:
     assert RestoreBound.parse(text) == RestoreBound(None, nbytes, None)
 
 
-def test_without_a_word_a_restore_costs_four_fulls_and_fifty_deltas() -> None:
+def test_by_default_a_restore_costs_four_fulls_and_fifty_deltas() -> None:
     assert RestoreBound() == RestoreBound(4.0, None, None, 50)
     assert DEPTH_LIMIT == 50
 
@@ -198,7 +198,7 @@ def test_numbers_count_from_the_full() -> None:
     assert [written(schedule) for _ in range(3)] == [0, 1, 2]
 
 
-def test_only_an_automatic_interval_is_chosen_anew() -> None:
+def test_only_an_automatic_interval_is_chosen_again() -> None:
     bound = RestoreBound(None, depth=1)
     fixed = Schedule(3, "anchor", bound)
     run(fixed, 2)

@@ -402,7 +402,7 @@ def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypa
         assert not active
 
 
-def test_after_an_interrupt_nobody_builds_on_bits_that_may_change(
+def test_after_an_interrupt_no_save_builds_on_bits_that_may_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C, and again while the writer waits for its thread: the copy of the base may be torn."""
@@ -454,7 +454,7 @@ def test_a_base_that_only_a_warning_keeps_from_being_pinned(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("compress_fulls", [False, True])
-def test_everything_coded_has_its_state_digest(tmp_path: Path, compress_fulls: bool) -> None:
+def test_every_encoded_tensor_has_its_state_digest(tmp_path: Path, compress_fulls: bool) -> None:
     """Of every tensor of every delta and full: a missing one would silently not be compared."""
     states = trajectory(4)
     options = DeltaOptions(interval=3, compress_fulls=compress_fulls)

@@ -46,7 +46,7 @@ def test_save_writes_what_waits(tmp_path: Path) -> None:
     assert len(store.checkpoints()) == 7
 
 
-def test_who_asks_for_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None:
+def test_the_result_of_a_step_does_not_wait_for_its_batch(tmp_path: Path) -> None:
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
     with store.writer(diffs=DiffOptions(batch=100, seconds=None), poll_seconds=None) as writer:
@@ -229,7 +229,7 @@ def settle() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_settled_term_that_goes_on_is_not_closed(tmp_path: Path, settle: Callable[[], None]) -> None:
+def test_a_settled_term_that_continues_is_not_closed(tmp_path: Path, settle: Callable[[], None]) -> None:
     trainer = Trainer()
     store = ckptstore.open(tmp_path / "store", create=True)
 

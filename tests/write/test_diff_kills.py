@@ -115,7 +115,7 @@ def test_sigterm_writes_what_waits(tmp_path: Path) -> None:
     ckptstore.open(url).writer().close()  # warns of nothing
 
 
-def test_closing_writes_what_waits_and_nothing_is_said_of_it(tmp_path: Path) -> None:
+def test_closing_writes_waiting_steps_without_a_warning(tmp_path: Path) -> None:
     url = tmp_path / "store"
     assert run(url, "close")[0] == 0
     all_there(url, LAST)

@@ -34,7 +34,7 @@ def test_every_step_comes_back(tmp_path: Path, batch: int, how: dict[str, Any]) 
     assert len(report.restorable) == 19
 
 
-def test_what_it_costs(tmp_path: Path) -> None:
+def test_the_stored_bytes(tmp_path: Path) -> None:
     """All bytes of a segment counted, per number of the parameters (96 bits uncompressed)."""
     numbers = sum(weight.size for weight in Trainer().weights.values())
     for how, most in (({}, 29.0), ({"gradients": False}, 31.0), ({"keep": 0.01}, 1.6)):
@@ -68,7 +68,7 @@ def test_the_plan_counts_what_is_replayed(tmp_path: Path) -> None:
     assert plan.steps[2].bytes_read == held[3]["master.wide"].stored
 
 
-def test_small_parameters_are_coded_as_one(tmp_path: Path) -> None:
+def test_small_parameters_are_encoded_as_one(tmp_path: Path) -> None:
     store, _ = fill(tmp_path / "store", DiffOptions(), 2)
     entries = store.tensors(2)
     leaders = {name for name, entry in entries.items() if entry.codec == "step" and "leader" not in entry.params}
@@ -117,7 +117,7 @@ def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @np.errstate(all="ignore")
-def test_nothing_that_is_said_of_a_step_is_believed(tmp_path: Path) -> None:
+def test_no_claim_about_a_step_changes_bits(tmp_path: Path) -> None:
     """Wrong settings, wrong gradients, wrong names, parameters that change otherwise: they cost bytes, never bits."""
     trainer, truth = Trainer(), {}
     store = ckptstore.open(tmp_path / "store", create=True)

@@ -113,7 +113,7 @@ def test_values_that_outgrow_the_header(store: ckptstore.Store) -> None:
     assert len(segments(store)) == 2
 
 
-def test_what_it_is_not_for(store: ckptstore.Store, tmp_path: Path) -> None:
+def test_unsupported_uses(store: ckptstore.Store, tmp_path: Path) -> None:
     state = fresh_state()
     for other in (ckptstore.open(f"memory://{uuid.uuid4().hex}"), ckptstore.open(tmp_path / "plain")):
         with other.writer(poll_seconds=None) as writer:
@@ -129,7 +129,7 @@ def test_what_it_is_not_for(store: ckptstore.Store, tmp_path: Path) -> None:
             writer.save_async(state, step).result(60)
 
 
-def test_what_fails_leaves_no_file_and_the_next_commit_drops_it(store: ckptstore.Store) -> None:
+def test_a_failed_save_leaves_no_file_and_the_next_commit_drops_it(store: ckptstore.Store) -> None:
     state = fresh_state()
 
     class Broken(NumpySource):

@@ -86,7 +86,7 @@ def said(error: BaseException) -> str:
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize(("kind", "how"), WRITERS)
-def test_what_is_given_and_lost_untold_is_bounded_and_named(
+def test_steps_given_before_the_error_are_bounded_and_named(
     tmp_path: Path, kind: str, how: str, in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, medium = ckptstore.open(tmp_path / "store"), Medium(tmp_path / "store")

@@ -20,7 +20,7 @@ MOST = 20.0
 varies by about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
 
 
-def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writers_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptstore.formats.tables.MANY", 32)
     monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 32)
     for sync in ("fsync", "fdatasync"):

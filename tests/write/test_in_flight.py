@@ -39,7 +39,7 @@ def test_one_beyond_the_limit_waits_until_another_leaves() -> None:
     assert taken(places) is None, "a place that is left twice is one place"
 
 
-def test_a_failure_that_nobody_knows_of_is_raised_and_takes_no_place() -> None:
+def test_an_unreported_failure_is_raised_and_takes_no_slot() -> None:
     failures = Failures()
     places = Places(1, failures)
     for step in (1, 2):

@@ -177,7 +177,7 @@ def test_rules_that_come_while_it_writes(tmp_path: Path) -> None:
     check(store, 12)
 
 
-def test_what_rules_cannot_free_is_said_once_with_its_size(tmp_path: Path) -> None:
+def test_bytes_that_rules_cannot_free_are_reported_once(tmp_path: Path) -> None:
     """A tag in the middle of a chain, of which the writer did not know."""
     model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
     with warnings.catch_warnings(record=True) as caught:
@@ -195,7 +195,7 @@ def test_what_rules_cannot_free_is_said_once_with_its_size(tmp_path: Path) -> No
     assert sum(one.size for one in store.view().catalog.segments.values()) < before / 3
 
 
-def test_chains_that_pass_are_not_told_of(tmp_path: Path) -> None:
+def test_temporary_chains_are_not_reported(tmp_path: Path) -> None:
     """Bases that `last` keeps stored for now go when its window moves on."""
     model, store = Trainer(0, SIZES), ckptstore.open(tmp_path / "run")
     with store.writer(keep=["last:5"], **WRITERS["diffs"]) as writer:

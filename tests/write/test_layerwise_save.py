@@ -197,7 +197,7 @@ def _arrays(state: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- failures
 
 
-def test_what_cannot_be_begun(store: ckptstore.Store) -> None:
+def test_calls_that_cannot_begin(store: ckptstore.Store) -> None:
     state = fresh_state()
     with store.writer(poll_seconds=None) as writer:
         for layers, why in (
@@ -253,7 +253,7 @@ def test_an_error_of_a_copy_is_the_saves_and_not_the_gates(store: ckptstore.Stor
     same(store.load(1), state)
 
 
-def test_what_is_to_be_done_after_a_copy_fails_the_save(store: ckptstore.Store) -> None:
+def test_a_failed_callback_after_a_copy_fails_the_save(store: ckptstore.Store) -> None:
     state = fresh_state()
 
     def complain() -> None:
@@ -364,7 +364,7 @@ def _in_a_fork(save: Any, answer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_waits_for_nobody(store: ckptstore.Store) -> None:
+def test_a_fork_waits_for_nothing(store: ckptstore.Store) -> None:
     state = fresh_state()
     held = Held(state["b"]["w"])
     context = multiprocessing.get_context("fork")

@@ -164,7 +164,7 @@ def test_one_state_is_held_beside_the_budget() -> None:
 
 
 @pytest.mark.parametrize("mode", ["diffs", "deltas"])
-def test_what_a_process_takes(tmp_path: Path, mode: str) -> None:
+def test_the_memory_of_a_process(tmp_path: Path, mode: str) -> None:
     """Without `memory` it is nearly three times the state."""
     script = _PEAK.format(path=str(tmp_path / "store"), mode=mode, memory=64 * MIB)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
@@ -243,7 +243,7 @@ def adam(value: float, count: int) -> tuple[dict[str, Any], list[Update]]:
     return state, [Update(("w", "m", "v"), optim.AdamW(), optim.Step(count=1, lr=1e-3), gradient)]
 
 
-def test_too_little_memory_for_what_is_coded_at_once_is_said() -> None:
+def test_too_little_memory_for_one_unit_is_reported() -> None:
     """Three slots and the gradient of a chunk of numbers: 64 MiB."""
     store = new()
     rng = np.random.default_rng(0)
@@ -354,7 +354,7 @@ def broken(state: dict[str, Any], name: str | None = None) -> FlatState:
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_a_copy_that_fails_is_told_once_and_the_next_save_is_a_full(mode: str) -> None:
+def test_a_failed_copy_is_reported_once_and_the_next_save_is_a_full(mode: str) -> None:
     store = new()
     with store.writer(memory=LEAST, poll_seconds=None, **OPTIONS[mode]) as writer:
         writer.save_async(broken(big(1)), 1)
@@ -396,7 +396,7 @@ def random(step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ["deltas", "diffs"])
-def test_a_slow_medium_gets_what_was_coded(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_medium_gets_the_encoded_bytes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompressed data outlives the memory that it was copied to."""
     Medium(monkeypatch, 9, held=False).delay = 0.05
     store = new()
@@ -411,7 +411,7 @@ def test_a_slow_medium_gets_what_was_coded(mode: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_what_cannot_be_coded_fails_the_save_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unencodable_tensor_fails_only_its_save(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new()
     truth: dict[int, Any] = {}
     with store.writer(memory=LEAST, poll_seconds=None, **OPTIONS[mode]) as writer:
@@ -440,7 +440,7 @@ def test_what_cannot_be_coded_fails_the_save_alone(mode: str, monkeypatch: pytes
     check(store, truth)
 
 
-def test_what_waits_for_its_batch_outlives_a_step_that_fails() -> None:
+def test_waiting_steps_survive_a_failed_step() -> None:
     """Its digests are of its own bytes, not of memory that the failed step has begun to overwrite."""
     store = new()
     truth: dict[int, Any] = {}

@@ -110,7 +110,7 @@ def test_a_batch_ends_when_it_is_full_when_a_step_cannot_wait_or_by_its_bytes() 
     assert [policy.too_large(nbytes) for nbytes in (100, 101)] == [False, True]
 
 
-def test_what_waits_builds_on_what_cannot_be_restored_any_more_and_keeps_it() -> None:
+def test_waiting_steps_keep_a_base_that_was_retired() -> None:
     policy = OrderPolicy(diffs=DiffOptions(batch=9))
     policy.begin_steps(name(1), FULL, 1.0)
     assert policy.step_order(2, never, waiting=0) is None
@@ -156,7 +156,7 @@ class Controlled:
         self.interval, self.batch = 9, 5
 
 
-def test_a_controller_is_told_of_fulls_and_decides() -> None:
+def test_a_controller_gets_the_costs_of_fulls_and_decides() -> None:
     now = [10.0]
     controller = Controlled()
     policy = OrderPolicy(diffs=DiffOptions(controller=controller), clock=lambda: now[0])

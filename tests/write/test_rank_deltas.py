@@ -55,7 +55,7 @@ def test_deltas_of_ranks_are_restored_bit_for_bit(tmp_path: Path, deltas: Any, a
     assert store.verify(deep=True).ok
 
 
-def test_a_base_that_a_rank_cannot_keep_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_that_a_rank_cannot_keep_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, short = ResidentBases.settle, [True]
 
     def settle(self: ResidentBases, order: Any, identity: Any, *arguments: Any) -> bool:
@@ -218,7 +218,7 @@ def test_a_base_that_was_retired_is_built_on_no_more(tmp_path: Path) -> None:
     assert_same(ckptstore.open(tmp_path).load(3, rank=1), drifting(1, 3))
 
 
-def test_after_everything_was_retired_and_dropped_the_next_step_begins_anew(tmp_path: Path) -> None:
+def test_after_everything_was_retired_and_dropped_the_next_step_is_a_full(tmp_path: Path) -> None:
     """A delta against a missing base could never be committed."""
 
     def work(group: Group) -> list[str]:

@@ -199,7 +199,7 @@ def test_a_step_saved_at_once_ends_its_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("who", [(0,), (2,), (0, 1, 2)])
-def test_whoever_asks_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int, ...]) -> None:
+def test_waiting_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int, ...]) -> None:
     def work(group: Group) -> None:
         model = trainer()
         options = DiffOptions(batch=10, seconds=None)
@@ -219,7 +219,7 @@ def test_whoever_asks_for_a_result_ends_the_batch(tmp_path: Path, who: tuple[int
         same(store.load(step), truth)
 
 
-def test_a_batch_waits_no_longer_than_is_said(tmp_path: Path) -> None:
+def test_a_batch_waits_no_longer_than_its_limit(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         model = trainer()
         options = DiffOptions(batch=10, seconds=0.3)
@@ -269,7 +269,7 @@ def test_a_tag_and_a_request_write_what_waits(tmp_path: Path) -> None:
     ],
     ids=["waiting", "batch", "delta"],
 )
-def test_what_is_built_on_is_not_retired_before_that_is_committed(
+def test_a_base_is_not_retired_before_its_steps_are_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], when: str
 ) -> None:
     """A request for that comes while steps wait for their batch, while it is written, and while a delta is."""
@@ -558,7 +558,7 @@ def test_no_sum_lacks_a_step_that_failed(tmp_path: Path, culprit: int, how: str)
     same(ckptstore.open(tmp_path).load(5), truths(5)[5])
 
 
-def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: Path) -> None:
+def test_inconsistent_options_are_reported_before_anything_is_saved(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         how: dict[str, Any] = {"diffs": DiffOptions()} if group.rank == 0 else {}
         with pytest.raises(CkptError, match=r"rank 0 was opened with diffs=, rank 1 with neither"):

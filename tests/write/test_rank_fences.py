@@ -27,7 +27,7 @@ def segments(path: Path) -> set[str]:
     return {key.rpartition("/")[2].partition(".")[0] for key in ckptstore.open(path).backend.list("seg/0000000001/")}
 
 
-def test_what_was_handed_in_when_the_term_ended_gets_no_tree(tmp_path: Path) -> None:
+def test_shares_sent_when_the_term_ended_get_no_tree(tmp_path: Path) -> None:
     box = LocalMailbox()
     there = box.keys
 
@@ -124,7 +124,7 @@ def test_a_term_whose_last_batch_was_not_committed_is_not_closed(
         begin_a_term(tmp_path)
 
 
-def test_what_is_not_there_when_rank_0_looks_is_not_committed(tmp_path: Path) -> None:
+def test_shares_missing_when_rank_0_checks_are_not_committed(tmp_path: Path) -> None:
     """As when another rank writes to its own disk: its share would be missing from the acknowledged checkpoint."""
     box = LocalMailbox()
 

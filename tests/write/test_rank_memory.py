@@ -138,7 +138,7 @@ def parts(group: Group, whole: dict[str, np.ndarray[Any, Any]]) -> FlatState:
 
 
 @pytest.mark.parametrize("mode", ["plain", "deltas"])
-def test_a_share_larger_than_its_memory_is_waited_for_and_said(tmp_path: Path, mode: str) -> None:
+def test_a_share_larger_than_its_memory_waits_with_a_warning(tmp_path: Path, mode: str) -> None:
     """Each rank uses no more than the budget, and training may change the state when the call returns."""
     truth = {step: large(step) for step in (1, 2, 3)}
     told: dict[int, list[SaveMetrics]] = {0: [], 1: []}
@@ -237,7 +237,7 @@ def met(error: type[Exception], save: Callable[..., Any], *what: Any) -> Excepti
 
 
 @pytest.mark.parametrize(("mode", "who"), in_turn(list(CODED), [0, 1]))
-def test_a_copy_that_fails_is_told_on_that_rank_once_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
+def test_a_failed_copy_is_reported_once_on_that_rank_and_on_the_others(tmp_path: Path, mode: str, who: int) -> None:
     """No save builds on the changed base; and the step may be saved again."""
 
     def work(group: Group) -> list[str]:
@@ -283,7 +283,7 @@ def test_ctrl_c_while_a_share_is_copied(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "deltas", "batch"])
-def test_a_medium_that_fails_midway_frees_who_waits_for_memory(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_a_medium_that_fails_midway_frees_waiting_saves(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The caller waits for memory that the failed write will not free."""
     medium = Medium(monkeypatch, 99, held=False)
     place = f"memory://{uuid.uuid4().hex}"
@@ -320,7 +320,7 @@ def adam(step: int, count: int) -> tuple[dict[str, Any], list[Update]]:
     return state, [Update(("w", "m", "v"), ADAM, optim.Step(count=step, lr=1e-3), NumpySource(gradient))]
 
 
-def test_too_little_memory_on_one_rank_is_said_there_and_the_others_hear_of_it(tmp_path: Path) -> None:
+def test_too_little_memory_on_one_rank_is_reported_there_and_on_the_others(tmp_path: Path) -> None:
     """Three slots and the gradient of a chunk of numbers: 64 MiB."""
 
     def work(group: Group) -> None:
@@ -353,7 +353,7 @@ def test_too_little_memory_on_one_rank_is_said_there_and_the_others_hear_of_it(t
     assert store.verify().ok
 
 
-def test_a_step_that_turns_out_too_long_is_coded_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_turns_out_too_long_is_encoded_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank cannot make it a full: all others encode it as a diff. Nothing is lost, and the next is a diff again."""
     rng = np.random.default_rng(0)
     truth: dict[int, Any] = {}
@@ -480,7 +480,7 @@ def test_saves_of_several_threads_of_a_rank_are_copied_in_turn(tmp_path: Path) -
         same(dict(large(step)), store.load(step, framework="numpy"))
 
 
-def test_what_does_not_fit_together_is_said_before_anything_is_saved(tmp_path: Path) -> None:
+def test_inconsistent_options_are_reported_before_anything_is_saved(tmp_path: Path) -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
         ("but not with both", {"deltas": 1, "diffs": DiffOptions()}),
         (r"not with DeltaOptions\(memory", {"deltas": DeltaOptions(memory=0)}),
@@ -512,7 +512,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["plain", "deltas", "diffs"])
-def test_what_the_processes_of_a_group_take(job: Path, mode: str) -> None:
+def test_the_memory_of_a_groups_processes(job: Path, mode: str) -> None:
     """Of plain fulls half a share, the budget; without it a share. For encoded saves only the bits are checked."""
     for rank in range(2 if mode == "plain" else 0):  # the allocator keeps the encoders' memory for a while
         told = json.loads((job / f"bounded-{mode}-{rank}.json").read_text())

@@ -71,7 +71,7 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_what_the_ranks_saved_is_loaded_in_one_process(job: Path, name: str) -> None:
+def test_one_process_loads_the_ranks_checkpoints(job: Path, name: str) -> None:
     store = ckptstore.open(job / name)
     assert [info.step for info in store.checkpoints()] == [1, 2]
     for rank in range(SIZE):

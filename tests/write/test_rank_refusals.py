@@ -81,7 +81,7 @@ def test_no_term_is_opened_until_every_rank_is_there(tmp_path: Path) -> None:
     assert len(ckptstore.open(tmp_path).terms()) == 1
 
 
-def test_what_rank_0_cannot_open_is_said_to_all(tmp_path: Path) -> None:
+def test_rank_0s_error_on_opening_reaches_all(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         expected = ckptstore.CheckpointNotFoundError if group.rank == 0 else FailedRankError
         with pytest.raises(expected, match="77"):

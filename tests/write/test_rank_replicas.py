@@ -154,7 +154,7 @@ def test_diverged_replicas_are_saved_of_one_rank_if_that_is_wanted(tmp_path: Pat
     assert_same(ckptstore.open(tmp_path).load(1, rank=0), state(0))
 
 
-def test_what_a_rank_has_of_its_own_is_filled_by_the_name_that_it_has_there(tmp_path: Path) -> None:
+def test_a_ranks_own_tensors_are_filled_by_their_names_there(tmp_path: Path) -> None:
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:
             writer.save(state(group.rank), 1)

@@ -192,7 +192,7 @@ def test_any_parts_of_a_state_in_any_order(seed: int, size: int) -> None:
             assert set(state) == shown if way.endswith("safetensors") else plain(state) == plain(union), way
 
 
-def test_what_is_no_tensor_is_compared_whatever_the_order_of_keys() -> None:
+def test_values_are_compared_whatever_the_order_of_keys() -> None:
     url = f"memory://{uuid.uuid4().hex}"
 
     def work(group: Group) -> None:

@@ -65,7 +65,7 @@ CASES += [(inner, True, LEAST) for inner in FROM_HANDLERS]
 
 @pytest.mark.parametrize("outer", SAVES)
 @pytest.mark.parametrize(("inner", "coded", "memory"), CASES)
-def test_a_handler_that_calls_the_writer_inside_a_save_is_told_what_to_do(
+def test_a_handler_that_calls_the_writer_inside_a_save_gets_the_remedy(
     tmp_path: Path, gate: threading.Event, inner: str, outer: str, coded: bool, memory: int | None
 ) -> None:
     told: list[BaseException | None] = []

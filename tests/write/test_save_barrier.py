@@ -98,7 +98,7 @@ def test_it_is_agreed_again_and_again_and_letters_do_not_pile_up() -> None:
     assert kept < 16
 
 
-def test_who_has_left_is_not_waited_for() -> None:
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
     def work(group: Group, accord: Accord, asked: set[str]) -> object:
         for step in range(1, 60):
             if group.rank == 1 and step == 10:
@@ -112,7 +112,7 @@ def test_who_has_left_is_not_waited_for() -> None:
     assert together(2, work) == ["to the end", None]
 
 
-def test_who_is_dead_is_waited_for_no_longer_than_the_time_out() -> None:
+def test_a_dead_rank_is_waited_for_no_longer_than_the_timeout() -> None:
     box = LocalMailbox()
 
     def one(group: Group) -> object:
@@ -133,7 +133,7 @@ def test_who_is_dead_is_waited_for_no_longer_than_the_time_out() -> None:
     assert "did not agree within 0.5 s" in str(as_ranks(2, one, box)[0])
 
 
-def test_a_mailbox_that_is_gone_holds_nobody() -> None:
+def test_a_missing_mailbox_blocks_no_rank() -> None:
     box = LocalMailbox()
 
     def one(group: Group) -> object:

@@ -113,7 +113,7 @@ def test_memory_is_used_again_once_it_is_free(threads: ThreadPoolExecutor, asked
     assert len(asked) == 2
 
 
-def test_what_has_landed_is_landed_once() -> None:
+def test_a_finished_copy_is_reported_once() -> None:
     landed: list[int] = []
     one = Snapshot(LaidOutState({}, {}, ()), lambda: landed.append(1), lambda: None)
     one.land()
@@ -149,7 +149,7 @@ def test_memory_is_given_back_once_devices_have_copied_to_it() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-def test_memory_is_asked_for_as_soon_as_it_is_foreseen(
+def test_memory_is_requested_as_soon_as_the_need_is_known(
     threads: ThreadPoolExecutor, asked: list[int], kept: int
 ) -> None:
     pool, background = pool_of(2, kept=kept)

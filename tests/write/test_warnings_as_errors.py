@@ -128,7 +128,7 @@ def test_going_back_says_nothing_of_a_term_that_saved(store: ckptstore.Store) ->
             writer.poll()
 
 
-def test_a_change_of_somebody_else_tells_nobody(store: ckptstore.Store, killed: Callable[[int], None]) -> None:
+def test_a_change_by_others_causes_no_warning(store: ckptstore.Store, killed: Callable[[int], None]) -> None:
     killed(3)
     store.tag("kept", "3@1", take_over=True)
     assert store.terms()[-1].term == 2
@@ -157,7 +157,7 @@ def test_a_run_from_nothing(store: ckptstore.Store) -> None:
         assert saved(store) is None
 
 
-def test_all_that_there_is_to_be_told_of_a_start_is_told_at_once(
+def test_all_warnings_of_a_start_are_raised_at_once(
     store: ckptstore.Store, killed: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next start raises none of them."""
@@ -201,7 +201,7 @@ def test_updates_that_are_ignored(store: ckptstore.Store, call: str) -> None:
     assert [info.step for info in store.checkpoints()] == [1, 2]
 
 
-def test_a_save_that_fails_raises_its_own_error_with_what_was_to_be_said(store: ckptstore.Store) -> None:
+def test_a_failed_save_raises_its_own_error_with_the_warnings(store: ckptstore.Store) -> None:
     with store.writer(poll_seconds=None) as writer:
         writer.save({"w": np.zeros(3)}, 1)
         with pytest.raises(ckptstore.StepOrderError) as failed:
@@ -242,7 +242,7 @@ def test_threads_of_the_package_log_it(category: type[Warning], caplog: pytest.L
     ]
 
 
-def test_threads_of_the_caller_are_told() -> None:
+def test_threads_of_the_caller_get_warnings() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(ckptstore.LossyWarning):
         pool.submit(warn, "of the caller's pool", ckptstore.LossyWarning).result()
 

@@ -113,7 +113,7 @@ def test_a_writer_that_is_fenced_as_it_answers_a_request_writes_nothing_more(sto
     assert len(store.backend.list("seg/")) == 1
 
 
-def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
+def test_saves_in_flight_when_the_term_ended_are_not_written(store: ckptstore.Store) -> None:
     """No writer may drop segments of a term that is over: so none is written any more."""
     with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as other:
         reached, goes_on = threading.Event(), threading.Event()
@@ -325,9 +325,7 @@ class TestWaiting:
             assert all(one.done() for one in pending)
             assert [info.step for info in store.checkpoints()] == [1, 2, 3]
 
-    def test_the_exception_is_there_to_be_asked_for(
-        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_exception_can_be_queried(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> Any:
             raise ckptstore.StorageError("the disk is full")
 
