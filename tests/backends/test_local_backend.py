@@ -176,7 +176,7 @@ def test_a_folder_without_permission_is_read_only() -> None:
                 with pytest.raises(ReadOnlyError):
                     backend.create("log/0", b"")
                 status = 0
-            except BaseException:  # noqa: BLE001  # told by the status; the trace goes to the captured output
+            except BaseException:  # noqa: BLE001  # reported by the exit status; the trace goes to the captured output
                 traceback.print_exc()
             finally:
                 os._exit(status)

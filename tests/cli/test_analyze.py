@@ -57,7 +57,7 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
     copied = [line.strip() for line in lines[lines.index("to copy:") + 1 :]]
     assert copied[0] == "from ckptstore import DeltaOptions"
     names: dict[str, object] = {"store": ckptstore.open("memory://analyzed", create=True)}
-    exec("\n".join(copied), names)  # noqa: S102  # what is to be copied works
+    exec("\n".join(copied), names)  # noqa: S102  # copied functions still work
     names["writer"].close()  # type: ignore[attr-defined]
 
 

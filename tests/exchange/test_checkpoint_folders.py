@@ -254,6 +254,6 @@ def test_torchscript_is_called_that(tmp_path: Path) -> None:
         open_checkpoint(path)
     (note,) = told.value.__notes__
     command = note.partition('-c "')[2].rstrip('"').replace("weights.pt", str(tmp_path / "weights.pt"))
-    exec(command, {})  # noqa: S102  # what the error says
+    exec(command, {})  # noqa: S102  # the command from the error message
     with open_checkpoint(tmp_path / "weights.pt") as opened:
         assert set(opened.flat.tensors) == {"weight", "bias"}

@@ -162,7 +162,7 @@ def test_a_header_of_another_length_than_it_says_is_refused() -> None:
 
 
 def opened(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """(header, document, what follows) of a segment."""
+    """(header, document, remaining bytes) of a segment."""
     end = header_length(data, len(data), "file")
     header = json.loads(data[8:end])
     return header, json.loads(header["__metadata__"]["ckptstore"]), data[end:]

@@ -224,7 +224,7 @@ class Actor:
         try:
             self._gate("start", "")
             self._work(self.backend)
-        except BaseException as error:  # noqa: BLE001  # handed to whoever looks at `error`
+        except BaseException as error:  # noqa: BLE001  # kept in `error` for the caller
             self.error = error
         self.at = None
         self._waits.release()

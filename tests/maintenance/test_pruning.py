@@ -452,7 +452,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
                     restored.append(step)
             except ckptstore.CheckpointNotFoundError:
                 pass  # retired between the two calls
-            except BaseException as error:  # noqa: BLE001  # told below
+            except BaseException as error:  # noqa: BLE001  # reported below
                 failures.append(error)
                 return
 
@@ -462,7 +462,7 @@ def test_readers_and_collectors_beside_a_long_run(store: Store, tmp_path: Path) 
         while not ended.is_set():
             try:
                 own.gc()
-            except BaseException as error:  # noqa: BLE001  # told below
+            except BaseException as error:  # noqa: BLE001  # reported below
                 failures.append(error)
                 return
             most = max(most, len(own.backend.list("seg/")))

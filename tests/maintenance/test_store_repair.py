@@ -176,7 +176,7 @@ def test_folds_deleted(folded: Path, tmp_path: Path, gone: str) -> None:
     told = [info.metadata.get("loss") for info in store.checkpoints()]
     if gone == "both":
         assert done.log == "damaged"
-        assert None in told  # what only the fold and deleted slots had
+        assert None in told  # known only from the fold and the deleted slots
         assert 0.5 in told
     else:
         assert (done.log, told) == ("whole", [0.5] * 29)

@@ -108,7 +108,7 @@ def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in told:
         assert SECRET not in text
         assert KEY not in text
-    assert dict(backend.storage_options) == options  # an agent is told them
+    assert dict(backend.storage_options) == options  # an agent receives them
 
 
 def test_progress_is_a_line_on_stderr(

@@ -72,7 +72,7 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
 @long_only
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
     monkeypatch.setenv(SPIN, "0.001")  # the nursery's messages end with the test
     small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
     asked = ["full-agent", "--control", *small, "--out", str(tmp_path / "out")]
@@ -88,7 +88,7 @@ def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_the_quick_form_measures_recovers_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
     done = CliRunner().invoke(every_step.main, [*_QUICK, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     results = {

@@ -510,7 +510,9 @@ def test_rules_are_the_store_s_and_the_next_run_keeps_to_them(tmp_path: Path) ->
                 checkpointer.step(metrics={"loss": loss})
     assert store.rules() == ("last:1", "best:loss:2")
     assert [info.step for info in store.checkpoints()] == [2, 7, 8]
-    assert len(list((tmp_path / "s" / "seg").rglob("*.safetensors"))) == 3  # and what went is deleted
+    assert (
+        len(list((tmp_path / "s" / "seg").rglob("*.safetensors"))) == 3
+    )  # and the segments of retired ones are deleted
 
 
 def test_it_compacts_in_its_idle_time(tmp_path: Path) -> None:

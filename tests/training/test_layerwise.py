@@ -213,7 +213,7 @@ class Gated:
 
 
 def _method(call: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments: call(*arguments)  # noqa: PLW0108  # a bound method would not be given the object it is called of
+    return lambda *arguments: call(*arguments)  # noqa: PLW0108  # a bound method would not get the instance
 
 
 def run(

@@ -248,7 +248,7 @@ def test_metrics_are_by_name(tmp_path: Path) -> None:
     with script.opened(tmp_path) as checkpointer:
         script.one()
         with pytest.raises(UsageError, match=r"metrics: float; numbers by name"):
-            checkpointer.step(metrics=1.5)  # type: ignore[arg-type]  # as a script in a hurry has it
+            checkpointer.step(metrics=1.5)  # type: ignore[arg-type]  # as in a careless script
 
 
 def test_a_last_step_that_is_lost_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -265,4 +265,4 @@ def test_a_step_that_one_rank_could_not_write_may_be_given_again(tmp_path: Path)
     log = [store.backend.get(key) for key in store.backend.list("log/")]
     assert store.view().catalog.dropped
     for gone in store.view().catalog.dropped:
-        assert sum(gone.encode() in slot for slot in log) == 1, "what was begun in vain is dropped, once"
+        assert sum(gone.encode() in slot for slot in log) == 1, "the segment of the failed attempt is dropped, once"

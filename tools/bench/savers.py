@@ -28,7 +28,7 @@ _LOOP_STEPS = 10
 """Fewest training steps beside an asynchronous save."""
 
 Saver = Callable[[BenchState, Path, Measurement], dict[str, float]]
-"""Saves the state into a folder inside the measurement; returns further numbers of its own."""
+"""Saves the state into a folder inside the measurement; returns further numbers."""
 
 
 def _image(state: BenchState) -> memoryview:

@@ -90,7 +90,7 @@ class Strategy(ABC):
     def save(self, step: int) -> None:
         """Save the trainer's present state; the ledger has noted the begin."""
 
-    def settle(self) -> None:  # noqa: B027  # what is synchronous is settled
+    def settle(self) -> None:  # noqa: B027  # synchronous saves are already settled
         """Return when everything is durable. Raises the error of a failed save."""
 
     def close(self) -> None:

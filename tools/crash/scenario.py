@@ -42,7 +42,7 @@ ANCHOR_EVERY = 4
 """Instead of 1024: slots become deletable within a short life."""
 
 
-class Violation(AssertionError):  # noqa: N818  # the word of the trade
+class Violation(AssertionError):  # noqa: N818  # the usual term
     """The store broke a promise."""
 
 

@@ -20,7 +20,7 @@ PER_BYTE: Final = 400
 """Limit of bytes that reading may allocate for each byte of input (objects of small JSON numbers cost most)."""
 
 
-class Violation(AssertionError):  # noqa: N818  # the word of the trade
+class Violation(AssertionError):  # noqa: N818  # the usual term
     """An input was neither refused with our own error nor read correctly."""
 
 

@@ -481,7 +481,7 @@ def sweep(
     Raises:
         Violation: a promise is broken; names seed and life.
     """
-    import torch.distributed  # noqa: F401  # once, before the forks; and what a rank needs
+    import torch.distributed  # noqa: F401  # once, before the forks; includes the modules of a rank
 
     import ckptstore.frameworks.torch_ranks
     import ckptstore.write.ranks.rank_writer_factory

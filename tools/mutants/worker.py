@@ -180,7 +180,7 @@ def _child(request: dict[str, Any], writing: int, pulse: mmap.mmap) -> None:
             code = 0
         elif watch.failures or result == pytest.ExitCode.INTERNAL_ERROR:
             code = 1
-    except BaseException:  # noqa: BLE001  # told, and the process ends here
+    except BaseException:  # noqa: BLE001  # printed, and the process ends here
         traceback.print_exc()  # into the worker's log
     finally:
         sys.stderr.flush()

@@ -145,7 +145,7 @@ def _nursery(control: socket.socket, modules: Sequence[str]) -> _Work | None:
         threads = len(list(Path("/proc/self/task").iterdir()))
         if threads > 1:
             raise WarmError(f"{threads} threads, and a fork would have one")
-    except Exception as error:  # noqa: BLE001  # whoever waits for this is told
+    except Exception as error:  # noqa: BLE001  # the waiting caller gets it
         control.send(f"{type(error).__name__}: {error}".encode()[:10_000])
         return None
     gc.collect()

@@ -169,7 +169,7 @@ def run_of(path: Path) -> str | None:
     try:
         data = text_of(path)
         found = (unsealed(data) if path.suffix == ".json" else segments.read(data))["run"]
-    except Exception:  # noqa: BLE001  # whatever is wrong with it, it says nothing
+    except Exception:  # noqa: BLE001  # a file with any error names no run
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{32}", found) else None
 

@@ -36,7 +36,7 @@ def cold(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, **how)
 
 
-class Violation(Exception):  # noqa: N818  # not of the project: of its promises
+class Violation(Exception):  # noqa: N818  # no error of the project: a broken promise
     """A promise that was broken."""
 
 
