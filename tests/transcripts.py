@@ -13,7 +13,7 @@ from tests import warmth
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _PLAIN = re.compile(r"((?:[A-Z_]+=\w+ )*)(python|ckpt) ([^|&;<>$'\"*?~`#]*?)(?P<last> 2>&1 \| tail -n 1)?")
-"""A line that a shell would run as a single process of ours, or whose last output line it would show."""
+"""A line that runs only a process of ours; it may end with ``| tail -n 1``."""
 
 
 def plain(text: str) -> list[str]:

@@ -55,7 +55,7 @@ SAVES: dict[str, Ask] = {
 }
 
 
-# If steps are encoded, `wait` and `tag` come to their turn: the waiting save holds nothing that they need.
+# If steps are encoded, `wait` and `tag` can run: the waiting save holds nothing that they need.
 CASES = [(inner, False, None) for inner in FROM_HANDLERS] + [
     (inner, True, None) for inner in ("save", "save_async", "begin", "rollback")
 ]
