@@ -129,4 +129,4 @@ def test_every_difference_is_reported(found: Any, reason: str) -> None:
 def test_texts_of_errors_are_not_compared() -> None:
     assert differences({"refused": "a"}, {"refused": "b"}) == []
     assert differences({"x": {"error": "a"}}, {"x": {"error": "b"}}) == []
-    assert "has to be refused" in differences({"refused": "a"}, {"latest": None, "checkpoints": {}})[0]
+    assert "must be refused" in differences({"refused": "a"}, {"latest": None, "checkpoints": {}})[0]
