@@ -29,11 +29,11 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("up 500 2 7 1 {wrong}", "other bits"),
+        ("up 500 2 7 1 {wrong}", "wrong bits"),
         ("up 500 2 5 1 {5}", "step 7 was acknowledged"),
-        ("up 500 3 8 1 {8}", "was to go on"),
+        ("up 500 3 8 1 {8}", "should continue"),
         ("up 500 2 8 0 {8}", "kept nothing"),
-        ("up 501 2 8 1 {8}", "was to go on"),
+        ("up 501 2 8 1 {8}", "should continue"),
         ("up 500 2 7 1 {7}", "step 9 was handed over"),
         ("died AgentError: none", "did not begin"),
     ],

@@ -144,5 +144,5 @@ def test_the_result_of_a_separate_process_comes_back() -> None:
     assert apart(lambda: [1, "two"]) == [1, "two"]
     with pytest.raises(Violation, match="ZeroDivisionError"):
         apart(lambda: 1 // 0)
-    with pytest.raises(Violation, match="without a word"):
+    with pytest.raises(Violation, match="without a result"):
         apart(lambda: os._exit(0))
