@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.cancellable_calls import current_scope, in_scope

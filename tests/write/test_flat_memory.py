@@ -21,7 +21,7 @@ varies by about 5,000 B (slots that await their removal, caches), 11 B for each 
 
 
 def test_a_writers_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.formats.tables.MANY", 32)
+    monkeypatch.setattr("ckptstore.formats.history.tables.MANY", 32)
     monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 32)
     for sync in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, sync, lambda _descriptor: None)  # this test is not about crashes

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK

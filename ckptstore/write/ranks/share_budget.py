@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 
 from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.threads import SleepingPool, default_threads
 from ckptstore.segments.units import plan_units

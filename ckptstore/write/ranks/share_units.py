@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.arenas import Arenas
 from ckptstore.segments.staged_units import DescribedTensor, StagedState, StagedUnits, copies_of
 from ckptstore.segments.units import UnitPlan
