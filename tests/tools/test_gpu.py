@@ -114,7 +114,7 @@ def test_the_parts_have_every_way_that_saves() -> None:
 
 
 def checked(way: str, place: Path, device: str) -> dict[str, Any]:
-    """Measure a tiny model, and check what any way has to give."""
+    """Measure a tiny model, and check the requirements on every way."""
     found = case.measured(way, case.Load(device, 32, 1, 1, 8, micro=2), PLAN, place)
     json.dumps(found)
     assert found["differs"] is None
