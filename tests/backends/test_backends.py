@@ -82,7 +82,7 @@ class TestLocalInMemoryWithoutDirectIO(BackendConformance):
 
 
 class TestLocalWithShortTransfers(BackendConformance):
-    """The system may always read and write less than it was asked to."""
+    """The system may always read and write less than requested."""
 
     @pytest.fixture
     def opener(self) -> Opener:
@@ -155,13 +155,13 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("create", [True, False, None])
 @pytest.mark.parametrize("path", ["a\0b", "file:///a%00b", "run/\ud800"])
-def test_what_cannot_be_a_path_is_a_usage_error(path: str, create: bool | None) -> None:
+def test_an_invalid_path_is_a_usage_error(path: str, create: bool | None) -> None:
     with pytest.raises(UsageError, match="is no path"):
         open_store(path, create=create)
 
 
 @pytest.mark.parametrize("create", [True, False, None])
-def test_what_the_system_says_of_a_path_is_a_storage_error(tmp_path: Path, create: bool | None) -> None:
+def test_a_system_error_on_a_path_is_a_storage_error(tmp_path: Path, create: bool | None) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for path, code in ((tmp_path / ("x" * 300), errno.ENAMETOOLONG), (tmp_path / "loop", errno.ELOOP)):
         with pytest.raises(StorageError, match=path.name) as caught:
@@ -225,7 +225,7 @@ def test_memory_stores_have_names() -> None:
         "pmem://",
     ],
 )
-def test_what_cannot_be_opened_is_named(url: str) -> None:
+def test_an_unopenable_url_is_named(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         open_backend(url, create=True)
     if "//" in url:
@@ -243,7 +243,7 @@ def test_what_cannot_be_opened_is_named(url: str) -> None:
 def test_a_url_with_too_few_slashes_is_no_folder(
     typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a run would be saved to a folder named ``s3:``, in silence."""
+    """Otherwise a run would silently be saved to a folder named ``s3:``."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"did you mean {meant}"):
         open_backend(typed, create=True)

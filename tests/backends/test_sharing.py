@@ -1,4 +1,4 @@
-"""Saves that share a medium that is nearly full: they claim its space, and wait for each other."""
+"""Saves that share a nearly full medium: they claim its space, and wait for each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_save_that_is_short_of_space_waits_for_another_to_end() -> None:
 
 
 def test_a_save_that_has_waited_waits_no_more() -> None:
-    """Nobody gives way for it: the next one that is short of space waits for it."""
+    """Others do not give way to it: the next one that lacks space waits for it."""
     sharing = Sharing()
     first, second, third = sharing.begin(), sharing.begin(), sharing.begin()
     found: list[bool] = []
@@ -60,7 +60,7 @@ def test_a_save_that_has_waited_waits_no_more() -> None:
     third.end()  # before or after that waits
     one.join(60)
     assert found == [True]
-    one = waiting(first)  # has not looked since `third` ended
+    one = waiting(first)  # has not checked since `third` ended
     one.join(60)
     one = waiting(first)
     one.join(0.1)

@@ -55,7 +55,7 @@ def test_text(ckpt: Run, series: list[Path]) -> None:
     copied = [line.strip() for line in lines[lines.index("to copy:") + 1 :]]
     assert copied[0] == "from ckptstore import DeltaOptions"
     names: dict[str, object] = {"store": ckptstore.open("memory://analyzed", create=True)}
-    exec("\n".join(copied), names)  # noqa: S102  # what is to be copied works
+    exec("\n".join(copied), names)  # noqa: S102  # copied functions still work
     names["writer"].close()  # type: ignore[attr-defined]
 
 
@@ -104,7 +104,7 @@ def test_csv(ckpt: Run, series: list[Path], tmp_path: Path) -> None:
         assert list(row) == list(step)
         assert (row["class"], row["codec"], int(row["step"])) == (step["class"], step["codec"], step["step"])
         assert float(row["ratio"]) == step["ratio"]
-    began = ckpt("analyze", tmp_path / "nothing.pt", "--csv", tmp_path / "no" / "x.csv")  # before it looks at anything
+    began = ckpt("analyze", tmp_path / "nothing.pt", "--csv", tmp_path / "no" / "x.csv")  # before it reads anything
     assert (began.code, "/no does not exist" in began.err) == (2, True)
 
 

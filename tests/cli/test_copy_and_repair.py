@@ -54,7 +54,7 @@ def test_repair(ckpt: Run, run: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_a_segment_of_which_nobody_knows_whose_it_was_is_a_loss(ckpt: Run, run: Path, tmp_path: Path) -> None:
+def test_a_segment_of_unknown_origin_is_a_loss(ckpt: Run, run: Path, tmp_path: Path) -> None:
     (run / ckptstore.open(run).describe("5@3")[0][0].key).write_bytes(b"cut")
     shutil.rmtree(run / "log")
     shutil.rmtree(run / "fold", ignore_errors=True)
@@ -70,11 +70,11 @@ def test_repair_of_an_intact_store(ckpt: Run, run: Path, tmp_path: Path) -> None
     assert ckpt("repair", tmp_path / "nothing", tmp_path / "other").code == 3
 
 
-def test_what_is_lost_for_one_reason_is_one_line(ckpt: Run, tmp_path: Path) -> None:
+def test_losses_of_one_cause_are_one_line(ckpt: Run, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "chain") as store, store.writer(deltas=CHAIN, poll_seconds=None) as writer:
         weights = np.random.default_rng(1).integers(0, 2**31, 20000).astype(np.int32)
         for step in range(1, 8):
-            weights[:20] += 1  # of each nothing can be had without the one before
+            weights[:20] += 1  # none can be restored without the one before
             writer.save({"weights": weights.copy()}, step)
         key = next(iter(store.checkpoint("2@1").segments))
     next((tmp_path / "chain").rglob(f"{key}.safetensors")).unlink()

@@ -1,4 +1,4 @@
-"""What `ckpt` says to do about an error: with the names that were typed, ready to paste."""
+"""The remedies in `ckpt`'s error messages: with the names that were typed, ready to paste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A codec is described in its class alone: one that is added is written, read, tried, measured and shown."""
+"""A codec's class is its only description: an added codec is written, read, tried, measured and shown."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_codec_that_is_added_appears_everywhere(tmp_path: Path) -> None:
         assert re.search(rf"^\W*{name}\s", done.stdout, re.M), done.stdout
 
 
-def test_nobody_else_keeps_a_list_of_codecs() -> None:
+def test_no_other_module_has_a_list_of_codecs() -> None:
     names = re.compile("|".join(rf'"({name})"' for name in codecs.METHODS if name != "raw"))
     found = {
         f"{path.relative_to(ROOT)}: {line.strip()}"
@@ -158,7 +158,7 @@ def test_every_codec_has_a_method_of_its_own_and_makes_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "U8", "I64", "C64"])
 def test_deltas_that_add_up(dtype: str) -> None:
-    """What a codec says of its sums is so: decoding onto zeros, then adding, is decoding onto the base."""
+    """A codec's claim about its sums holds: decoding onto zeros, then adding, equals decoding onto the base."""
     chance = np.random.default_rng(3)
     old, new = (chance.integers(0, 256, 4096, np.uint8) for _ in range(2))
     seen = set()

@@ -1,4 +1,4 @@
-"""The golden optimizer steps give what they gave: by us, in both forms of the kernels, and by the page's decoder."""
+"""The golden optimizer steps give the recorded results: in both forms of our kernels, and in the page's decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SPEC.md 5.4 holds: a decoder written from the page alone reads what the codecs write, and refuses what they do."""
+"""SPEC.md 5.4 holds: a decoder written from the page alone reads the codecs' payloads, and refuses the same ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_hostile_values(dtype: str, kind: str) -> None:
     ("dtype", "scale"), [("F32", 1e-7), ("F32", 1e-5), ("BF16", 1e-5), ("BF16", 1e-4), ("F64", 1e-9)]
 )
 def test_trained_values(dtype: str, scale: float, level: int) -> None:
-    """Weights that an optimizer moved, in two blocks: every form of group that there is, and runs of classes."""
+    """Weights that an optimizer updated, in two blocks: every form of group that exists, and runs of classes."""
     kind = {"F32": np.dtype("<f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F64": np.dtype("<f8")}[dtype]
     rng = np.random.default_rng(1)
     count = (1 << 20) // kind.itemsize + 30_000
@@ -151,7 +151,7 @@ def kind_of(word: int, value: int) -> Any:
 
 
 def test_all_forms_and_modes_occur(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above compare is not a corner of the format."""
+    """The tests above compare more than a corner of the format."""
     modes, forms = set[int](), set[int]()
     monkeypatch.setattr(page, "piece", noting(modes, page.piece))
     monkeypatch.setattr(page, "group", noting(forms, page.group))
@@ -178,7 +178,7 @@ def noting(seen: set[int], decoder: Any) -> Any:
 @settings(deadline=None, max_examples=40)
 @given(st.data(), st.sampled_from(["numbers", "sparse", "bits"]), st.integers(0, 2**32))
 def test_damage_is_taken_alike(dtype: str, data: st.DataObject, kind: str, seed: int) -> None:
-    """Both refuse the same payloads, and make the same of the others."""
+    """Both refuse the same payloads, and decode the others alike."""
     count = data.draw(st.sampled_from([3, 600, 5000]))
     base, image = pair(dtype, kind, "near" if seed % 2 else "few", count, seed)
     for codec in codecs_of(dtype):

@@ -1,4 +1,4 @@
-"""SPEC.md 5.5 holds: a decoder written from the page alone makes of every payload what ours makes, bit for bit."""
+"""SPEC.md 5.5 holds: a decoder written from the page alone decodes every payload like ours, bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ IDS = [f"{number}-{rule.params['rule']}-{rule.params.get('variant', '')}" for nu
 
 
 def trained(rule: optim.Rule, count: int, seed: int) -> Arrays:
-    """A state as training has it."""
+    """A state as in training."""
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.uniform(-6, -3, count)
     state = [rng.normal(0, 0.02, count)] + [rng.normal(0, 0.3, count) * scale for _ in rule.slots[1:2]]
@@ -123,7 +123,7 @@ def test_training_states(rule: optim.Rule) -> None:
     gradient = (rng.normal(0, 1, 3000) * 10.0 ** rng.uniform(-6, -3, 3000)).astype("<f4")
     new = [part.copy() for part in old]
     optim.advance(rule, new, gradient)
-    new[0].view("<u4")[::100] += 1  # what another kernel rounded otherwise
+    new[0].view("<u4")[::100] += 1  # values that another kernel rounded differently
     for encoding, payload in payloads(rule, old, new, gradient, rng):
         found = page.decode(encoding, rule.params, payload, patterns(old))
         assert same(found, ours(encoding, rule, payload, old)), encoding
@@ -147,7 +147,7 @@ def test_any_patterns(rule: optim.Rule, kind: str, request: pytest.FixtureReques
 
 
 def test_the_first_buffer_is_predicted_as_a_product_with_zero() -> None:
-    """Its sign, and NaN for what is not finite: not 0."""
+    """Its sign, and NaN for non-finite values: not 0."""
     rule = optim.SGD(momentum=0.9).rule(FIRST)
     old = [np.ones(4, "<f4"), np.array([-2.0, 3.0, -np.inf, np.nan], "<f4")]
     with np.errstate(all="ignore"):
@@ -159,7 +159,7 @@ def test_the_first_buffer_is_predicted_as_a_product_with_zero() -> None:
 
 
 def test_skipped_slots_stand_in_their_own_order() -> None:
-    """The weight first: of slots of which only the weight changed, its residual is the first."""
+    """The weight first: if only the weight of the slots changed, its residual is the first."""
     rule = optim.Skip(("weight", "exp_avg", "exp_avg_sq"))
     old = [np.full(300, slot, "<f4") for slot in (1, 2, 3)]
     new = [old[0] + np.float32(1), old[1], old[2]]
@@ -185,7 +185,7 @@ def test_several_blocks() -> None:
 @settings(deadline=None, max_examples=short_or(24, 60))
 @given(st.data(), st.sampled_from(range(len(RULES))), st.integers(0, 2**32))
 def test_damage_is_taken_alike(data: st.DataObject, number: int, seed: int) -> None:
-    """Both refuse the same payloads, and make the same of the others."""
+    """Both refuse the same payloads, and decode the others alike."""
     rule, rng = RULES[number], np.random.default_rng(seed)
     old, new = trained(rule, 400, seed), trained(rule, 400, seed + 1)
     made = payloads(rule, old, new, rng.normal(0, 1e-4, 400).astype("<f4"), rng)
@@ -217,7 +217,7 @@ def test_an_encoding_has_its_own_forms(encoding: Any, form: int) -> None:
 
 @pytest.mark.parametrize("unknown", ["adam/2", "adam", "sgd/0", "skip", "lion/1"])
 def test_other_arithmetic_is_another_id_and_is_refused(unknown: str) -> None:
-    """Never taken for the one that this version knows: a name alone is no id."""
+    """Never mistaken for the known one: a name alone is no id."""
     params = {**GROUPS["adamw"].rule(LATER).params, "rule": unknown}
     known = f"this version knows {', '.join(optim.RULES)}"
     with pytest.raises(IncompatibleFormatError, match=f"unknown optimizer rule '{unknown}': {known}"):

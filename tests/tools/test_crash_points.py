@@ -1,4 +1,4 @@
-"""Crash points: none is missing in the code, in its register or on the page, and the crash tests reach all."""
+"""Crash points: all of them are in the code, in the register and on the page, and the crash tests reach all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_register_names_what_is_called_and_nothing_else(called: list[Place])
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ckptstore.LostStepsWarning")
-def test_a_life_of_the_crash_tests_comes_to_every_call(
+def test_the_lives_of_the_crash_tests_pass_every_call(
     called: list[Place], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached: set[Place] = set()

@@ -1,4 +1,4 @@
-"""The benchmark of saves after every step: what is restored is what was trained, and the quick form is complete."""
+"""The benchmark of saves after every step: each restored state is the trained one, and the quick form is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTERS if not name.startswith(("none", "fulls"))])
-def test_what_a_checkpointer_restores_is_what_was_trained(
+def test_a_checkpointer_restores_the_trained_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numpy_elsewhere: None, name: str
 ) -> None:
     monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path / "runtime"))
@@ -72,8 +72,8 @@ def test_the_overhead_of_turns_is_that_of_pairs() -> None:
 @long_only
 @pytest.mark.slow
 def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
-    monkeypatch.setenv(SPIN, "0.001")  # what the command says of it goes when the test is over
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
+    monkeypatch.setenv(SPIN, "0.001")  # the nursery's messages end with the test
     small = ("--parameters", "30k", "--tokens", "1", "16", "--steps", "2", "--pairs", "2", "--json")
     asked = ["full-agent", "--control", *small, "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(every_step_turns.main, asked)
@@ -88,7 +88,7 @@ def test_turns_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_the_quick_form_measures_recovers_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has one of its own
+    monkeypatch.setenv("CKPTSTORE_RUNTIME_DIR", str(tmp_path))  # the command has its own
     done = CliRunner().invoke(every_step.main, [*_QUICK, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     results = {

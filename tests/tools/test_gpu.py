@@ -1,5 +1,5 @@
-"""What is to be run on a GPU: every marked test is found, limits of time hold, and the table's ways run on the CPU and
-on a simulated device as they would on a GPU.
+"""The command for a GPU machine: it finds every marked test, keeps its time limits, and its table's ways run on the CPU
+and on a simulated device as on a GPU.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_the_parts_have_every_way_that_saves() -> None:
 
 
 def checked(way: str, place: Path, device: str) -> dict[str, Any]:
-    """Measure a tiny model, and check what any way has to give."""
+    """Measure a tiny model, and check the requirements on every way."""
     found = case.measured(way, case.Load(device, 32, 1, 1, 8, micro=2), PLAN, place)
     json.dumps(found)
     assert found["differs"] is None

@@ -99,7 +99,7 @@ def test_the_site_is_built_without_a_warning() -> None:
     api = (ROOT / "build/site/api.html").read_text()
     assert "ckptstore.store.store.Store.load" in api
     assert "HtmlTable" not in api  # how it is made
-    assert "Bases:" in api  # what an error is a kind of
+    assert "Bases:" in api  # the base class of an error
 
 
 def test_the_picture_of_the_readme() -> None:

@@ -1,4 +1,4 @@
-"""The training benchmark: every strategy restores what was trained, and the quick form is complete."""
+"""The training benchmark: every strategy restores the trained state, and the quick form is complete."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "none"])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_what_a_strategy_restores_is_what_was_trained(tmp_path: Path, name: str, interval: int) -> None:
+def test_a_strategy_restores_the_trained_state(tmp_path: Path, name: str, interval: int) -> None:
     trainer, ledger = Trainer(SHAPE), Ledger()
     trainer.take()
     try:
@@ -60,7 +60,7 @@ def test_what_a_strategy_restores_is_what_was_trained(tmp_path: Path, name: str,
     assert digest(other.state()) != digests[12]
     assert STRATEGIES[name].restore(tmp_path, other) == 12
     assert digest(other.state()) == digests[12]
-    other.take()  # and training goes on from it, to the same bits
+    other.take()  # and training continues from it, with the same bits
     trainer.take()
     assert digest(other.state()) == digest(trainer.state())
 
@@ -181,7 +181,7 @@ def test_slowdowns_are_to_none_of_the_same_round_and_waste_is_measured() -> None
     assert cells == [[pytest.approx(1.0), pytest.approx(0.17 / 0.16)]]
 
 
-def test_kills_are_told_with_and_without_anything_to_restore(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kills_are_reported_with_and_without_a_restorable_state(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     none, store = Case("kill", "none", 10), Case("kill", "ckptstore-2", 10)
@@ -212,7 +212,7 @@ def test_the_pictures(tmp_path: Path) -> None:
     assert training_report.draw(training_report.Tables(Results({}), 100.0), training.LABELS, "", tmp_path) == []
 
 
-def test_what_failed_or_is_absent_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_and_absent_cases_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     from tools.bench.storage.rounds import WorkerError
@@ -244,13 +244,13 @@ def test_what_failed_or_is_absent_is_said(capsys: pytest.CaptureFixture[str]) ->
         (["--parameters", "many"], "write a number as in 25M"),
     ],
 )
-def test_what_is_not_understood_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(training.main, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert message in result.output
 
 
-def test_too_little_space_is_said(tmp_path: Path) -> None:
+def test_too_little_space_is_reported(tmp_path: Path) -> None:
     arguments = ["--parameters", "900B", "--only", "loop/torch.save/1", "--out", str(tmp_path)]
     result = CliRunner().invoke(training.main, arguments)
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""Saves in flight that are cancelled or killed: what was acknowledged stays, and nothing else is left."""
+"""Saves in flight that are cancelled or killed: acknowledged checkpoints stay, and nothing else is left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TestCancelling:
             with pytest.raises(CancelledError, match="step 1 was cancelled"):
                 pending.result()
             medium.release()
-            writer.wait()  # whoever cancels has been told
+            writer.wait()  # the caller of cancel has the answer
             again = writer.save_async(weights(1), 1)
             assert again.result(120).step == 1
             assert not again.cancel()
@@ -60,7 +60,7 @@ class TestCancelling:
         medium = Medium(monkeypatch, 9)
         with store.writer(max_in_flight=1, poll_seconds=None) as writer, taken(writer, medium):
             assert writer.save_async(weights(2), 2).cancel()
-            assert writer.save_async(weights(3), 3).cancel()  # its place is free again
+            assert writer.save_async(weights(3), 3).cancel()  # its slot is free again
         check(store, 1)
         assert medium.opened == 1
 
@@ -130,7 +130,8 @@ KILLS = {"save.first-block": 9, "save.sealed": 4, "commit.before-create": 5, "cr
 
 @pytest.mark.parametrize(("point", "memory"), in_turn(list(KILLS), [LEAST, None]))
 def test_a_kill_with_several_in_flight(tmp_path: Path, point: str, memory: int | None) -> None:
-    """What was acknowledged is there, the newest is at least that, and the next writer goes on from it."""
+    """Acknowledged checkpoints are there, the newest is at least the last of them, and the next writer continues from
+    it."""
     count = KILLS[point]
     command = [sys.executable, "-c", _KILLED.format(memory=memory), str(tmp_path / "store"), point, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

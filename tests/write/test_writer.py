@@ -1,4 +1,4 @@
-"""A writer that is over says so at once: closed, fenced, forked or interrupted, it writes nothing any more."""
+"""A writer that has ended reports it at once: closed, fenced, forked or interrupted, it writes nothing any more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def begin_a_term(store: ckptstore.Store) -> None:
 
 
 def fence(store: ckptstore.Store, writer: ckptstore.Writer) -> None:
-    """A newer term begins, and `writer` hears of it. Nothing that waits is touched by that."""
+    """A newer term begins, and `writer` learns of it. Waiting steps are not affected."""
     begin_a_term(store)
     with pytest.raises(ckptstore.FencedError):
         writer.tag("late", 1)
@@ -51,7 +51,7 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
     for call in (
         lambda: writer.save({"w": np.ones(5)}, 2),
         lambda: writer.save_async({"w": np.ones(5)}, 2),
-        lambda: writer.save({"w": object()}, 2),  # that it could not be stored either is not what is wrong
+        lambda: writer.save({"w": object()}, 2),  # the cause is not that it could not be stored either
         lambda: writer.tag("late", 1),
         writer.wait,
     ):
@@ -61,11 +61,11 @@ def test_after_close_nothing_is_taken(store: ckptstore.Store) -> None:
 
 
 def test_closed_while_the_state_is_copied(store: ckptstore.Store) -> None:
-    """The pool that copies goes with the writer; its own error would say nothing to anybody."""
+    """The pool that copies ends with the writer; its own error would be meaningless to the caller."""
     writer = store.writer(poll_seconds=None)
 
     closing = threading.Thread(target=writer.close)
-    starting = threading.Lock()  # `Thread.start` is not for two at once
+    starting = threading.Lock()  # two threads cannot call `Thread.start` at once
 
     class Closing(NumpySource):
         def view(self) -> Any:
@@ -113,8 +113,8 @@ def test_a_writer_that_is_fenced_as_it_answers_a_request_writes_nothing_more(sto
     assert len(store.backend.list("seg/")) == 1
 
 
-def test_what_was_on_its_way_when_the_term_ended_is_not_written(store: ckptstore.Store) -> None:
-    """Nobody may drop segments of a term that is over: so none is written any more."""
+def test_saves_in_flight_when_the_term_ended_are_not_written(store: ckptstore.Store) -> None:
+    """No writer may drop segments of a term that is over: so none is written any more."""
     with store.writer(poll_seconds=None) as writer, ThreadPoolExecutor(1) as other:
         reached, goes_on = threading.Event(), threading.Event()
 
@@ -138,7 +138,7 @@ LOST = pytest.mark.filterwarnings("ignore:term 1 ended without closing:ckptstore
 
 @pytest.fixture
 def trainer(store: ckptstore.Store) -> Any:
-    """A writer of diffs, and what it is given: step 1 is a full, step 2 waits for its batch."""
+    """A writer of diffs, and its input: step 1 is a full, step 2 waits for its batch."""
     trainer = Trainer()
     writer = store.writer(diffs=DiffOptions(batch=9, seconds=None), poll_seconds=None)
     pending = []
@@ -164,7 +164,7 @@ def test_steps_that_wait_are_not_written_once_the_term_is_over(store: ckptstore.
 
 @LOST
 def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store, trainer: Any) -> None:
-    """The term ends after the step was taken: its error comes with it, not with the end of the batch."""
+    """The term ends after the step was accepted: its error comes with it, not with the end of the batch."""
     training, writer, waiting = trainer
     training.train()
 
@@ -186,7 +186,7 @@ def test_no_step_waits_for_a_batch_that_cannot_be_written(store: ckptstore.Store
 def test_an_interrupted_save_is_not_committed(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch, diffs: DiffOptions | None
 ) -> None:
-    """The caller may change the state as soon as he was interrupted: what is written by then is not what he saved."""
+    """The caller may change the state after the interrupt: bytes written by then are not the saved ones."""
     with store.writer(diffs=diffs, poll_seconds=None) as writer:
         known = threading.Event()
 
@@ -217,7 +217,7 @@ def test_a_fork_is_refused_before_it_waits_for_threads_that_it_does_not_have(tmp
 
 
 def test_a_fork_does_not_wait_for_what_its_parent_saves(tmp_path: Path) -> None:
-    """It would never hear of it. What it knows already it may ask for."""
+    """It would never learn of it. It may ask for known results."""
     store = ckptstore.open(tmp_path / "store")
     with store.writer(poll_seconds=None, max_in_flight=2) as writer:
         done = writer.save_async({"w": np.zeros(5)}, 1)
@@ -246,7 +246,7 @@ def _ask(done: ckptstore.PendingSave, pending: ckptstore.PendingSave) -> None:
 def test_an_interrupted_save_async_commits_nothing_of_another_step(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its job is queued when Ctrl-C comes, and finds in its memory what the next save has copied there."""
+    """Its job is queued when Ctrl-C comes, and its memory has the next save's copy by then."""
     with store.writer(poll_seconds=None) as writer:
         gate = hold(store, writer)
         with monkeypatch.context() as patched:
@@ -263,7 +263,7 @@ def test_an_interrupted_save_async_commits_nothing_of_another_step(
 def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
     store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every thread that codes has a chunk of 16 MiB in memory, and one chunk waits to be written."""
+    """Every compressing thread has a chunk of 16 MiB in memory, and one chunk waits to be written."""
     from ckptstore.write import delta_encoding, writer_runtime
 
     lock, met, under_way, most = threading.Lock(), threading.Event(), [0], [0]
@@ -276,7 +276,7 @@ def test_payloads_under_way_take_no_more_memory_than_staging_has_blocks(
             if most[0] == 2:
                 met.set()
         met.wait(60)
-        time.sleep(0.1)  # so that as many as can come come
+        time.sleep(0.1)  # so that as many as possible arrive
         try:
             return code(*arguments)
         finally:
@@ -325,9 +325,7 @@ class TestWaiting:
             assert all(one.done() for one in pending)
             assert [info.step for info in store.checkpoints()] == [1, 2, 3]
 
-    def test_the_exception_is_there_to_be_asked_for(
-        self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_exception_can_be_queried(self, store: ckptstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> Any:
             raise ckptstore.StorageError("the disk is full")
 
@@ -346,7 +344,7 @@ class TestWaiting:
             assert failed.exception() is error
             with pytest.raises(ckptstore.StorageError, match="the disk is full"):
                 failed.result()
-            writer.wait()  # whoever asked was told
+            writer.wait()  # the caller got an error
 
 
 def test_steps_and_refs_may_be_numpy_integers(store: ckptstore.Store) -> None:

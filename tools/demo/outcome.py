@@ -1,4 +1,4 @@
-"""What a run of the demo found out: one value, its verdict, and its JSON."""
+"""The results of a demo run: one value, its verdict, and its JSON."""
 
 from __future__ import annotations
 

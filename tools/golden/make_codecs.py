@@ -1,5 +1,5 @@
 """Golden payloads of every codec but ``step``: a plain segment with the state of one checkpoint, a packed segment with
-the next one as deltas against it, and ``codecs-1.json``, which says what each tensor of the second has to be.
+the next one as deltas against it, and ``codecs-1.json`` with the expected tensors of the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DELTA = "segment-1-codecs-delta.safetensors"
 
 @dataclass(frozen=True)
 class Example:
-    """One tensor of the second checkpoint, how it is coded, and the same tensor of the first."""
+    """One tensor of the second checkpoint, its codec, and the same tensor of the first."""
 
     name: str
     dtype: str

@@ -1,7 +1,7 @@
 """Golden optimizer steps: a plain segment with the states of one checkpoint, a packed one with the next as steps of
-every rule, variant, encoding and form of gradient, and ``steps-1.json``: what each tensor of the second has to be.
+every rule, variant, encoding and form of gradient, and ``steps-1.json`` with the expected tensors of the second.
 
-They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: were it to change, these files could not be read.
+They pin the arithmetic of ``adam/1``, ``sgd/1`` and ``skip/1``: if it changed, these files could not be read.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Example:
 
 
 def _numbers(seed: int, count: int, scale: float) -> np.ndarray:
-    """Numbers that every machine makes alike."""
+    """Numbers that are the same on every machine."""
     whole = (np.arange(count, dtype=np.int64) * 7919 + seed * 104_729) % 2003 - 1001
     return (whole.astype("<f4") * np.float32(scale / 1001)).astype("<f4")
 
@@ -97,7 +97,7 @@ def _example(label: str, rule: optim.Rule, gradient: Any, count: int = 200, para
     dense = _numbers(40, count, 1e-3)
     applied = gradient.dense() if isinstance(gradient, optim.SparseGradient) else gradient
     optim.advance(rule, new, dense if applied is None else applied)
-    new[0].view("<u4")[100::97] += np.uint32(3)  # what another kernel rounded otherwise
+    new[0].view("<u4")[100::97] += np.uint32(3)  # values that another kernel rounded differently
     encoding: optim.Encoding = "replayed"
     if gradient is None:
         encoding, payload = "predicted", optim.predicted.encode(rule, old, new)
@@ -147,7 +147,7 @@ def _base(found: list[Example]) -> tuple[bytes, SegmentDoc]:
 def step_segment(
     found: list[Example], change: Callable[[dict[str, Any]], dict[str, Any]] = lambda params: params
 ) -> bytes:
-    """A packed segment with the steps; `change` makes other parameters of the leaders'."""
+    """A packed segment with the steps; `change` replaces the leaders' parameters."""
     entries: list[tuple[TensorEntry, bytes]] = []
     for e in found:
         for name, part in e.tensors(e.new).items():

@@ -59,7 +59,7 @@ GROUPS: Final = {"table": ("peers", "saves", "diffs")}
 _WAYS: Final = {"peers": table.PEERS, "saves": table.SAVES, "diffs": table.DIFFS}
 _SHM: Final = Path("/dev/shm")
 _WIDTH: Final = 1024
-"""Of the model: 28 layers of it have 352 million parameters."""
+"""Width of the model: with 28 layers it has 352 million parameters."""
 
 
 @click.command(help=__doc__)
@@ -81,7 +81,7 @@ _WIDTH: Final = 1024
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the document here, as it grows."
 )
 def main(parts: tuple[str, ...], minutes: float, device: str, as_json: bool, out: Path | None, **asked: Any) -> None:
-    """See the module."""
+    """Run the command: see the module."""
     began = time.monotonic()
     chosen = [one for part in parts or PARTS for one in GROUPS.get(part, (part,))]
     if device == "cuda" and not suite.has_device():
@@ -196,7 +196,7 @@ def _table(
 
 
 def _place(store: Path | None, needed: int) -> Path:
-    """Where checkpoints are written. The tmpfs is memory: half of what is free there is left."""
+    """Where checkpoints are written. A tmpfs uses memory: half of its free space is left."""
     if store is not None:
         store.mkdir(parents=True, exist_ok=True)
         return store

@@ -1,6 +1,6 @@
-"""Bytes that crossed the bus between a device and its host: from the records of torch's profiler (CUPTI).
+"""Bytes copied between a device and its host: from the records of torch's profiler (CUPTI).
 
-Where there are no such records (no CUPTI, no CUDA), there is a reason instead of numbers.
+Without such records (no CUPTI, no CUDA) it gives a reason instead of numbers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Traffic:
 
     Attributes:
         to_host: from the device to its host.
-        pageable: of these to memory that is not pinned: the host waits for such copies.
+        pageable: the part of these that goes to unpinned memory: the host waits for such copies.
         to_device: from the host to the device.
-        on_device: from device memory to device memory, by copies (kernels that copy are not in it).
+        on_device: from device memory to device memory, by copies (kernels that copy are not included).
     """
 
     to_host: int
@@ -51,7 +51,7 @@ def copies_in(trace: dict[str, Any]) -> Traffic | None:
 
 
 def watched(work: Callable[[], None], device: torch.device) -> Traffic | str:
-    """Run `work` under the profiler -> what it copied, or why that is not known. `work` runs in either case."""
+    """Run `work` under the profiler -> its copies, or why they are unknown. `work` runs in either case."""
     if device.type != "cuda":
         work()
         return f"{device.type}: no bus"

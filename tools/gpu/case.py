@@ -40,7 +40,7 @@ _CLOCK: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is trained.
+    """The load of training.
 
     Attributes:
         micro: backward passes of one iteration, each of `batch` windows of `context` bytes of text.
@@ -56,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a case is measured.
+    """The measurement of a case.
 
     Attributes:
         interval: iterations from save to save in the block with few saves; 0: there is none.
@@ -75,7 +75,7 @@ class Training(Trainer):
     """The loop's model on the device, fp32 with backward in bf16 on CUDA (autocast), and AdamW."""
 
     def __init__(self, load: Load, seed: int = 1) -> None:
-        with torch.device(load.device):  # parameters are drawn there: on the host that takes seconds
+        with torch.device(load.device):  # parameters are drawn there: on the host it takes seconds
             super().__init__(Shape(load.width, load.layers, load.batch, load.context), load.device, seed)
         self._micro = load.micro
 
@@ -144,11 +144,11 @@ class _Memory:
         return None if self._device is None else torch.cuda.max_memory_allocated(self._device)
 
     def held(self) -> int | None:
-        """Bytes of it now."""
+        """Bytes of the allocator now."""
         return None if self._device is None else torch.cuda.memory_allocated(self._device)
 
     def pinned(self) -> int:
-        """Bytes that torch has pinned, and that no reading of resident memory shows."""
+        """Pinned bytes of torch that are not in the process's resident memory."""
         if not self._unseen:
             return 0
         stats = getattr(torch.cuda, "host_memory_stats", dict)()
@@ -165,7 +165,7 @@ def _pinned_is_unseen() -> bool:
 
 
 def _resident(process: int | str, name: str) -> int:
-    """Bytes that ``/proc/PID/status`` says; 0: the process is gone."""
+    """The resident bytes in ``/proc/PID/status``; 0: the process is gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith(name + ":"):
@@ -175,7 +175,7 @@ def _resident(process: int | str, name: str) -> int:
 
 @dataclass(slots=True)
 class _Loop:
-    """A loop with saves, and what its blocks took."""
+    """A loop with saves, and the results of its blocks."""
 
     run: Run
     plan: Plan
@@ -189,7 +189,7 @@ class _Loop:
                 as all later ones do.
         """
         run = self.run
-        # Half of an interval before the first save and half of one after the last: what a save slows down later counts.
+        # Half of an interval before the first save and half of one after the last: the slowdown after a save counts.
         half = interval // 2
         save = -(-(run.trainer.step + half) // interval) * interval
         run.interval = sys.maxsize if interval > 1 else 1
@@ -301,7 +301,7 @@ def measured(way: str, load: Load, plan: Plan, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _closed(strategy: ways.Strategy) -> Iterator[None]:
-    """Close the strategy, and where the loop failed let that error be the one that is seen."""
+    """Close the strategy; if the loop failed, its error is the one that is raised."""
     try:
         yield
     except BaseException:

@@ -48,7 +48,7 @@ class Row:
         name: of the test or case.
         outcome: ``passed``, ``failed``, ``skipped``, ``measured``, ``absent``, ``not run``.
         seconds: of a test, or from the kill to the restored state.
-        words: why not.
+        words: the reason of a failure or skip.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong. What did not run because the time was up is not wrong, and is reported."""
+        """Whether nothing failed. A case that did not run because the time was up is no failure, and is reported."""
         return self.outcome in ("passed", "measured", "absent", "not run")
 
 
@@ -68,7 +68,7 @@ def marked_tests(folder: Path = ROOT / "tests") -> dict[Path, list[str]]:
     found: dict[Path, list[str]] = {}
     for path in sorted(folder.rglob("test_*.py")):
         if "pytest.mark.gpu" not in (text := path.read_text()):
-            continue  # to parse them all takes seconds
+            continue  # parsing them all takes seconds
         names = [
             node.name
             for node in ast.walk(ast.parse(text))
@@ -93,7 +93,7 @@ def has_device() -> bool:
 
 
 def run_tests(files: Sequence[Path], folder: Path, seconds: float | None = None) -> Iterator[Row]:
-    """Run what is marked in these files. Tests that had not ended after `seconds` are one row, ``not run``."""
+    """Run the marked tests in these files. Tests that had not ended after `seconds` are one row, ``not run``."""
     report, said = folder / "tests.xml", folder / "tests.txt"
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:xdist", f"--junitxml={report}"]
     if importlib.util.find_spec("pytest_timeout") is None:  # pyproject.toml sets its option, which is an error then
@@ -128,7 +128,7 @@ def _reported(report: Path) -> Iterator[Row]:
 
 
 def _ended(command: Sequence[str], out: Any, seconds: float | None, trouble: Any = subprocess.STDOUT) -> int | None:
-    """Run a command to its end -> its status. None: the time was up, and it is killed with all that it started."""
+    """Run a command to its end -> its status. None: the time was up, and all its processes are killed."""
     with subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=trouble, text=True, start_new_session=True) as process:
         try:
             return process.wait(seconds)
@@ -153,7 +153,7 @@ def run_benchmark(
     """Run one case of a benchmark with its model on the device.
 
     Args:
-        seconds: after which it has failed, and is ended.
+        seconds: its time limit, after which it has failed, and is ended.
         left: seconds that are left for all: after them it is ended, and counts as not run.
     """
     limit = left if seconds is None else min(seconds, left)
@@ -190,7 +190,7 @@ def _last(text: str) -> str:
 
 
 def show(console: Console, rows: Sequence[Row]) -> None:
-    """Print a table: everything that is not a test that passed, and how many of these there are."""
+    """Print a table: every row except passed tests, and the number of those."""
     passed = [row for row in rows if row.outcome == "passed"]
     table = Table("what", "name", "outcome", title=f"{len(passed)} tests passed", title_justify="left")
     table.add_column("seconds", justify="right")

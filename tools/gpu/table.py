@@ -1,4 +1,4 @@
-"""The table of costs: each way to save in a process of its own (`case`), in turns, until the time is up."""
+"""The table of costs: each way to save in a separate process (`case`), in turns, until the time is up."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _MODULES: Final = (
     *("torch.distributed.checkpoint.staging", "torch.distributed.checkpoint.state_dict_saver", "torch.profiler"),
 )
 HELD: Final = 4
-"""Checkpoints that exist beside those of a block with a save every iteration, at most."""
+"""Most checkpoints that exist in addition to those of a block with a save every iteration."""
 LEAST: Final = 20.0
-"""Seconds that a case needs at least on a GPU: none begins with less."""
+"""Fewest seconds that a case needs on a GPU: none begins with less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all cases have in common.
+    """The common settings of all cases.
 
     Attributes:
-        load: what is trained; `micro` is found by a first process if `iteration` is above 0.
-        plan: how.
+        load: the load of training; a first process finds `micro` if `iteration` is above 0.
+        plan: the measurement.
         iteration: seconds that an iteration should take without saves.
         place: where checkpoints are written.
-        case_seconds: after which a case is ended.
+        case_seconds: the time limit of a case.
         least: no case begins with fewer seconds left.
     """
 
@@ -67,7 +67,7 @@ class Measured:
     """One way.
 
     Attributes:
-        samples: what `case` said, by round.
+        samples: the output of `case`, by round.
         failed: why it did not end, or what differs.
         absent: why it does not exist here.
         not_run: why it did not begin.
@@ -81,7 +81,7 @@ class Measured:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong. A way that does not exist here, or whose time never came, is not wrong."""
+        """Whether nothing failed. A way that does not exist here, or whose time never came, is no failure."""
         return not self.failed
 
     def median(self, *names: str) -> float | None:
@@ -102,11 +102,11 @@ def measure(
     """Measure every way in each round, in turns.
 
     Args:
-        until: on the monotonic clock; what has not ended then is ended.
-        told: gets a line for each case as soon as it has ended.
+        until: on the monotonic clock; cases that have not ended then are ended.
+        told: called with a line for each case as soon as it has ended.
 
     Returns:
-        the setup with what was found out, and the ways in the given order.
+        the setup with the numbers found, and the ways in the given order.
     """
     found = {way: Measured(way) for way in ways}
     try:
@@ -146,7 +146,7 @@ def _turn(warm: Warm, setup: Setup, before: Measured, turn: int, until: float) -
 
 
 def _run(warm: Warm, setup: Setup, way: str, until: float) -> dict[str, Any]:
-    """A case to its end -> what it said, or why it did not: ``failed``, ``late`` (the time was up)."""
+    """Run a case to its end -> its output, or why there is none: ``failed``, ``late`` (the time was up)."""
     seconds = min(setup.case_seconds, until - time.monotonic())
     folder = Path(tempfile.mkdtemp(prefix=f"gpu-{way}-", dir=setup.place))
     words = [sys.executable, "-W", "ignore", "-m", "tools.gpu.case", way, "--dir", str(folder)]
@@ -175,7 +175,7 @@ def affordable(saves: int, state_bytes: int, place: Path) -> int:
     return found
 
 
-# -- what people read
+# -- the printed table
 
 _HEADS: Final = (
     *("ms/it", "loss", "stall ms", "worst", "loss at N", "stall ms", "worst", "durable s", "to host MB", "pageable"),

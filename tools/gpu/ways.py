@@ -1,7 +1,7 @@
-"""The ways to save that the table compares: the peers', with warm pinned memory where they have it, and ckptstore's.
+"""The ways to save that the table compares: the peers', with warm pinned memory if they have it, and ckptstore's.
 
 They are strategies of the training benchmark (`tools.bench.training.training_strategies`) with settings for a device.
-What that benchmark has with the right settings is taken as it is.
+Strategies of that benchmark that have the right settings are used unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DENSITY", "WAYS", "agent_of", "compress", "stored", "tidied"]
 
 DENSITY: Final = 0.01
 _LINGER: Final = 5.0
-"""Seconds that an agent outlives a case that failed."""
+"""Seconds for which an agent outlives a failed case."""
 
 
 def _threads() -> int:
@@ -39,7 +39,7 @@ def _threads() -> int:
 
 
 def settings(_: Strategy) -> dict[str, Any]:
-    """Arguments of `Store.writer`. What the rules retire is deleted by `tidied` between two blocks."""
+    """Arguments of `Store.writer`. `tidied` deletes the retired checkpoints between two blocks."""
     return {"threads": _threads(), "keep": ["last:1"]}
 
 
@@ -59,7 +59,7 @@ def tidied(strategy: Strategy) -> None:
 
 
 def stored(folder: Path) -> int:
-    """Bytes of the newest checkpoint on the medium: a step diff's are its own."""
+    """Bytes of the newest checkpoint on the medium; for a step diff only its own."""
     if (store := folder / "store").exists():
         import ckptstore
 
@@ -69,7 +69,7 @@ def stored(folder: Path) -> int:
 
 
 def compress(trainer: Trainer) -> Any:
-    """Have a trainer compress its gradients -> the hook that does it."""
+    """Make a trainer compress its gradients -> the hook that does it."""
     from ckptstore.training import TopKHook
 
     # Residuals change by the dense gradient at each step: with them a checkpoint is as large as without compression.
@@ -112,11 +112,11 @@ class DcpSave(Strategy):
 
 
 class DcpAsync(DcpSave):
-    """`async_save` with a `DefaultStager`: pinned memory, copies by a thread on a stream of its own.
+    """`async_save` with a `DefaultStager`: pinned memory, copies by a thread on a separate stream.
 
     The optimizer's step waits until the state is staged, and the next save until the last one is synced, as DCP's
-    documentation asks for. torch 2.11 closes a `DefaultStager` after its first use (pytorch issue 183413); there each
-    save has a new one, and so pins memory anew.
+    documentation requires. torch 2.11 closes a `DefaultStager` after its first use (pytorch issue 183413); there each
+    save has a new one, and so pins memory again.
     """
 
     label = "DCP async_save, DefaultStager"
@@ -129,7 +129,7 @@ class DcpAsync(DcpSave):
         self._under_way: tuple[Future[Any], threading.Event] | None = None
 
     def stager(self) -> Any:
-        """What stages the next save."""
+        """The stager of the next save."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         if self._stager is None or not self._reused:
@@ -152,7 +152,7 @@ class DcpAsync(DcpSave):
             uploaded = said
 
         def finish(done: Future[Any]) -> None:
-            if done.exception() is None:  # its files are synced by its writer
+            if done.exception() is None:  # DCP's writer syncs its files
                 fsync(path)
                 fsync(self.folder)
                 self.ledger.done(step)
@@ -181,7 +181,8 @@ class DcpAsync(DcpSave):
 
 
 class DcpPinned(DcpAsync):
-    """`async_save` with a `BlockingAsyncStager` that keeps its pinned memory: the call returns when all is copied."""
+    """`async_save` with a `BlockingAsyncStager` that keeps its pinned memory: the call returns when everything is
+    copied."""
 
     label = "DCP async_save, warm pinned stager"
 
@@ -291,7 +292,7 @@ class Steps(Strategy):
 
     def save(self, step: int) -> None:
         pending = self.checkpointer.step()
-        if pending is None:  # the agent has it in memory; the medium has not taken those before yet
+        if pending is None:  # the agent has it in memory; the medium has not accepted earlier ones yet
             assert self.how == "replica"
             return
         pending.when_done(lambda durable: self.ledger.done(step) if durable else None)
@@ -336,4 +337,4 @@ WAYS: Final[dict[str, type[Strategy]]] = {
     "topk": _kind(Steps, "ckptstore gradient, top-k", compressed=True),
     "gradient": _kind(Steps, "ckptstore gradient"),
 }
-"""By the names that ``--only`` takes, those that matter most first: the time may be up before the last."""
+"""By the names that ``--only`` takes, the most important first: the time may be up before the last."""

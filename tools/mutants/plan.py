@@ -1,4 +1,4 @@
-"""Which tests concern a module: those of its own name first, then these, quick ones first."""
+"""The tests of a module: first those of its own name, then the listed ones, quick ones first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CRASHES: Final = tuple(
     f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "crash_pmem", "powercut", "crash_store")
 )
 _PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/garbage_collection")
-"""What the crash tests run. Syncs of other modules are about files of their own (exports, a tried disk)."""
+"""What the crash tests run. Syncs of other modules concern their own files (exports, a probed disk)."""
 _LOG: Final = _some("log", "lost_slots", "replaced", "fold_writer", "pins", "requests", "log_machine")
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
