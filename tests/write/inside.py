@@ -65,10 +65,7 @@ def fed_memory(writer: ckptstore.Writer) -> Arenas:
 
 
 def forget_open_writers() -> None:
-    """SIGTERM flushes none of the writers that earlier tests left open: `sigterm._writers`.
-
-    While there is one, a test that replaces the handler finds that a new writer does not install it again.
-    """
+    """SIGTERM flushes none of the writers that earlier tests left open: `sigterm._writers`."""
     for writer in list(sigterm._writers):
         sigterm.forget(writer)
 

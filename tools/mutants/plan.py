@@ -122,7 +122,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     ),
     "ckptstore/host/interpreter_exit.py": _some("host/test_interpreter_exit"),
     "ckptstore/host/processes.py": _some("host/test_processes"),
-    "ckptstore/host/sigterm.py": _some("diffs_review", "diff_kills"),
+    "ckptstore/host/sigterm.py": _some("host/test_sigterm", "diffs_review", "diff_kills"),
     "ckptstore/frameworks/pickled_arrays.py": _some("weight_files", "torch_archive"),
     "ckptstore/frameworks/torch_files.py": _some("weight_files", "pickled_arrays", "torch_archive"),
     "ckptstore/frameworks/*": _some("torch_*"),
