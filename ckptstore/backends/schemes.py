@@ -77,9 +77,9 @@ def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backe
     except OSError as error:
         raise StorageError(error.errno, f"cannot be opened: {error.strerror}", url) from error
     if there is not None and not stat.S_ISDIR(there):
-        raise StoreNotFoundError(f"{url} is a file, not the folder of a store")
+        raise StoreNotFoundError.at(url, " is a file, not the folder of a store", "file")
     if there is None and not create:
-        raise StoreNotFoundError(f"{url} does not exist")
+        raise StoreNotFoundError.at(url, " does not exist")
     if pmem:
         from ckptstore.backends.local_disk.pmem import PmemBackend
 
@@ -110,7 +110,7 @@ def _open_memory_url(url: str, create: bool, options: Mapping[str, Any]) -> Back
     if not name:
         raise UsageError(f"{url}: name the store, as in memory://name")
     if not create and not MemoryBackend.exists(name):
-        raise StoreNotFoundError(f"{url} does not exist in this process")
+        raise StoreNotFoundError.at(url, " does not exist in this process")
     return MemoryBackend(name)
 
 
