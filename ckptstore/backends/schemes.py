@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit
 
 from ckptstore.backends.base import Backend
+from ckptstore.backends.store_names import checked_name
 from ckptstore.errors import CkptError, MissingDependencyError, StorageError, StoreNotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _open_pmem_url(url: str, create: bool, options: Mapping[str, Any]) -> Backen
 def _open_memory_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
     from ckptstore.backends.memory import MemoryBackend
 
-    name = url.partition("://")[2]
+    name = checked_name(url, url.partition("://")[2])
     if not name:
         raise UsageError(f"{url}: name the store, as in memory://name")
     if not create and not MemoryBackend.exists(name):

@@ -86,8 +86,9 @@ class _Handler:
 
     def put_back(self) -> None:
         """Restore the handler before, if this one is installed."""
+        before = self._before
         if signal.getsignal(signal.SIGTERM) is self:
-            signal.signal(signal.SIGTERM, self._before)
+            signal.signal(signal.SIGTERM, before)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.ready = True  # a handler above may call this one for later signals
