@@ -84,8 +84,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/backends/object_store/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
     "ckptstore/backends/schemes.py": _some("backends", "third_party"),
-    "ckptstore/backends/store_names.py": _some("backends/test_backends", "test_tiers"),
-    "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
+    "ckptstore/backends/store_names.py": _some("backends/test_backends", "tiers/test_tiers"),
+    "ckptstore/backends/sharing.py": _some("backends/test_sharing", "failed_in_flight", "space"),
     "ckptstore/backends/memory.py": _some("backends", "segments/test_plain_segments", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
     "ckptstore/backends/local_disk/folders.py": (
