@@ -40,9 +40,9 @@ _HINTS: tuple[tuple[type[Exception], str], ...] = (
 
 def hint_for(error: BaseException) -> str | None:
     """Return the hint for an error: the error's own note, or the hint of its class."""
-    # A note that says which Python call to make does not help in a shell. The command is named below instead.
-    call = f"load({getattr(error, 'nearest', None)!r})"
-    notes = [note for note in getattr(error, "__notes__", ()) if call not in note]
+    near = getattr(error, "nearest", None)
+    # Its note says which Python call to make, which does not help in a shell. The command is named below instead.
+    notes = getattr(error, "__notes__", ()) if near is None else ()
     if notes:
         return str(notes[-1])
     typed = TYPED.get() or {}
@@ -67,7 +67,6 @@ def hint_for(error: BaseException) -> str | None:
         store=shlex.quote(store) if isinstance(store, str) else "STORE",
         ref=shlex.quote(ref) if isinstance(ref, str) else "REF",
     )
-    near = getattr(error, "nearest", None)
     return _alternative(near, store, typed.get("out")) + said if near is not None and isinstance(store, str) else said
 
 

@@ -282,12 +282,12 @@ class WriterRuntime(Writer):
 
         Raises no error of a step: the save of that step does.
         """
-        with self._lock:
-            ended = self._ended
-        if ended is None:
+        try:
             self._submit(self._committer.flush_and_close).result()
-        else:
-            wait([ended])  # closing writes them
+        except WriterClosedError:
+            if self._ended is None:
+                raise
+            wait([self._ended])  # closing writes them
 
     @warns_last
     def close(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore import CheckpointNotFoundError, StoreNotFoundError, UsageError
+from ckptstore import CheckpointNotFoundError, CorruptionError, StoreNotFoundError, UsageError
 from ckptstore.cli.hints import TYPED, hint_for
 from tests.cli.conftest import Run
 
@@ -139,6 +139,10 @@ def test_hints_do_not_depend_on_the_words_of_an_error(pristine: Path, tmp_path: 
     assert hint(rules, store=str(pristine)) is not None
     assert hint(UsageError("the store has no rules of retention"), store=str(pristine)) is None
     assert "lists the checkpoints" in str(hint(gone, store=str(pristine)))
+    damage = CorruptionError("?")
+    damage.nearest = "2@1"
+    damage.add_note("?")
+    assert "2@1 is the nearest earlier checkpoint" in str(hint(damage, store=str(pristine)))
     (tmp_path / "a.pt").write_bytes(b"")
     place, file = str(tmp_path / "a"), str(tmp_path / "a.pt")
     assert "`ckpt import STORE" in str(hint(StoreNotFoundError.at(file, "?", "file"), store=file))
