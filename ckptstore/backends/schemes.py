@@ -107,7 +107,7 @@ def _open_pmem_url(url: str, create: bool, options: Mapping[str, Any]) -> Backen
 def _open_memory_url(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
     from ckptstore.backends.memory import MemoryBackend
 
-    name = checked_name(url, url.partition("://")[2])
+    name = checked_name(url, url.partition("://")[2].removeprefix("/"))
     if not name:
         raise UsageError(f"{url}: name the store, as in memory://name")
     if not create and not MemoryBackend.exists(name):

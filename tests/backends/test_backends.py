@@ -264,7 +264,7 @@ def test_a_url_with_too_few_slashes_is_no_folder(
         ("az://bucket/./a", "write az://bucket/a"),
         ("memory://a//b", "write memory://a/b"),
         ("memory://a/../b", "write memory://b"),
-        ("memory:///a", "write memory://a"),
+        ("memory:////a", "write memory:///a"),
         ("memory://..", "give another name"),
         ("webhdfs://host//a", "write webhdfs://host/a"),
     ],
@@ -323,7 +323,8 @@ def test_a_store_has_one_address_by_whatever_name_it_is_opened(tmp_path: Path, s
 
 def test_a_memory_store_has_one_name() -> None:
     open_backend("memory://one/name/", create=True).create("FORMAT", b"x")
-    assert open_backend("MEMORY://one/name", create=False).get("FORMAT") == b"x"
+    for url in ("MEMORY://one/name", "memory:///one/name"):  # fsspec writes three slashes
+        assert open_backend(url, create=False).get("FORMAT") == b"x"
     MemoryBackend.forget("one/name")
 
 
