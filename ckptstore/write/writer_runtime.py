@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
@@ -282,17 +282,25 @@ class WriterRuntime(Writer):
 
         Raises no error of a step: the save of that step does.
         """
-        self._submit(self._committer.flush_and_close).result()
+        try:
+            self._submit(self._committer.flush_and_close).result()
+        except WriterClosedError:
+            if self._ended is None:
+                raise
+            wait([self._ended])  # closing writes them
 
     @warns_last
     def close(self) -> None:
         """See `Writer.close`."""
         if self._process != os.getpid():
             return  # a fork: threads, bases and pins belong to the parent process
-        sigterm.forget(self)
         if self._companion is not None:
             self._companion.close()  # before the end: it may be waiting for its own commit
-        interpreter_exit.await_end(self, interrupted=self._interrupted)
+        try:
+            interpreter_exit.await_end(self, interrupted=self._interrupted)
+        finally:
+            # Prevents: waiting steps lost to a SIGTERM that comes while closing writes them.
+            sigterm.forget(self)
         if self._polls is not None:
             self._polls.stop()
         self._path.close()

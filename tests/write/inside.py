@@ -65,10 +65,7 @@ def fed_memory(writer: ckptstore.Writer) -> Arenas:
 
 
 def forget_open_writers() -> None:
-    """Exclude the writers that earlier tests left open from SIGTERM: `sigterm._writers`.
-
-    While one is registered, a test that replaces the handler finds that a new writer does not install it again.
-    """
+    """Exclude the writers that earlier tests left open from SIGTERM: `sigterm._writers`."""
     for writer in list(sigterm._writers):
         sigterm.forget(writer)
 

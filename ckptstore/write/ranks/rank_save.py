@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.bounded_capture import Feed
@@ -62,6 +63,7 @@ class RankSave(Job):
         order: how it is stored; None: rank 0 has sent no order.
         coded: the step diff; None: it is not a step diff, or there is a flaw.
         begun: segments that were begun for it. `dropped`: segments that its commit drops.
+        space: its share of the medium, from its first byte to its commit.
         began: when writing began, on the monotonic clock. `time`: when the caller saved it, seconds since 1970.
         retained: the snapshot stays in memory.
     """
@@ -97,6 +99,7 @@ class RankSave(Job):
         self.coded: EncodedStep | None = None
         self.begun: tuple[str, ...] = ()
         self.dropped: tuple[str, ...] = ()
+        self.space = SaveSpace()
         self.began = 0.0
         self.time = time.time()
         self.retained = False

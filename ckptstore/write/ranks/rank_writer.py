@@ -314,8 +314,11 @@ class RankWriter(Writer):
         """Wait for every save, then end; a second call does nothing. Raises the unseen error of a `save_async`."""
         if self._process != os.getpid():
             return  # a forked process: the threads belong to the parent
-        sigterm.forget(self)
-        interpreter_exit.await_end(self, interrupted=self._interrupted)
+        try:
+            interpreter_exit.await_end(self, interrupted=self._interrupted)
+        finally:
+            # Prevents: waiting steps lost to a SIGTERM that comes while closing writes them.
+            sigterm.forget(self)
         if self._polls is not None:
             self._polls.stop()
         self._resources.close_threads()
@@ -351,7 +354,12 @@ class RankWriter(Writer):
 
         For `host.sigterm`.
         """
-        self._work.settle_all()
+        with self._lock:
+            ended = self._ended
+        if ended is None:
+            self._work.settle_all()
+        else:
+            wait([ended])  # closing writes them
 
     def _unfinished(self) -> list[int]:
         """The steps of `save_async` that are not finished, ascending (`host.interpreter_exit`)."""
