@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ckptstore.formats.state import FlatState
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.layer_copies import Filling
 from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.capture.unit_copy import UnitCopy
 from ckptstore.write.saves.job import Job
 from ckptstore.write.steps.updates import Update
 
@@ -40,6 +41,9 @@ class Stage:
     def arrive(self) -> None:
         """Wait until the copy is complete. Raises the error of the copy."""
 
+    def stop(self, error: BaseException) -> None:
+        """Stop copying, because the save was given up with `error`."""
+
     def let_go(self, *, kept: bool = False) -> None:
         """Free the memory of the state, which nothing reads any more, but not that of the snapshot if it is `kept`."""
 
@@ -53,6 +57,9 @@ class Stage:
         """
 
         def stopped() -> None:
+            error = job.done.exception()
+            assert error is not None
+            self.stop(error)
             if not job.started:
                 self.let_go()
 
@@ -109,20 +116,27 @@ class Copies(Stage):
 
 
 class Bounded(Stage):
-    """A state that its caller copies unit by unit, under a byte budget, as another thread compresses it."""
+    """A state that its caller copies unit by unit, under a byte budget, as another thread stores it."""
 
-    def __init__(self, feed: Feed, updates: Sequence[Update]) -> None:
-        super().__init__(feed.flat, updates)
-        self.feed = feed
+    def __init__(self, copy: UnitCopy, updates: Sequence[Update] = ()) -> None:
+        super().__init__(copy.flat, updates)
+        self.feed = copy if isinstance(copy, Feed) else None
+        self._copy = copy
+
+    def run(self, job: Job, begin: Callable[[], None]) -> None:
+        """Copy the state, which is `given` for the job. See `UnitCopy.run`."""
+        job.measured.waited += self._copy.run(begin)
 
     @property
     def told(self) -> bool:
         """See `Stage.told`."""
-        assert self.feed is not None
-        return self.feed.told or self.feed.spoiled
+        return self._copy.told
+
+    def stop(self, error: BaseException) -> None:
+        """See `Stage.stop`."""
+        self._copy.stop(error)
 
     def let_go(self, *, kept: bool = False) -> None:
         """See `Stage.let_go`."""
         del kept
-        assert self.feed is not None
-        self.feed.finish()
+        self._copy.finish()

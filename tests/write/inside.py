@@ -54,14 +54,14 @@ def memory(writer: ckptstore.Writer) -> Arenas:
     size says too little, and too late.
     """
     assert isinstance(writer._path, FullSaves)
-    return writer._path.memory
+    return writer._path.memory.arenas
 
 
 def fed_memory(writer: ckptstore.Writer) -> Arenas:
     """What deltas and step diffs are copied to unit by unit: `Writer._path`. As `memory`."""
     assert isinstance(writer._path, CompressedSaves)
     assert writer._path.feeding is not None
-    return writer._path.feeding.memory
+    return writer._path.feeding.arenas
 
 
 def forget_open_writers() -> None:
@@ -77,7 +77,7 @@ def rank_memory(writer: RankWriter) -> Arenas:
     """What a rank copies its share to under a budget: `RankWriter._resources`. As `memory`."""
     bounded = writer._resources.bounded
     assert bounded is not None
-    return bounded.memory
+    return bounded.arenas
 
 
 def rank_bases(writer: RankWriter) -> list[CheckpointId]:
@@ -117,9 +117,9 @@ def interrupt_feeding(patch: pytest.MonkeyPatch) -> None:
         def set_result(self, units: object) -> None:
             """Nobody waits for it."""
 
-    def interrupted(feed: Feed) -> float:
+    def interrupted(feed: Feed, begin: Callable[[], None]) -> float:
         feed._wanted = Interrupted()  # type: ignore[assignment]
-        return run(feed)
+        return run(feed, begin)
 
     patch.setattr(Feed, "run", interrupted)
 
@@ -192,11 +192,11 @@ def interrupt_before_submit(writer: ckptstore.Writer, patch: pytest.MonkeyPatch)
 
 
 def interrupt_last_line_of_save_async(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `FullSaves._touch`.
+    """Ctrl-C after a full was given to its lane, and before `save_async` returns: `Writer._path`, `FullSaves.memory`.
 
     Between two lines: the lane has the copy, and its caller not yet the future.
     """
-    patch.setattr(writer._path, "_touch", _interrupted)
+    patch.setattr(writer._path.memory, "touch", _interrupted)
 
 
 def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
