@@ -85,12 +85,8 @@ class CompressedSaves(SavePath):
             self._feed(self.feeding, committer, job, flat, self._explaining.found(updates, flat), None)
             return
         snapshot = self._snapshots.placed(flat, self._copiers, queued=True)
-        try:
-            copies = Copies(snapshot, *self.copied_updates(flat, updates))
-        except BaseException:
-            snapshot.free()
-            raise
-        self.adopt(committer, job, copies)
+        Copies(snapshot).belongs_to(job)
+        self.adopt(committer, job, Copies(snapshot, *self.copied_updates(flat, updates)))
 
     def _feed(
         self,

@@ -29,7 +29,7 @@ from ckptstore.log.term import Term
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.write.background_task import Companion
 from ckptstore.write.capture.bounded_capture import Feeding
-from ckptstore.write.capture.layerwise_save import Begun
+from ckptstore.write.capture.layerwise_save import OpenSave
 from ckptstore.write.capture.snapshot import SnapshotPool
 from ckptstore.write.capture.unit_copy import StagedMemory
 from ckptstore.write.committer import Committer
@@ -100,7 +100,7 @@ class WriterRuntime(Writer):
         self._lock = threading.Lock()
         self._polls: Periodic | None = None
         self._layer_pool: ThreadPoolExecutor | None = None  # copies layers and nothing else; from the first `begin`
-        self._begun: Begun | None = None
+        self._begun: OpenSave | None = None
         self._companion: Companion | None = None
         if options.poll_seconds is not None:
             self._polls = Periodic(options.poll_seconds, self._poll_beside, "requests")
