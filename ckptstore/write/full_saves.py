@@ -61,7 +61,7 @@ class FullSaves(SavePath):
         self.memory = memory
         self._commit = commit
         self._tend = tend
-        self._copied: set[Job] = set()  # fulls that are being copied
+        self._copied: set[Stage] = set()  # fulls that are being copied
         self._lanes = Lanes(lanes, threads, begin_save, self._end_of)
 
     # -- the caller's side
@@ -89,12 +89,12 @@ class FullSaves(SavePath):
         with stage.given(job):
             with self._lock:
                 self._check_taking()
-                self._copied.add(job)
+                self._copied.add(stage)
             try:
                 stage.run(job, lambda: self.submit(committer, job, stage))
             finally:
                 with self._lock:
-                    self._copied.discard(job)
+                    self._copied.discard(stage)
 
     def submit(self, committer: Committer, job: Job, stage: Stage, progress: Progress | None = None) -> None:
         """See `SavePath.submit`: the next free lane writes the state."""
@@ -141,8 +141,8 @@ class FullSaves(SavePath):
         super().end(error)
         with self._lock:
             copied = list(self._copied)
-        for job in copied:
-            job.give_up(error)
+        for stage in copied:
+            stage.stop(error)  # the thread that copies it gives the save up: it may be waiting in a copy
 
     def close(self) -> None:
         """See `SavePath.close`."""

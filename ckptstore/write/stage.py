@@ -41,7 +41,7 @@ class Stage:
         """Wait until the copy is complete. Raises the error of the copy."""
 
     def stop(self, error: BaseException) -> None:
-        """Stop copying, because the save was given up with `error`."""
+        """Stop copying, because the save is given up with `error`. Waits for no copy."""
 
     def let_go(self, *, kept: bool = False) -> None:
         """Free the memory of the state, which nothing reads any more, but not that of the snapshot if it is `kept`."""

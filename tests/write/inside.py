@@ -34,6 +34,7 @@ __all__ = [
     "interrupt_lane",
     "interrupt_last_line_of_save_async",
     "interrupt_succession",
+    "interrupt_turn",
     "interrupt_waits_of_save",
     "memory",
     "rank_base_kinds",
@@ -205,6 +206,23 @@ def interrupt_lane(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> None:
     Between two lines, as above.
     """
     patch.setattr(writer._path, "submit", _interrupted)
+
+
+def interrupt_turn(writer: RankWriter, patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a save waits for the copy of another thread's: `RankWriter._turn`.
+
+    Signals reach the main thread alone, and no rank of a test has it.
+    """
+
+    class Interrupted:
+        """A lock of which the wait is interrupted."""
+
+        __enter__ = _interrupted
+
+        def __exit__(self, *_: object) -> None:
+            """It is never entered."""
+
+    patch.setattr(writer, "_turn", Interrupted())
 
 
 def interrupt_succession(writer: ckptstore.Writer, patch: pytest.MonkeyPatch) -> threading.Event:

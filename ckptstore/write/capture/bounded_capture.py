@@ -144,11 +144,13 @@ class Feed(UnitCopy):
         submit = copy_now if len(wanted) == 1 else self._memory.copiers.submit
         return waited + self._bring((unit.space, partial(_copied, submit, unit)) for unit in wanted)
 
-    def stop(self, error: BaseException) -> None:
-        """See `UnitCopy.stop`."""
-        super().stop(error)
-        with self._reads:  # Prevents: reading training's tensors after the call that passed them has raised.
-            pass
+    def run(self, begin: Callable[[], None]) -> float:
+        """See `UnitCopy.run`."""
+        try:
+            return super().run(begin)
+        finally:
+            with self._reads:  # Prevents: reading training's tensors after the call that passed them has raised.
+                pass
 
     # -- the thread that compresses
 
