@@ -70,28 +70,28 @@ layers: .venv/.ready
 	PYTHONPATH=. $(BIN)/lint-imports --no-cache
 
 bench: .venv/.bench-ready  ## save and load against peers (SIZE=500MB ROUNDS=5)
-	$(BIN)/python -m tools.bench.save_load --size $(SIZE) --rounds $(ROUNDS)
+	$(BIN)/python -m tools.bench.storage.save_load --size $(SIZE) --rounds $(ROUNDS)
 
 bench-commands: .venv/.bench-ready  ## start-up and log speed of the command
-	$(BIN)/python -m tools.bench.commands
+	$(BIN)/python -m tools.bench.storage.commands
 
 bench-catalog: .venv/.bench-ready  ## what 1,000 to 200,000 checkpoints cost: fold, READ, OPEN, log, memory, stall
-	$(BIN)/python -m tools.bench.catalog
+	$(BIN)/python -m tools.bench.storage.catalog
 
 bench-training: .venv/.bench-ready  ## ways to checkpoint in a training loop: slowdown, stall, memory, steps lost to a kill
 	$(BIN)/python -m tools.bench.training --rounds $(ROUNDS)
 
 bench-tensors: .venv/.bench-ready  ## 10,000 tensors beside torch.save and torch.load (COUNT=100000)
-	$(BIN)/python -m tools.bench.tensors --count $(COUNT) --rounds $(ROUNDS)
+	$(BIN)/python -m tools.bench.storage.tensors --count $(COUNT) --rounds $(ROUNDS)
 
 bench-codecs: .venv/.bench-ready  ## ratio and speed of every codec against other compressors
 	$(BIN)/python -m tools.bench.codecs
 
 bench-recycling: .venv/.bench-ready  ## new files against overwritten ones on this disk
-	$(BIN)/python -m tools.bench.recycling
+	$(BIN)/python -m tools.bench.storage.recycling
 
 bench-chains: .venv/.bench-ready  ## delta chains: bytes against restore time
-	$(BIN)/python -m tools.bench.chains --steps 200 --chain 30
+	$(BIN)/python -m tools.bench.codecs.chains --steps 200 --chain 30
 
 # The crash campaign in full; `make test-rest` runs short forms of all of it.
 N ?= 200
@@ -100,13 +100,13 @@ MUTANTS ?= 200
 SINCE ?= HEAD~1
 
 bench-diffs: .venv/.bench-ready  ## gradient diffs through the store: bits, and seconds beside zstd-3 and ZipNN
-	$(BIN)/python -m tools.bench.diffs
+	$(BIN)/python -m tools.bench.codecs.diffs
 
 bench-recovery: .venv/.bench-ready  ## restores of replayed steps: one thread, all, or computed again; before and after a merge
-	$(BIN)/python -m tools.bench.recovery
+	$(BIN)/python -m tools.bench.codecs.recovery
 
 bench-pmem: .venv/.bench-ready  ## one segment on (simulated) persistent memory beside a copy in memory
-	$(BIN)/python -m tools.bench.pmem
+	$(BIN)/python -m tools.bench.storage.pmem
 
 exact: .venv/.ready  ## 1,000 training steps as gradient diffs: restored and resumed, bit for bit
 	$(BIN)/python -m tools.exact --json bench-out/exact.json

@@ -66,12 +66,12 @@ if TYPE_CHECKING:
     from ckptstore.exchange.import_files import ImportedFile as ImportedFile
     from ckptstore.following.follower import Followed as Followed
     from ckptstore.following.follower import Follower as Follower
+    from ckptstore.formats.history.records import FormatFile as FormatFile
+    from ckptstore.formats.history.records import SegmentEntry as SegmentEntry
     from ckptstore.formats.kernel_choice import KernelWarning as KernelWarning
-    from ckptstore.formats.records import FormatFile as FormatFile
-    from ckptstore.formats.records import SegmentEntry as SegmentEntry
-    from ckptstore.formats.segment import SegmentDoc as SegmentDoc
-    from ckptstore.formats.segment import TensorEntry as TensorEntry
-    from ckptstore.formats.state import FlatState as FlatState
+    from ckptstore.formats.segment_files.segment import SegmentDoc as SegmentDoc
+    from ckptstore.formats.segment_files.segment import TensorEntry as TensorEntry
+    from ckptstore.formats.states.state import FlatState as FlatState
     from ckptstore.host.caller_warnings import BranchWarning as BranchWarning
     from ckptstore.host.caller_warnings import DamagedLogWarning as DamagedLogWarning
     from ckptstore.host.caller_warnings import DeterminismWarning as DeterminismWarning
@@ -163,9 +163,9 @@ _HOMES = {
     "exchange.import_files": "ImportedFile",
     "following.follower": "Followed Follower",
     "formats.kernel_choice": "KernelWarning",
-    "formats.records": "FormatFile SegmentEntry",
-    "formats.segment": "SegmentDoc TensorEntry",
-    "formats.state": "FlatState",
+    "formats.history.records": "FormatFile SegmentEntry",
+    "formats.segment_files.segment": "SegmentDoc TensorEntry",
+    "formats.states.state": "FlatState",
     "host.caller_warnings": (
         "BranchWarning DamagedLogWarning DeterminismWarning DivergedReplicasWarning FallbackWarning FreshStartWarning"
         " HiddenTensorsWarning LossyWarning LostStepsWarning RemoteWarning UnexplainedStepWarning UnpinnedWarning"

@@ -339,7 +339,7 @@ class _Rule(ParamType):
     ) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from ckptstore.formats.rule_windows import RULES
+        from ckptstore.formats.history.rule_windows import RULES
 
         known = (f"{name}:" if ":" in kind.form else name for name, kind in RULES.items())
         return [CompletionItem(rule) for rule in known if rule.startswith(incomplete)]

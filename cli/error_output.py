@@ -91,7 +91,7 @@ def _rules(message: str) -> str | None:
     words = extra[1].split() if extra else []
     if not words:
         return None
-    from ckptstore.formats.rule_windows import kind_of
+    from ckptstore.formats.history.rule_windows import kind_of
 
     if not all(kind_of(word) is not None for word in words):
         return None

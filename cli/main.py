@@ -192,7 +192,7 @@ def _version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         from importlib.metadata import version
 
-        from ckptstore.formats.records import MAJOR
+        from ckptstore.formats.history.records import MAJOR
 
         click.echo(f"ckpt {version('ckptstore')} (format {MAJOR})")
         ctx.exit()

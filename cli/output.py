@@ -211,7 +211,7 @@ def who(writer: str, host: str | None, pid: int | None) -> str:
 
 
 def writing(last: LastWriter) -> str:
-    """Describe who writes, or since when nobody does: ``writer: process 411 is writing``, ``no writer: ...``."""
+    """Format the line about a store's writer: ``writer: process 411 is writing``, ``no writer: ...; last sign ...``."""
     process, where = _named(last.host, last.pid)
     if last.state == "none":
         return "no writer yet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.history.checkpoint_ref import node_of
 
 __all__ = ["checkpoints", "counted", "kind_name", "ranges"]
 

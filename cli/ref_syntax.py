@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore.formats.checkpoint_ref import LIKE_A_RANGE, LIKE_A_REF
+from ckptstore.formats.history.checkpoint_ref import LIKE_A_RANGE, LIKE_A_REF
 
 __all__ = ["LIKE_A_RANGE", "LIKE_A_REF", "like_a_ref"]
 

@@ -57,7 +57,7 @@ def _facts(run: Lineage) -> str:
 
 def _no_metric(found: SideBySide) -> str:
     """Say that neither run has the metric, and which metrics there are."""
-    from ckptstore.formats.rule_rankings import number as ranked
+    from ckptstore.formats.history.rule_rankings import number as ranked
 
     there: set[str] = set()
     for said in (info.metadata for pair in found.pairs for info in pair.infos if info is not None):

@@ -103,7 +103,7 @@ def get(name: str) -> DType:
 
 
 def from_numpy(dtype: np.dtype[Any]) -> DType:
-    """Return the dtype of a numpy array, whatever its byte order.
+    """Return our dtype for a numpy dtype of any byte order.
 
     Raises:
         UnsupportedStateError: objects, strings, dates, long doubles, records, and ml_dtypes' sub-byte types.

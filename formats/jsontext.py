@@ -186,7 +186,11 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _without_strings(text: bytes) -> Iterator[bytes]:
-    """Yield the text without its strings, in pieces: at once it would take the memory of millions of small strings."""
+    """Yield the text without its strings, piece by piece.
+
+    A substitution in the whole text at once would hold one small object for each string, of which there may be
+    millions.
+    """
     position = 0
     while position < len(text):
         piece = text[position : position + _PIECE]

@@ -19,7 +19,11 @@ _LOOP_BYTES: Final = 4 * _VECTOR
 
 
 def _typed_stream(_: Any, _out: Any, _source: Any, _length: Any) -> Any:
-    """Vectors of 32 bytes with ``!nontemporal`` stores, and a fence, so that other threads see the data."""
+    """Generate a loop that copies vectors of 32 bytes with ``!nontemporal`` stores, and ends with a fence.
+
+    The fence lets other threads see the data. Returns the signature (addresses of target and source, length) and the
+    function that emits the code, as numba's `intrinsic` wants them.
+    """
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         target, origin, size = values

@@ -200,7 +200,7 @@ def test_a_rule_keeps(tree: Path, tmp_path: Path) -> None:
         tree,
         tmp_path,
         """
-from ckptstore.formats.rule_windows import ends
+from ckptstore.formats.history.rule_windows import ends
 with ckptstore.open("store") as store:
     with store.writer() as writer:
         for step in range(1, 4):

@@ -31,7 +31,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NO_DEVICE: Final = 3
 _BENCHMARKS: Final[dict[str, tuple[str, ...]]] = {
     "tools.bench.training": ("--only", "loop/*", "--intervals", "1,10", "--rounds", "1"),
-    "tools.bench.every_step": ("--rounds", "1",),
+    "tools.bench.training.every_step": ("--rounds", "1",),
 }  # fmt: skip
 
 

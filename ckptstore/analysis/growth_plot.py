@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from ckptstore.analysis.report_plots import STYLE
 from ckptstore.errors import MissingDependencyError, UsageError
-from ckptstore.formats.rule_rankings import number
+from ckptstore.formats.history.rule_rankings import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

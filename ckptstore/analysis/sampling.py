@@ -1,9 +1,9 @@
 """Choose the bytes to measure, and estimate the error of measuring only a part.
 
 The unit is what codecs encode separately: a block of 1 MiB of one tensor (its last block may be shorter), or tensors
-below 64 KiB end to end. Blocks are drawn by simple random sampling without replacement. Every checkpoint uses the same
-blocks, so that codecs, gaps and steps are compared on the same numbers. The stored share of all bytes is estimated by
-the ratio of sums (Cochran, Sampling Techniques, chapter 6), with the standard error of that estimator.
+below 64 KiB, concatenated. Blocks are drawn by simple random sampling without replacement. Every checkpoint uses the
+same blocks, so that codecs, gaps and steps are compared on the same numbers. The stored share of all bytes is estimated
+by the ratio of sums (Cochran, Sampling Techniques, chapter 6), with the standard error of that estimator.
 """
 
 from __future__ import annotations

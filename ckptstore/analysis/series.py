@@ -20,9 +20,9 @@ from ckptstore.errors import UsageError
 from ckptstore.exchange.checkpoint_folders import is_companion, survey
 from ckptstore.exchange.import_files import step_of
 from ckptstore.exchange.weight_files import open_file
-from ckptstore.formats.checkpoint_ref import node_of
-from ckptstore.formats.shards import ShardedEntry
-from ckptstore.formats.state import TensorSource
+from ckptstore.formats.history.checkpoint_ref import node_of
+from ckptstore.formats.segment_files.shards import ShardedEntry
+from ckptstore.formats.states.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoint_info import CheckpointInfo

@@ -1,4 +1,4 @@
-"""A store in an fsspec file system: for schemes that have no backend of their own, or in an object that the user made.
+"""A store in an fsspec file system: one that the user made, or that of a URL whose scheme has no other backend.
 
 The store needs an exclusive create, which most of these file systems lack. Three ways are tried, and the probe refuses
 the file system if none has exactly one winner:
@@ -6,8 +6,8 @@ the file system if none has exactly one winner:
 1. Write the object under a temporary name that begins with a dot, and give it its final name with a hard link, if the
    file system has `link`. Nobody sees a part of such an object.
 2. ``open("xb")``. Readers may see a prefix of the object (`log.partial_objects` waits for the rest).
-3. `pipe_file(mode="create")`. fsspec's own implementation only looks before it writes, which the probe may fail to
-   notice: it is never used.
+3. `pipe_file(mode="create")`, unless it is fsspec's own implementation: that only looks before it writes, and the probe
+   may fail to notice this.
 
 A move is not among them: `mv` replaces what is there, and in most file systems copies and deletes. Reading works
 everywhere.

@@ -58,7 +58,7 @@ def _at_home(path: str) -> Path:
 
 def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backend:
     """Open the folder `path`, which the user passed as `url`. Raises as `ckptstore.backends.open_backend`."""
-    from ckptstore.backends.local import LocalBackend, absolute
+    from ckptstore.backends.local_disk.local import LocalBackend, absolute
 
     there: int | None = None
     try:
@@ -81,7 +81,7 @@ def open_path(path: str, url: str, create: bool, *, pmem: bool = False) -> Backe
     if there is None and not create:
         raise StoreNotFoundError(f"{url} does not exist")
     if pmem:
-        from ckptstore.backends.pmem import PmemBackend
+        from ckptstore.backends.local_disk.pmem import PmemBackend
 
         return PmemBackend(folder, url=url)
     return LocalBackend(folder, url=url)
@@ -116,7 +116,7 @@ def _open_memory_url(url: str, create: bool, options: Mapping[str, Any]) -> Back
 
 def _open_objects(url: str, create: bool, options: Mapping[str, Any]) -> Backend:  # noqa: ARG001
     try:
-        from ckptstore.backends.objects import ObjectBackend
+        from ckptstore.backends.object_store.objects import ObjectBackend
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "obstore":
             raise

@@ -69,7 +69,7 @@ def examine_bucket(url: str, *, quick: bool) -> Iterator[Finding]:
 
 
 def _endpoint(url: str) -> str | None:
-    from ckptstore.backends.object_options import place_of
+    from ckptstore.backends.object_store.object_options import place_of
 
     return place_of(url).endpoint
 
@@ -84,7 +84,7 @@ def _failed(name: str, error: CkptError) -> Finding:
 
 def _credentials(url: str, scheme: str) -> Finding:
     """Where the credentials come from. Raises `UsageError`, `MissingDependencyError`."""
-    from ckptstore.backends.object_options import place_of
+    from ckptstore.backends.object_store.object_options import place_of
 
     place = place_of(url)
     found = [name for name in _VARIABLES[scheme] if os.environ.get(name)]

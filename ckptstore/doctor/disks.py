@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ckptstore.backends import libpmem, overwriting
-from ckptstore.backends.posix import SYSTEM, write_some
+from ckptstore.backends.local_disk import libpmem, overwriting
+from ckptstore.backends.local_disk.posix import SYSTEM, write_some
 from ckptstore.doctor.findings import Finding
 from ckptstore.doctor.mounts import judged, mount_of
 from ckptstore.doctor.number_text import bandwidth, size, span

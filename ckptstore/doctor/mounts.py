@@ -40,7 +40,7 @@ class Mount:
 
 
 def mount_of(folder: Path) -> Mount:
-    """The file system that contains `folder`."""
+    """Find the mount that contains `folder`; its fields are empty if ``/proc`` does not say."""
     device, best = None, Mount("", "")
     with suppress(OSError):
         number = folder.stat().st_dev
@@ -52,7 +52,8 @@ def mount_of(folder: Path) -> Mount:
             fields, kinds = before.split(), after.split()
             point = fields[4].encode().decode("unicode_escape")  # a space is \040
             inside = real == point or real.startswith(point.rstrip("/") + "/")
-            # Of mounts on top of each other the last one counts. An overlay has its own device: there the path decides.
+            # If mounts are stacked on one point, the last one counts. A folder in an overlay has another device number
+            # than its mount: there the longest path decides.
             if inside and len(point) >= len(best.point) and (fields[2] == device or len(point) > len(best.point)):
                 options = f"{fields[5]},{kinds[-1]}".split(",")
                 best = Mount(

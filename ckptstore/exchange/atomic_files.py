@@ -19,11 +19,11 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.backends.directio import FileSink
-from ckptstore.backends.folders import Folders, kind_of
-from ckptstore.backends.posix import SYSTEM
+from ckptstore.backends.local_disk.directio import FileSink
+from ckptstore.backends.local_disk.folders import Folders, kind_of
+from ckptstore.backends.local_disk.posix import SYSTEM
 from ckptstore.errors import CkptError, StorageError, UsageError
-from ckptstore.formats.records import FORMAT_KEY
+from ckptstore.formats.history.records import FORMAT_KEY
 from ckptstore.host.buffers import BLOCK_BYTES, Staging
 from ckptstore.host.threads import workers
 from ckptstore.segments.block_stream import BlockStream

@@ -21,11 +21,11 @@ from ckptstore.exchange.safetensors_files import DTYPES_MEMBER, read_safetensors
 from ckptstore.exchange.torch_archive import TensorReference, TorchObject, is_archive, write_archive
 from ckptstore.exchange.weight_files import CHECKPOINT_MEMBER, STATE_MEMBER, exported_ref
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.layout import TensorSpec, order
-from ckptstore.formats.names import bare_name
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.state import check_size, places, select_places, tensor_names, unflatten
-from ckptstore.formats.tree import member, only_tensors
+from ckptstore.formats.segment_files.layout import TensorSpec, order
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.states.names import bare_name
+from ckptstore.formats.states.state import check_size, places, select_places, tensor_names, unflatten
+from ckptstore.formats.states.tree import member, only_tensors
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.restore.load import restore_with
 from ckptstore.restore.open_checkpoint import OpenCheckpoint

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, StepOrderError, StoreNotFoundError, UsageError
 from ckptstore.exchange.checkpoint_folders import open_checkpoint, survey
-from ckptstore.formats.checkpoint_ref import step_number
+from ckptstore.formats.history.checkpoint_ref import step_number
 from ckptstore.host.progress import Progress, phase
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.write.writer_opening import open_writer

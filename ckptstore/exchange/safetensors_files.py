@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, StorageError, UnsupportedStateError, UsageError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.state import Origin
+from ckptstore.formats.states.state import Origin
 from ckptstore.host.buffers import Bytes
 
 __all__ = ["DTYPES_MEMBER", "HEADER_LIMIT", "FileTensor", "file_in_errors", "read_safetensors"]

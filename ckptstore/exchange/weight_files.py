@@ -19,7 +19,7 @@ import numpy as np
 from ckptstore.errors import FormatError, MissingDependencyError, StorageError
 from ckptstore.exchange.safetensors_files import HEADER_LIMIT, FileTensor, file_in_errors, read_safetensors
 from ckptstore.formats import jsontext
-from ckptstore.formats.state import (
+from ckptstore.formats.states.state import (
     FlatState,
     NumpySource,
     Origin,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Node
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Node
 
 __all__ = ["between", "fork_point"]
 

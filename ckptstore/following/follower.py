@@ -16,8 +16,8 @@ from ckptstore.errors import CheckpointNotFoundError, CorruptSegmentError, Usage
 from ckptstore.exchange.export import export_resident
 from ckptstore.following import ancestry
 from ckptstore.following.follower_targets import TargetState, refuse_foreign, resident_from_file
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import default_threads
 from ckptstore.log import refs

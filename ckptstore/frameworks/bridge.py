@@ -15,7 +15,7 @@ from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ckptstore.formats.state import FlatState, Recognise, Tagged, TensorSource
+    from ckptstore.formats.states.state import FlatState, Recognise, Tagged, TensorSource
     from ckptstore.frameworks.torch_offload import CopyQueue
     from ckptstore.host.buffers import Bytes
 
@@ -81,8 +81,8 @@ class Adapter:
     """How a state takes the tensors of one framework.
 
     Attributes:
-        recognise: imports the adapter's module and returns the function that `formats.state.flatten` calls for each
-            object. Its argument: whether a writer of many ranks asks, which takes this rank's part of a sharded tensor.
+        recognise: imports the adapter's module and returns the function that `state.flatten` calls for each object. Its
+            argument: whether a writer of many ranks asks, which takes this rank's part of a sharded tensor.
         overwritten: whether ``into=`` may name these tensors. If False, they are refused there.
     """
 
@@ -102,7 +102,9 @@ def flattened(state: Any, *, sharded: bool = False, overwritten: bool = False) -
         sharded: take this rank's part of a DTensor. If False, a DTensor is refused, because its part is incomplete.
         overwritten: the tensors will be overwritten. Tensors of a framework that does not support it are refused.
     """
-    from ckptstore.formats.state import flatten  # imports numpy, which callers that only read the log do not need
+    from ckptstore.formats.states.state import (
+        flatten,  # imports numpy, which callers that only read the log do not need
+    )
 
     asked = [
         adapter.recognise(sharded) if adapter.overwritten or not overwritten else _refusing(adapter.recognise(sharded))

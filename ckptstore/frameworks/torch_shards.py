@@ -18,7 +18,7 @@ from ckptstore.frameworks.torch_tensors import TorchSource, image
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ckptstore.formats.state import Tagged
+    from ckptstore.formats.states.state import Tagged
 
 __all__ = ["ShardSource", "copy_box_into", "place_in_whole", "recognise"]
 

@@ -1,6 +1,6 @@
 """Convert torch tensors to host bytes and back.
 
-To save: `recognise` gives `formats.state.flatten` a `TorchSource` for every tensor, on any device, with any strides. To
+To save: `recognise` gives `state.flatten` a `TorchSource` for every tensor, on any device, with any strides. To
 load: `from_buffer` makes a tensor over memory that was read, and `copy_into` restores a tensor in place.
 
 All copies move bits, under an integer dtype of the same width. So NaN payloads survive, and torch needs no kernel for
@@ -21,7 +21,7 @@ import torch
 from ckptstore.errors import FormatError, UnsupportedStateError, UsageError
 from ckptstore.formats import dtypes
 from ckptstore.formats.sources import Bytes, NumpySource, Origin, blocks, write_into
-from ckptstore.formats.state import Tagged
+from ckptstore.formats.states.state import Tagged
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # type: ignore[attr-defined,unused-ignore]  # Python 3.12 names it
@@ -87,7 +87,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def recognise(value: object) -> TorchSource | Tagged | None:
-    """Convert a torch object for `formats.state.flatten`, which calls this for every object of no built-in type.
+    """Convert a torch object for `state.flatten`, which calls this for every object of no built-in type.
 
     A `torch.nn.Parameter` is stored as its data and restored as a tensor, as in a `state_dict()`.
 
@@ -370,4 +370,4 @@ revive: Final[Mapping[str, Callable[[Any], Any]]] = {
     "$dtype": _revive_dtype,
     "$device": _revive_device,
 }
-"""For `formats.state.unflatten`: functions that restore torch's own small types."""
+"""For `formats.states.state.unflatten`: functions that restore torch's own small types."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.segment_files.layout import CHUNK
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.prefault import Prefault

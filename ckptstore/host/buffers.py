@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.segment_files.layout import CHUNK
 from ckptstore.host.pages import BLOCK
 
 __all__ = ["BLOCK_BYTES", "DEFAULT_BUDGET", "SLACK", "Bytes", "MappedRegion", "Staging", "aligned", "region_of"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, SegmentEntry
+from ckptstore.formats.history.records import CheckpointEntry, CommitRecord, Encoding, Node, SegmentEntry
 
 __all__ = ["Change"]
 

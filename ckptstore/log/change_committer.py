@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, Protocol
 
 from ckptstore._version import __version__
 from ckptstore.errors import RequestTimeoutError
-from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.catalog import CLOSED, Catalog, TermEntry
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.option_checks import seconds
 from ckptstore.log import requests

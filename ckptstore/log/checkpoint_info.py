@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.errors import CorruptLogError
-from ckptstore.formats import metadata
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history import metadata
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Node, ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Node, ref_of
 from ckptstore.log import refs
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read

@@ -7,7 +7,7 @@ import weakref
 from typing import Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
 from ckptstore.host.caller_warnings import DamagedLogWarning, warn
 
 __all__ = ["share_warnings", "warn_of_damage"]

@@ -18,9 +18,9 @@ from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptLogError, ForeignObjectError, KeyExistsError, KeyNotFoundError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.folds import FOLD_LIMIT, encode_fold, intact
-from ckptstore.formats.records import fold_key, fold_of, manifest_key, slot_key, slot_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.folds import FOLD_LIMIT, encode_fold, intact
+from ckptstore.formats.history.records import fold_key, fold_of, manifest_key, slot_key, slot_of
 from ckptstore.host import background_threads
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.journal import Journal

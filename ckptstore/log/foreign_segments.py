@@ -10,8 +10,8 @@ from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError
-from ckptstore.formats.members import hexadecimal
-from ckptstore.formats.record_text import MANIFEST_LIMIT, unseal
+from ckptstore.formats.history.members import hexadecimal
+from ckptstore.formats.history.record_text import MANIFEST_LIMIT, unseal
 from ckptstore.log.partial_objects import text_bytes
 
 __all__ = ["all_foreign", "foreign"]
@@ -38,7 +38,10 @@ def _run_of(backend: Backend, key: str) -> str:
     if key.endswith(".json"):
         found = unseal(text_bytes(backend, key, MANIFEST_LIMIT), what=key)["run"]
         return found if hexadecimal(found) else ""
-    from ckptstore.formats.segment import header_length, parse  # imports numpy, which a listing does not need
+    from ckptstore.formats.segment_files.segment import (  # imports numpy, which a listing does not need
+        header_length,
+        parse,
+    )
 
     with backend.open_source(key) as source:
 

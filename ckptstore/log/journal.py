@@ -20,9 +20,9 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.record_text import decode_format, encode_format
-from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, FormatFile, slot_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.record_text import decode_format, encode_format
+from ckptstore.formats.history.records import COPYING_KEY, FORMAT_KEY, FormatFile, slot_key
 from ckptstore.log.partial_objects import exists, text_bytes
 
 __all__ = ["Journal"]

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, KeyExistsError, KeyNotFoundError, ReadOnlyError, StorageError, UsageError
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.record_text import encode_commit, encode_format, encode_open, seal, unseal
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.record_text import encode_commit, encode_format, encode_open, seal, unseal
+from ckptstore.formats.history.records import (
     COPYING_KEY,
     FORMAT_KEY,
     CommitRecord,

@@ -6,10 +6,10 @@ Slots are created once, in order, and never changed. Three facts carry every dec
   when the next anchor above it exists. So "no anchor above s" proves that slot s was never deleted: if it is absent, it
   was never written.
 - A record whose term or whose hash of the previous slot does not fit is a stray: a late create that landed where a
-  folded slot had been deleted. Or it is right, and shows that a stray before it was mistaken for history.
-- Slots are created in order. So a slot above an absent one proves that the absent one was deleted, which an anchor
-  above it shows, or lost. A listing says where that higher slot is, but only what is then read by name counts. So a
-  listing can make a reader report a loss, but never make it overlook a slot that exists.
+  folded slot had been deleted. Or the record is right, and the one before it is a stray that was taken for history.
+- Slots are created in order. So a slot above an absent one proves that the absent one was deleted or lost: it was
+  deleted if an anchor above it exists. A listing says where that higher slot is, but only what is then read by name
+  counts. So a listing can make a reader report a loss, but never make it overlook a slot that exists.
 
 ``tools/protocol`` explores these rules; change them only together.
 """
@@ -31,11 +31,11 @@ from ckptstore.errors import (
     IncompatibleFormatError,
     KeyNotFoundError,
 )
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
-from ckptstore.formats.record_text import SLOT_LIMIT, decode_record, unseal
-from ckptstore.formats.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.history.record_text import SLOT_LIMIT, decode_record, unseal
+from ckptstore.formats.history.records import NO_SLOT, OpenRecord, Record, fold_of, folder_term, slot_key, slot_of
 from ckptstore.log.damage_warnings import warn_of_damage
 from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal

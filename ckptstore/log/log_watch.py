@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from ckptstore.errors import CkptError, CorruptLogError, StoreNotFoundError, StoreReplacedError
-from ckptstore.formats.catalog import TermEntry
+from ckptstore.formats.history.catalog import TermEntry
 from ckptstore.log.damage_warnings import share_warnings
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read, same_history

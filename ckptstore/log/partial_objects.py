@@ -16,9 +16,9 @@ from typing import Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, ForeignObjectError, KeyNotFoundError
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.folds import FOLD_LIMIT, intact
-from ckptstore.formats.record_text import SLOT_LIMIT, torn
-from ckptstore.formats.records import fold_of, slot_key
+from ckptstore.formats.history.folds import FOLD_LIMIT, intact
+from ckptstore.formats.history.record_text import SLOT_LIMIT, torn
+from ckptstore.formats.history.records import fold_of, slot_key
 
 __all__ = [
     "STILL",

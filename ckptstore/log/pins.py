@@ -21,9 +21,9 @@ from typing import Final, Self, TypeVar
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, ForeignObjectError, FormatError, KeyNotFoundError, ReadOnlyError, StorageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.record_text import MANIFEST_LIMIT, decode_pin, encode_pin, torn
-from ckptstore.formats.records import PinRecord, pin_key, pin_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.record_text import MANIFEST_LIMIT, decode_pin, encode_pin, torn
+from ckptstore.formats.history.records import PinRecord, pin_key, pin_of
 from ckptstore.host import background_threads
 from ckptstore.host.background_threads import Periodic
 from ckptstore.host.caller_warnings import UnpinnedWarning, warn

@@ -1,4 +1,4 @@
-"""Resolves REFs: finds the checkpoint that a REF names (`ckptstore.formats.checkpoint_ref` parses it).
+"""Resolves REFs: finds the checkpoint that a REF names (`ckptstore.formats.history.checkpoint_ref` parses it).
 
 ``latest`` is the highest step of the newest term (of an empty term, its parent). ``STEP`` is that step in the newest
 term that has it. ``STEP@TERM`` is exact. ``tag:NAME`` is the checkpoint that the tag names.
@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from typing import Final
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
-from ckptstore.formats.catalog import Catalog, TermEntry
-from ckptstore.formats.checkpoint_ref import LATEST, Ref, check_tag
-from ckptstore.formats.records import CheckpointEntry, ref_of
+from ckptstore.formats.history.catalog import Catalog, TermEntry
+from ckptstore.formats.history.checkpoint_ref import LATEST, Ref, check_tag
+from ckptstore.formats.history.records import CheckpointEntry, ref_of
 
 __all__ = ["check_new_tag", "nothing_latest", "parsed", "resolve"]
 

@@ -24,10 +24,10 @@ from ckptstore.errors import (
     NotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import check_commit
-from ckptstore.formats.record_text import MANIFEST_LIMIT, decode_request, encode_request, torn
-from ckptstore.formats.records import CommitRecord, Request, SegmentEntry, request_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import check_commit
+from ckptstore.formats.history.record_text import MANIFEST_LIMIT, decode_request, encode_request, torn
+from ckptstore.formats.history.records import CommitRecord, Request, SegmentEntry, request_of
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, read

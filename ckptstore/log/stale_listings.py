@@ -11,7 +11,7 @@ from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, StorageError
-from ckptstore.formats.records import FORMAT_KEY
+from ckptstore.formats.history.records import FORMAT_KEY
 from ckptstore.log.partial_objects import exists
 
 __all__ = ["LOOKS", "contradiction", "every_object"]

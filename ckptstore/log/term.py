@@ -34,10 +34,10 @@ from ckptstore.errors import (
     StoreReplacedError,
     WriterError,
 )
-from ckptstore.formats.catalog import REACHED, REMOTE, Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.commit_checks import check_commit
-from ckptstore.formats.record_text import (
+from ckptstore.formats.history.catalog import REACHED, REMOTE, Catalog, CatalogBuilder
+from ckptstore.formats.history.commit_checks import check_commit
+from ckptstore.formats.history.record_text import (
     KNOWN_FEATURES,
     SLOT_LIMIT,
     decode_format,
@@ -46,7 +46,7 @@ from ckptstore.formats.record_text import (
     encode_open,
     unseal,
 )
-from ckptstore.formats.records import (
+from ckptstore.formats.history.records import (
     FORMAT_KEY,
     CheckpointId,
     CommitRecord,
@@ -362,7 +362,7 @@ class Term:
             CommitUnknownError: the record may or may not have landed, now or later. This term is dead: it must not
                 delete anything, and only a new term finds out.
             StepOrderError, CheckpointNotFoundError, UsageError, FormatError: the record breaks a rule
-                (`ckptstore.formats.commit_checks`). Nothing was sent; the term continues.
+                (`ckptstore.formats.history.commit_checks`). Nothing was sent; the term continues.
             StorageError: the manifest or the slot could not be written, and no slot was sent; the term continues.
         """
         with self._lock:

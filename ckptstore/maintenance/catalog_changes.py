@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ckptstore.errors import ReadOnlyError, RequestError, RequestRefusedError, RequestTimeoutError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
 from ckptstore.host.option_checks import seconds
 from ckptstore.log.change import Change
 from ckptstore.log.change_committer import ChangeRequester, TakeOver

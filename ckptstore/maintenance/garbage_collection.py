@@ -26,9 +26,9 @@ from typing import Any, Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import ForeignObjectError, KeyNotFoundError, ReadOnlyError, StorageError, UsageError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import object_of, pin_of
 from ckptstore.formats.html_tables import HtmlTable, counted
-from ckptstore.formats.records import object_of, pin_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.checkpoint_info import damage_of

@@ -1,6 +1,6 @@
 """Sets a store's retention rules, and prunes by them, beside a live writer or without one.
 
-`ckptstore.formats.retention_rules` decides which checkpoints the rules keep, here and in a writer.
+`ckptstore.formats.history.retention_rules` decides which checkpoints the rules keep, here and in a writer.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptstore.errors import CorruptLogError, RequestRefusedError, UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import droppable, users
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import droppable, users
+from ckptstore.formats.history.records import CommitRecord, Node, ref_of
+from ckptstore.formats.history.retention_rules import checked, known, reasons_of, unmatched
+from ckptstore.formats.history.rule_rankings import names
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import CommitRecord, Node, ref_of
-from ckptstore.formats.retention_rules import checked, known, reasons_of, unmatched
-from ckptstore.formats.rule_rankings import names
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptstore.errors import CheckpointNotFoundError, UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import droppable
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import droppable
+from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import Node, ref_of
 from ckptstore.log import refs
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal

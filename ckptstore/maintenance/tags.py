@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckptstore.errors import CheckpointNotFoundError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.checkpoint_ref import Ref
-from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.checkpoint_ref import Ref
+from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.log import refs
 from ckptstore.log.change import Change
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe, describe_checkpoint

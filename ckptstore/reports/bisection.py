@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import CheckpointEntry, ref_of
 from ckptstore.host.option_checks import whole
 from ckptstore.log import refs
 from ckptstore.log.journal import Journal

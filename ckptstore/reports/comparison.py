@@ -13,10 +13,10 @@ import numpy.typing as npt
 from ckptstore.formats import dtypes, jsontext
 from ckptstore.formats.dtypes import DType
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.rank_trees import of_rank
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import ShardedEntry, shards_hash
-from ckptstore.formats.state import places, select
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.shards import ShardedEntry, shards_hash
+from ckptstore.formats.states.rank_trees import of_rank
+from ckptstore.formats.states.state import places, select
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads, run_all, workers

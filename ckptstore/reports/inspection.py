@@ -14,11 +14,11 @@ import numpy.typing as npt
 from ckptstore.errors import CorruptLogError
 from ckptstore.formats import dtypes
 from ckptstore.formats.byte_text import size
-from ckptstore.formats.catalog import REMOTE, Catalog
+from ckptstore.formats.history.catalog import REMOTE, Catalog
+from ckptstore.formats.history.records import Encoding, SegmentEntry, ref_of
 from ckptstore.formats.html_tables import HtmlTable, Rows, counted
-from ckptstore.formats.records import Encoding, SegmentEntry, ref_of
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.step_codec import STEP
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.step_codec import STEP
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.change_committer import LastWriter, last_writer
 from ckptstore.reports.restore_explanation import Explanation, explained

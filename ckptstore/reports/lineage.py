@@ -12,15 +12,15 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from ckptstore.errors import CorruptLogError, NotFoundError
+from ckptstore.formats.history.records import Node, ref_of
+from ckptstore.formats.history.rule_rankings import metric, names
 from ckptstore.formats.html_tables import HtmlTable, counted
-from ckptstore.formats.records import Node, ref_of
-from ckptstore.formats.rule_rankings import metric, names
 from ckptstore.log.change_committer import LastWriter, last_writer
 from ckptstore.log.checkpoint_info import CheckpointInfo, TermInfo, damage_of, describe, describe_terms
 from ckptstore.log.log_reader import read
 
 if TYPE_CHECKING:
-    from ckptstore.formats.catalog import Catalog
+    from ckptstore.formats.history.catalog import Catalog
     from ckptstore.log.journal import Journal
 
 __all__ = ["Lineage", "lineage"]

@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from ckptstore.errors import CkptError, CorruptLogError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
 from ckptstore.formats.html_tables import counted, table, text
 from ckptstore.log.checkpoint_info import describe
 from ckptstore.log.journal import Journal

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptstore.errors import CheckpointNotFoundError, CkptError, CorruptionError, UsageError
-from ckptstore.formats.records import CheckpointEntry
+from ckptstore.formats.history.records import CheckpointEntry
 from ckptstore.reports.bisection import Answer, Ask, Predicate
 
 __all__ = ["Export", "commanded", "expression", "not_finite", "tensors_of"]

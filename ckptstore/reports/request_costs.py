@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.backends.costs import Spent
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.restore.chain import Chain
@@ -19,7 +19,7 @@ from ckptstore.segments.segment_reader import SegmentReader, extents
 __all__ = ["RequestCosts", "request_costs"]
 
 _RANGE: Final = 8 << 20
-"""Bytes of a segment that one request reads (`backends.object_segments.RANGE`)."""
+"""Bytes of a segment that one request reads (`backends.object_store.object_segments.RANGE`)."""
 _AGAIN: Final = {"put": 1, "get": 1, "head": 2, "delete": 1}
 """Creating and removing the pin, and reading the log again (SPEC 10, PINS). A long restore adds a ``put`` per 30 s."""
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ckptstore.formats.history.records import ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import ref_of
-from ckptstore.formats.segment import RAW, TensorEntry
-from ckptstore.formats.shards import key_of
-from ckptstore.formats.step_codec import STEP
+from ckptstore.formats.segment_files.segment import RAW, TensorEntry
+from ckptstore.formats.segment_files.shards import key_of
+from ckptstore.formats.segment_files.step_codec import STEP
 from ckptstore.log.journal import Journal
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.open_checkpoint import OpenCheckpoint, opened

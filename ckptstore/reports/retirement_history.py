@@ -6,8 +6,8 @@ Slots that a fold has replaced are gone, and with them the reason of a retiremen
 from __future__ import annotations
 
 from ckptstore.errors import CkptError
-from ckptstore.formats.record_text import decode_record
-from ckptstore.formats.records import CommitRecord, Node, ref_of, slot_of
+from ckptstore.formats.history.record_text import decode_record
+from ckptstore.formats.history.records import CommitRecord, Node, ref_of, slot_of
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.partial_objects import slot_bytes

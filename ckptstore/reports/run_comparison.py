@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptstore.formats.rule_rankings import number
+from ckptstore.formats.history.rule_rankings import number
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.reports.lineage import Lineage, lineage
 

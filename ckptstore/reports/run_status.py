@@ -9,12 +9,12 @@ from itertools import islice
 from typing import Final
 
 from ckptstore.errors import CorruptLogError
-from ckptstore.formats import metadata, rule_rankings
-from ckptstore.formats.catalog import CLOSED, Catalog
-from ckptstore.formats.columns import TableRows
+from ckptstore.formats.history import metadata, rule_rankings
+from ckptstore.formats.history.catalog import CLOSED, Catalog
+from ckptstore.formats.history.columns import TableRows
+from ckptstore.formats.history.records import CheckpointEntry, Node, SegmentEntry, ref_of
+from ckptstore.formats.history.tables import Table
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import CheckpointEntry, Node, SegmentEntry, ref_of
-from ckptstore.formats.tables import Table
 from ckptstore.log.change_committer import WriterState, known_writer, last_writer
 from ckptstore.log.log_reader import View
 

@@ -15,9 +15,9 @@ from typing import Any, Final
 from ckptstore.backends import open_backend
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptLogError, KeyNotFoundError, NotFoundError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import FORMAT_KEY
 from ckptstore.formats.html_tables import HtmlTable, counted
-from ckptstore.formats.records import FORMAT_KEY
 from ckptstore.log.change_committer import WriterState, last_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ckptstore.formats import jsontext, rank_trees
-from ckptstore.formats.state import unflatten
+from ckptstore.formats import jsontext
+from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.state import unflatten
 
 __all__ = ["children", "is_tensor", "leaves", "text"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CorruptLogError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import users
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import users
+from ckptstore.formats.history.records import CheckpointEntry
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import CheckpointEntry
-from ckptstore.formats.step_codec import StepGroup
+from ckptstore.formats.segment_files.step_codec import StepGroup
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_all
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.records import Encoding, ref_of
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import group_with_keys, key_of, with_key
-from ckptstore.formats.step_codec import StepGroup, groups_of
+from ckptstore.formats.history.records import Encoding, ref_of
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.shards import group_with_keys, key_of, with_key
+from ckptstore.formats.segment_files.step_codec import StepGroup, groups_of
 from ckptstore.restore.chain import Chain, master_of
 from ckptstore.restore.chain_link import TensorLink
 from ckptstore.restore.replay import Cell, KeptBytes, Program, ReplayStage

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.boxes import Box, common_elements, elements_of, touches
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.boxes import Box, common_elements, elements_of, touches
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance

@@ -17,8 +17,8 @@ from functools import partial
 
 from ckptstore.formats import digest, kernel_choice
 from ckptstore.formats.codecs import FROM_MASTER
-from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.segment import RAW, TensorEntry
+from ckptstore.formats.segment_files.layout import CHUNK
+from ckptstore.formats.segment_files.segment import RAW, TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance

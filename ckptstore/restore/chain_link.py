@@ -8,8 +8,8 @@ from functools import cached_property
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import checksums, codecs
 from ckptstore.formats.codecs import Codec
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.step_codec import StepGroup
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.step_codec import StepGroup
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.segment_reader import SegmentReader, read_chunk
 

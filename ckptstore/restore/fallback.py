@@ -17,8 +17,8 @@ from ckptstore.errors import (
     StateMismatchError,
     StorageError,
 )
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointId, Encoding
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointId, Encoding
 from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.restore.alternatives import FailedWays, next_way
 from ckptstore.restore.restore_plan import edge_of, plan

@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.formats import dtypes
-from ckptstore.formats.boxes import Box
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry
-from ckptstore.formats.state import Origin, places, unflatten
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
+from ckptstore.formats.states.state import Origin, places, unflatten
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.caller_warnings import LossyWarning, warn
@@ -422,7 +422,7 @@ def _read_tensor(
 
 
 def _named(found: OpenCheckpoint, name: str) -> str:
-    """The name of a tensor, or of the tensor at a place (`formats.state.places`)."""
+    """The name of a tensor, or of the tensor at a place (`formats.states.state.places`)."""
     if name in found.parts:
         return name
     named = {place.name: place.tensor for place in places(found.tree)}

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.boxes import Box
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.sources import NumpySource, write_into
-from ckptstore.formats.state import FlatState, paths, places
+from ckptstore.formats.states.state import FlatState, paths, places
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.selection import TensorSelection

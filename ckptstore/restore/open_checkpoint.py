@@ -14,12 +14,12 @@ from typing import Any, Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptSegmentError, FormatError, IncompatibleFormatError
 from ckptstore.formats import checksums, jsontext
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.codecs import WITHOUT_BASE
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
-from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.shards import state_parts
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc
+from ckptstore.formats.segment_files.shards import state_parts
+from ckptstore.formats.states.state import tensor_names
 from ckptstore.log import refs
 from ckptstore.log.checkpoint_info import CheckpointInfo, describe_checkpoint
 from ckptstore.log.journal import Journal
@@ -88,7 +88,7 @@ class OpenCheckpoint(RestoreSource):
 
     @cached_property
     def merged(self) -> Any:
-        """The typed JSON tree as it is stored: that of all ranks that saved it (`formats.rank_trees`)."""
+        """The typed JSON tree as it is stored: that of all ranks that saved it (`formats.states.rank_trees`)."""
         last = self.plan.encodings[-1]
         return tree_of([self.readers[segment] for segment in last.segments], last)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import dtypes, kernel_choice, optim
-from ckptstore.formats.layout import CHUNK, chunk_count
+from ckptstore.formats.segment_files.layout import CHUNK, chunk_count
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.pages import BLOCK

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from ckptstore.backends.base import SegmentSource
 from ckptstore.errors import StorageError
-from ckptstore.formats.records import CheckpointId, SegmentEntry
-from ckptstore.formats.segment import RAW, Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.history.records import CheckpointId, SegmentEntry
+from ckptstore.formats.segment_files.segment import RAW, Chunk, SegmentDoc, TensorEntry
 from ckptstore.host.buffers import Bytes
 from ckptstore.restore.chain import Chain
 from ckptstore.restore.chain_link import TensorLink

@@ -11,7 +11,7 @@ from typing import Final
 
 from ckptstore.backends.base import SegmentSource
 from ckptstore.formats import checksums
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.buffers import Bytes, Staging, aligned
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import Workers, workers

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CorruptionError, CorruptLogError, CorruptSegmentError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointId, Encoding, Node, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointId, Encoding, Node, ref_of
 
 __all__ = [
     "TYPICAL",

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any, Final
 
-from ckptstore.formats.boxes import Box
-from ckptstore.formats.rank_trees import left_out, of_rank, rank_count
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import ShardKey, combine_shards
-from ckptstore.formats.tree import tensor_names
+from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.shards import ShardKey, combine_shards
+from ckptstore.formats.states.rank_trees import left_out, of_rank, rank_count
+from ckptstore.formats.states.tree import tensor_names
 from ckptstore.host.caller_warnings import HiddenTensorsWarning, warn
 from ckptstore.restore.box_reads import Part
 from ckptstore.restore.chain import Chain
@@ -38,7 +38,7 @@ class RestoreSource(ABC):
     @property
     @abstractmethod
     def merged(self) -> Any:
-        """The typed JSON tree as it is stored: that of all ranks that saved it (`formats.rank_trees`)."""
+        """The typed JSON tree as it is stored: that of all ranks that saved it (`formats.states.rank_trees`)."""
 
     @property
     @abstractmethod

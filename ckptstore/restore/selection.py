@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import TensorNotFoundError, UsageError
-from ckptstore.formats.boxes import Box
-from ckptstore.formats.state import TensorPlace, places, select_places, tensor_names
+from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats.states.state import TensorPlace, places, select_places, tensor_names
 from ckptstore.host.option_checks import texts
 
 __all__ = ["TensorSelection", "choose", "chosen_box", "one_of", "select_from"]
@@ -22,7 +22,7 @@ class TensorSelection:
 
     Attributes:
         whole: the tree of the state.
-        kept: position in `formats.state.places` -> the place; the selected ones, in tree order.
+        kept: position in `formats.states.state.places` -> the place; the selected ones, in tree order.
         all: there was no selection: everything is included.
     """
 

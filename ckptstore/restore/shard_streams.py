@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptstore.formats import dtypes
-from ckptstore.formats.boxes import Box, boxes_of, common_elements, elements_of
-from ckptstore.formats.layout import CHUNK, chunk_extents
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.boxes import Box, boxes_of, common_elements, elements_of
+from ckptstore.formats.segment_files.layout import CHUNK, chunk_extents
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.restore.box_reads import Part
 from ckptstore.restore.chain import Chain, decode_chunk
@@ -22,7 +22,7 @@ def iterate_parts(tensor: TensorEntry, parts: Sequence[Part], *, verify: bool = 
     chunk of it is in memory as long as the current position in the tensor is within it.
 
     Args:
-        tensor: the whole tensor, as `formats.shards.combine_shards` describes it.
+        tensor: the whole tensor, as `formats.segment_files.shards.combine_shards` describes it.
         parts: its shards, which cover it.
 
     Raises:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.shards import shard_key
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.layout import CHUNK
+from ckptstore.formats.segment_files.shards import shard_key
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.log.journal import Journal
 from ckptstore.restore.assembly import assemble

@@ -7,8 +7,8 @@ from typing import Any
 
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import checksums, jsontext
-from ckptstore.formats.shards import ShardKey, check_cover, state_parts
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.segment_files.shards import ShardKey, check_cover, state_parts
+from ckptstore.formats.states.state import tensor_names
 from ckptstore.restore.chain_link import TensorLink
 
 __all__ = ["Parts", "described_state", "stored_parts"]

@@ -5,10 +5,10 @@ Verify and repair call this before they report a checkpoint as lost. So they agr
 
 from __future__ import annotations
 
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.rank_trees import of_rank
-from ckptstore.formats.records import Node, ref_of
-from ckptstore.formats.state import unflatten
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Node, ref_of
+from ckptstore.formats.states.rank_trees import of_rank
+from ckptstore.formats.states.state import unflatten
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.journal import Journal

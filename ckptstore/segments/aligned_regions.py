@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ckptstore.formats.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, order, padded, split
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.segment_files.layout import HEADER_LIMIT, SEGMENT_LIMIT, TensorSpec, order, padded, split
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 
 __all__ = ["LaidOutState", "RegionPlan", "SegmentRegion", "plan_regions"]

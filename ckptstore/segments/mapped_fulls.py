@@ -16,7 +16,8 @@ import xxhash
 
 from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.formats import checksums, digest, jsontext
-from ckptstore.formats.layout import (
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.layout import (
     Layout,
     TensorSpec,
     chunk_extents,
@@ -24,9 +25,8 @@ from ckptstore.formats.layout import (
     place,
     split,
 )
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState, SegmentRegion
 from ckptstore.segments.packed_segments import drafts

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ckptstore.backends.base import SegmentSink
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_packed, plan_packed
-from ckptstore.formats.segment_steps import SegmentPart
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, encode_packed, plan_packed
+from ckptstore.formats.segment_files.segment_steps import SegmentPart
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.write_session import SegmentSession
 

@@ -13,11 +13,11 @@ from functools import partial
 
 from ckptstore.backends.base import SegmentSink
 from ckptstore.formats import checksums, jsontext
-from ckptstore.formats.layout import TensorSpec, split
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.layout import TensorSpec, split
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry, encode_plain, plan_plain
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.pages import BLOCK
 from ckptstore.segments.block_stream import BlockWrites
 from ckptstore.segments.packed_segments import drafts

@@ -15,9 +15,9 @@ import numpy as np
 from ckptstore.backends.base import Backend, SegmentSource
 from ckptstore.errors import CorruptSegmentError, KeyNotFoundError, UsageError
 from ckptstore.formats import checksums
-from ckptstore.formats.layout import HEADER_LIMIT
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.layout import HEADER_LIMIT
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, check_header, parse
 from ckptstore.host.buffers import BLOCK_BYTES, Bytes, Staging, aligned
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.progress import Advance

@@ -16,9 +16,9 @@ from typing import Final, TypeAlias
 import xxhash
 
 from ckptstore.formats import checksums, digest
-from ckptstore.formats.layout import Layout, TensorSpec
-from ckptstore.formats.segment import TensorEntry, raw_entry
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.segment_files.layout import Layout, TensorSpec
+from ckptstore.formats.segment_files.segment import TensorEntry, raw_entry
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import ArenaLease
 from ckptstore.host.buffers import Bytes

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import ArenaLease, Arenas
 from ckptstore.host.buffers import Bytes

@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ckptstore.formats import uncached_copy
-from ckptstore.formats.layout import (
+from ckptstore.formats.segment_files.layout import (
     CHUNK,
     HEADER_LIMIT,
     SEGMENT_LIMIT,
@@ -31,7 +31,7 @@ from ckptstore.formats.layout import (
     place,
     split,
 )
-from ckptstore.formats.state import TensorSource
+from ckptstore.formats.states.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK
 
@@ -151,14 +151,14 @@ def plan_units(
     tensors: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None], ...],
     limit: int = SEGMENT_LIMIT - HEADER_LIMIT,
 ) -> UnitPlan:
-    """Divide a state as `plain_segments.write_full` does with the same `limit`.
+    """Divide a state into segments and units, as `plain_segments.write_full` does with the same `limit`.
 
     Args:
         tensors: name, dtype and shape of each, in access order; then global shape and offset of a shard, or None twice.
         limit: maximum bytes of tensors per segment.
 
     Raises:
-        FormatError: a tensor that no segment can hold.
+        FormatError: no segment can hold one of the tensors.
     """
     divided: Sequence[Sequence[TensorSpec]] = split([TensorSpec(*tensor) for tensor in tensors], limit)
     segments = []

@@ -13,8 +13,8 @@ import numpy as np
 
 from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.formats import checksums
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.host.buffers import Staging, aligned
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.crash_points import crash_point

@@ -85,7 +85,7 @@ class QueryMethods(RestoreMethods):
     def watch(
         self, every: float = 2.0, *, metric: str = "loss", wait: bool = False, quiet: bool = False
     ) -> Iterator[RunStatus]:
-        """Follow the run: yields its status now, and again after every change. Ends with an error.
+        """Follow the run: yield its status now, and again after every change. Only an error ends the iteration.
 
         Takes no lock and no pin, and reads no segment. A poll fetches only new records: it makes four requests for an
         unchanged store, and one more for each new record.
@@ -97,7 +97,7 @@ class QueryMethods(RestoreMethods):
             quiet: yield the status after every poll, even if nothing changed.
 
         Raises:
-            UsageError: at once: `every` is out of range, or `metric` is not a name.
+            UsageError: `every` is out of range, or `metric` is not a name. Raised by this call; the others by ``next``.
             StoreNotFoundError: there is no store here; or it was deleted or moved away.
             StoreReplacedError: it was replaced by a store of another run, or by another history of the run.
             CorruptLogError: damage leaves the newest checkpoint undecided, or records that were read before are gone.

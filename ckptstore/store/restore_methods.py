@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from ckptstore.exchange.export import ExportResult
     from ckptstore.following.follower import Follower
-    from ckptstore.formats.records import SegmentEntry
-    from ckptstore.formats.segment import SegmentDoc, TensorEntry
+    from ckptstore.formats.history.records import SegmentEntry
+    from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
     from ckptstore.host.progress import Progress
     from ckptstore.log.journal import Journal
 

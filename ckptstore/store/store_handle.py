@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, UsageError
-from ckptstore.formats.records import FormatFile
+from ckptstore.formats.history.records import FormatFile
 from ckptstore.log.checkpoint_info import look_up
 from ckptstore.log.journal import Journal
 from ckptstore.tiers.store_pair import Remote, StorePair

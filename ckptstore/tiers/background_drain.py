@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from ckptstore.errors import CorruptSegmentError, FencedError, RemoteLostError, StorageError, WriterClosedError
-from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.host import background_threads
 from ckptstore.host.caller_warnings import RemoteWarning, warn
 from ckptstore.log.log_reader import View, read

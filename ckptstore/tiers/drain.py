@@ -23,9 +23,9 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import REMOTE, Catalog
+from ckptstore.formats.history.catalog import REMOTE, Catalog
+from ckptstore.formats.history.records import COPYING_KEY, FORMAT_KEY, Node, SegmentEntry, ref_of
 from ckptstore.formats.html_tables import counted
-from ckptstore.formats.records import COPYING_KEY, FORMAT_KEY, Node, SegmentEntry, ref_of
 from ckptstore.host.bandwidth import rate_limited
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Advance
@@ -83,7 +83,8 @@ class DrainResult:
     def fenced(self, pair: StorePair) -> FencedError:
         """The error for a writer of the store when the run was continued elsewhere."""
         kept = self.kept(pair) if self.branch else "nothing is lost"
-        # A branch of an older term was left out of it, or was overtaken then: no other process works on it.
+        # Without `over`, the branch belongs to an older term: it was left out or overtaken in that term, and no other
+        # process continues it.
         elsewhere = f"the run was continued elsewhere: {self.over}"
         why = "a later term has begun without it" if self.over is None else elsewhere
         return FencedError(f"{pair.remote.url}: {why}; {kept}")

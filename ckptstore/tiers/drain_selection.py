@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 from itertools import pairwise
 
-from ckptstore.formats.catalog import LACKS, REACHED, Catalog
-from ckptstore.formats.records import Encoding, Node, ref_of
+from ckptstore.formats.history.catalog import LACKS, REACHED, Catalog
+from ckptstore.formats.history.records import Encoding, Node, ref_of
 from ckptstore.maintenance.copies.copy_selection import part_of, with_paths
 from ckptstore.write.second_tier import Lag
 
@@ -23,7 +23,7 @@ def foreign_terms(here: Catalog, there: Catalog) -> list[int]:
 
 
 def remote_holds(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
-    """A function that says of a checkpoint of the store whether the remote holds it, and not another one of that name.
+    """Make a function that says whether the remote holds a checkpoint of the store, and not another one of its name.
 
     A term of the store may have the same number as one that another machine opened in the remote, and a copy may be of
     a store that was edited by hand.
@@ -39,15 +39,16 @@ def remote_holds(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
 
 
 def remote_retired(here: Catalog, there: Catalog) -> Callable[[Node], bool]:
-    """A function that says of a checkpoint of the store whether the remote had it and has retired it: then it is not
-    drained again.
+    """Make a function that says whether the remote had a checkpoint of the store and has retired it.
+
+    Such a checkpoint is not drained again.
 
     In the remote's newest term every step is known. Of an earlier term the remote's log says which step it had reached
     when the next term began, and which steps a drain had left out. A drain copies in the order of steps, so steps up to
     that one were there. If the log does not say, the checkpoint was not there: it stays in the store, and is reported.
-    (One exception: a save that later saves overtook, on a machine that lost the run to another one before the next
-    pass. It is older than the checkpoint from which the run was continued, and is mistaken for one that was there. The
-    store keeps it as long as its own rules do.)
+    (One exception: later saves overtook a save, and then another machine continued the run before the next pass. The
+    overtaken save is older than the checkpoint from which the run was continued, so it is taken for one that the remote
+    had. The store keeps it as long as its own rules do.)
 
     If a term lacks steps, nothing from the first of them on counts as retired: a copy of a part promises the bases of
     that part, and retires them, although the remote never had them.
@@ -96,7 +97,7 @@ def drainable(here: Catalog, there: Catalog, damaged: Set[str] = frozenset()) ->
     gone, is_there = remote_retired(here, there), remote_holds(here, there)
 
     def given_up(node: Node) -> bool:
-        """Whether it was promised there and is not any more: a term has each step once."""
+        """Whether the remote once promised this checkpoint and no longer does: a term has each step once."""
         return node not in there.checkpoints and (
             node in there.held or (node[0] == there.term and node[1] in there.spent)
         )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 
 from ckptstore.errors import FormatError, KeyNotFoundError, NotFoundError, RemoteLostError, StorageError
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.record_text import SLOT_LIMIT, decode_format
-from ckptstore.formats.records import FORMAT_KEY, SegmentEntry, slot_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.record_text import SLOT_LIMIT, decode_format
+from ckptstore.formats.history.records import FORMAT_KEY, SegmentEntry, slot_key
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View, never_deleted, read
 

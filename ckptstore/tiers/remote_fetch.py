@@ -20,9 +20,9 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import REMOTE, Catalog
+from ckptstore.formats.history.catalog import REMOTE, Catalog
+from ckptstore.formats.history.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, in_format, ref_of
 from ckptstore.formats.html_tables import counted
-from ckptstore.formats.records import COPYING_KEY, CheckpointId, Node, SegmentEntry, in_format, ref_of
 from ckptstore.host.buffers import Staging
 from ckptstore.host.caller_warnings import FallbackWarning, warn
 from ckptstore.log import refs

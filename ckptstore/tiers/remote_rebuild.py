@@ -22,11 +22,10 @@ from ckptstore.errors import (
     UsageError,
 )
 from ckptstore.formats.byte_text import size
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
-from ckptstore.formats.html_tables import counted
-from ckptstore.formats.record_text import SLOT_LIMIT, decode_format, decode_record, unseal
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.history.record_text import SLOT_LIMIT, decode_format, decode_record, unseal
+from ckptstore.formats.history.records import (
     COPYING_KEY,
     FORMAT_KEY,
     SegmentEntry,
@@ -36,6 +35,7 @@ from ckptstore.formats.records import (
     object_of,
     slot_of,
 )
+from ckptstore.formats.html_tables import counted
 from ckptstore.host.buffers import Staging
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import CopyOrigin

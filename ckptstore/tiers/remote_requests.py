@@ -9,8 +9,8 @@ import time
 from typing import Final
 
 from ckptstore.errors import KeyNotFoundError, StorageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CommitRecord, Request, request_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CommitRecord, Request, request_of
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_copy import LogCopy
 from ckptstore.log.requests import handle

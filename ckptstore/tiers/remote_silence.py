@@ -1,7 +1,7 @@
 """Measures for how long a remote has shown no sign of life while a drain works on it.
 
-A sign is any change: a sent request, copied bytes, a new record. Bytes that were passed to the medium get time to
-arrive: as much as a slow line, or the bandwidth limit of the drain, needs for them.
+A sign of life is any change: a sent request, copied bytes, a new record. Bytes that were passed to the medium need time
+to arrive. They get as much as a slow line, or the bandwidth limit of the drain, would need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RemoteSilence:
         self._until = 0.0  # time at which the last bytes should have arrived
 
     def seconds(self) -> float:
-        """Seconds without a sign, beyond the time that the bytes in flight may take; 0: the drain is idle."""
+        """Seconds without a sign of life, less the time that the bytes in flight may need; 0 if the drain is idle."""
         now = self._clock()
         costs = self._drain.pair.remote.backend.costs
         spent = None if costs is None else costs.spent

@@ -21,8 +21,8 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import REMOTE, Catalog
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.catalog import REMOTE, Catalog
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term
@@ -166,7 +166,11 @@ class StorePair:
 
     @contextlib.contextmanager
     def reaching(self, what: str) -> Iterator[None]:
-        """Add to errors of the remote's medium in the ``with`` what they mean; `what` says what was not done."""
+        """In the ``with``: add to errors of the remote's medium what they mean, and how to write without the remote.
+
+        Args:
+            what: what was not done, for the message.
+        """
         try:
             yield
         except RemoteLostError as error:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ckptstore.errors import RemoteLostError, StorageError
+from ckptstore.formats.history.records import Node
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import Node
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.log.journal import Journal
 from ckptstore.tiers.drain import Drain, expected_there
@@ -81,8 +81,9 @@ def sync_continuously(
     on_failure: Callable[[StorageError], object] = lambda _error: None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Iterator[Synced]:
-    """Copy each commit to the remote as it is made, and yield the result of every pass that copied something. Ends when
-    the run was continued elsewhere.
+    """Copy each commit to the remote as it is made, and yield the result of every pass that copied something.
+
+    Ends when the run was continued elsewhere.
 
     Args:
         every: seconds between two polls of the store's log.

@@ -12,9 +12,9 @@ from typing import Any
 
 from ckptstore.backends.exclusion import alone
 from ckptstore.errors import UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.checkpoint_ref import node_of
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.checkpoint_ref import node_of
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.host.caller_warnings import BranchWarning, FallbackWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.checkpoint_info import CheckpointInfo

@@ -135,7 +135,10 @@ class Checkpointer:
 
     @property
     def should_stop(self) -> bool:
-        """End the loop: the deadline is near or SIGTERM came, and the last step is durable. The same on all ranks."""
+        """Whether to end the loop: the deadline is near or SIGTERM came, and the last step is durable.
+
+        All ranks get the same answer.
+        """
         return self._steps.urgency.stopping
 
     @warns_last
@@ -162,7 +165,8 @@ class Checkpointer:
             FormatError: it was not saved by a Checkpointer.
             CorruptionError, StorageError: the checkpoint cannot be read, or the store cannot be written.
             UsageError: unknown parts.
-            what an object's own ``load_state_dict`` raises; the objects restored before it get their old state back.
+            and whatever an object's own ``load_state_dict`` raises. Then the objects that were already restored get
+                their old state back.
         """
         self._check_open()
         asked = _Asked(check_parts(parts, self._captured.given), parts, strict)
@@ -207,7 +211,7 @@ class Checkpointer:
     def step(
         self, metrics: Mapping[str, Any] | None = None, *, tags: str | Sequence[str] = (), save: bool | None = None
     ) -> PendingSave | None:
-        """A training step is done: save it if it is due.
+        """Note that a training step is done, and save it if it is due.
 
         Call it after ``optimizer.step()`` and ``scheduler.step()``. If no optimizer has stepped since the last call (a
         micro-batch whose gradients are accumulated), the call counts as a step and saves nothing. A step that the
@@ -226,7 +230,7 @@ class Checkpointer:
         Raises:
             UsageError: the store holds checkpoints and `resume` was not called; something else has loaded an
                 optimizer's state since the last step; metrics that are no numbers.
-            with ``on_error="raise"`` whatever stops a save.
+            with ``on_error="raise"``: the error of a save that failed.
         """
         self._steps.pace.came()
         try:
@@ -239,13 +243,13 @@ class Checkpointer:
         """Wait until all saves so far are durable.
 
         Raises:
-            with ``on_error="raise"`` what stopped a save.
+            with ``on_error="raise"``: the error of a save that failed.
         """
         self._check_open()
         if self._term is not None and not self._steps.stopped:
             try:
                 self._term.saves.wait()
-            except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
+            except Exception as error:  # noqa: BLE001  # on_error="warn" turns any error into a warning
                 self._steps.failed(self._term, error)
 
     @warns_last
@@ -264,7 +268,7 @@ class Checkpointer:
             save: also save the last step if it was not saved. Leaving the ``with`` without an error does so.
 
         Raises:
-            with ``on_error="raise"`` what stopped a save and was not raised before.
+            with ``on_error="raise"``: the error of a save that failed, if it was not raised before.
         """
         if self._closed:
             return
@@ -283,7 +287,7 @@ class Checkpointer:
                 self._steps.urgency.leave()
                 if term is not None and not self._steps.stopped:
                     self._steps.finish(term, self._done, save=save)
-        except Exception as error:  # noqa: BLE001  # with on_error="warn" whatever it is
+        except Exception as error:  # noqa: BLE001  # on_error="warn" turns any error into a warning
             self._steps.failed(term, error)
 
     def __enter__(self) -> Self:
@@ -452,7 +456,7 @@ class _Asked:
 
 
 def _exited(made: weakref.ref[Checkpointer], process: int) -> None:
-    """The script ended without `close`. The writer finishes the saves in flight (`host.interpreter_exit`)."""
+    """Warn that the script ended without `close`. The writer finishes the saves in flight (`host.interpreter_exit`)."""
     checkpointer = made()
     if checkpointer is None or os.getpid() != process:
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.formats.names import bare_name as bare
+from ckptstore.formats.states.names import bare_name as bare
 
 __all__ = ["bare", "bare_names", "bare_state", "parameter_paths"]
 

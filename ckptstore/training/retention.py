@@ -1,6 +1,6 @@
 """Retention of a `Checkpointer`: passes its rules to the store, tags the best checkpoint, deletes retired ones.
 
-The rules decide which checkpoints are retired (`ckptstore.formats.retention_rules`), and the writer retires them. A
+The rules decide which checkpoints are retired (`formats.history.retention_rules`), and the writer retires them. A
 thread here moves the tag `BEST` and deletes what nothing needs any more (`Store.gc`), for a small part of the time.
 """
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CkptError, UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry
-from ckptstore.formats.retention_rules import checked
-from ckptstore.formats.rule_rankings import line, metric
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry
+from ckptstore.formats.history.retention_rules import checked
+from ckptstore.formats.history.rule_rankings import line, metric
 from ckptstore.host.option_checks import whole
 from ckptstore.host.threads import started_pool
 from ckptstore.store import Store

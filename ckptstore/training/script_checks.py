@@ -16,8 +16,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptstore.errors import UsageError
-from ckptstore.formats import metadata
-from ckptstore.formats.rule_rankings import number
+from ckptstore.formats.history import metadata
+from ckptstore.formats.history.rule_rankings import number
 from ckptstore.frameworks.torch_tensors import counted_changes
 from ckptstore.host.caller_warnings import DeterminismWarning, warn
 from ckptstore.training.capture.script_state import ScriptState
@@ -307,7 +307,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _is_ranked(name: str, value: Any) -> bool:
-    """Whether `formats.rule_rankings` can rank the stored value."""
+    """Whether `formats.history.rule_rankings` can rank the stored value."""
     try:
         stored = value.item() if isinstance(value, torch.Tensor) else value
         return number(metadata.checked({name: stored}), name) is not None

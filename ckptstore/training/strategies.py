@@ -1,4 +1,4 @@
-"""The strategies of a `Checkpointer`: fulls, deltas, step diffs, a replica; which one ``auto`` chooses, and why."""
+"""The strategies of a `Checkpointer` (full, delta, gradient, replica), and how ``auto`` chooses one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Circumstances:
 
     Attributes:
         nbytes: of the state, including that of the optimizers.
-        rate: bytes a second that the medium stores; None: it could not be measured.
+        rate: bytes per second that the medium stores; None: it could not be measured.
         spare: cores that training leaves idle.
         unpredicted: why the optimizers' steps cannot be predicted; None: they can.
     """
@@ -141,9 +141,9 @@ def spare_cores(models: Sequence[torch.nn.Module]) -> int:
 
 
 def measured_rate(backend: Backend) -> float | None:
-    """Measure bytes a second that a medium stores durably, with a segment of at most 16 MiB that is deleted again.
+    """Measure how many bytes per second a medium stores durably; None: it cannot be measured.
 
-    None: it cannot be measured. Nothing refers to the segment: if the process is killed, gc deletes it.
+    Writes a segment of at most 16 MiB, and deletes it. No record refers to it: if the process is killed, gc deletes it.
     """
     key = f"seg/{0:010}/{uuid.uuid4().hex}.safetensors"
     memory = aligned(_PROBED)

@@ -1,4 +1,4 @@
-"""Commits to the log of one term by the one thread that writes it: drops, retirement, tags and upkeep."""
+"""Commits changes to the log of one term, with drops, retirements, tags and upkeep. One thread writes a term."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptstore.errors import (
     UsageError,
     WriterError,
 )
-from ckptstore.formats.catalog import CLOSED
-from ckptstore.formats.checkpoint_ref import Ref
-from ckptstore.formats.records import object_of
+from ckptstore.formats.history.catalog import CLOSED
+from ckptstore.formats.history.checkpoint_ref import Ref
+from ckptstore.formats.history.records import object_of
 from ckptstore.host.caller_warnings import warn
 from ckptstore.log import fold_writer, refs, requests
 from ckptstore.log.change import Change
@@ -30,7 +30,7 @@ from ckptstore.write.second_tier import SecondTier
 __all__ = ["Commits"]
 
 _MANY_DROPPED: Final = 1024
-"""With fewer dropped segments, a listing to see which are deleted by now costs more than it saves."""
+"""With fewer dropped segments, a listing that shows which of them are deleted costs more than it saves."""
 _SWEPT: Final = 4096
 """The most ids of deleted segments in one record."""
 
@@ -52,7 +52,7 @@ class Commits:
         self.retainer = Retainer(lambda: log.catalog)
         self._tier: SecondTier | None = None
         self._folds = fold_writer.FoldThread(log)
-        self._abandoned: list[str] = []  # any thread appends; the committer's removes what it has dropped
+        self._abandoned: list[str] = []  # any thread appends; the committer's thread removes what it has dropped
         self._complaints: set[str] = set()
         self._sweep_at = _MANY_DROPPED
 
@@ -66,7 +66,7 @@ class Commits:
         self._abandoned.extend(segments)
 
     def commit(self, change: Change) -> None:
-        """Commit a change in this term. The commit also drops abandoned segments and retires what is superfluous."""
+        """Commit a change in this term. The commit also drops abandoned segments, and retires what no rule keeps."""
         drops = tuple(self._abandoned)
         self.log.journal.check_present()
         try:
@@ -128,7 +128,7 @@ class Commits:
         self.commit(Change(tags={tag: None}))
 
     def tend(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Answer requests and begin a fold, after the save was acknowledged. Neither may fail a save.
+        """Answer requests and begin a fold, after the save was acknowledged. An error in either fails no save.
 
         Args:
             prepare: called before a request is answered.
@@ -156,7 +156,7 @@ class Commits:
                 warn(f"{url}: {what}; `ckpt compact {url} --gc` stores those anew, and frees the space")
 
     def retire_rest(self) -> None:
-        """Retire the checkpoints that the last batch of a term made superfluous: no later save would do it."""
+        """Retire the checkpoints that no rule keeps after a term's last batch: no later save would do it."""
         if self.ended is not None:
             return
         try:

@@ -17,9 +17,9 @@ from ckptstore.errors import (
     WriterClosedError,
     WriterError,
 )
-from ckptstore.formats.checkpoint_ref import Ref
-from ckptstore.formats.records import CheckpointEntry, CheckpointId
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.checkpoint_ref import Ref
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId
+from ckptstore.formats.states.state import FlatState
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host import background_threads
 from ckptstore.host.buffers import Staging

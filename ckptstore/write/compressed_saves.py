@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.cancellable_calls import in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.bounded_capture import Feeding

@@ -17,11 +17,11 @@ import numpy as np
 
 from ckptstore.formats import checksums, codecs, digest, jsontext
 from ckptstore.formats.codecs import CodecChoice, Policy, Sample
-from ckptstore.formats.layout import TensorSpec, chunk_extents, split
-from ckptstore.formats.records import CheckpointId, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.history.records import CheckpointId, SegmentEntry
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents, split
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.progress import Advance
 from ckptstore.host.threads import Workers, cancel_and_wait
@@ -421,6 +421,7 @@ def units_of(plans: Sequence[TensorPlan], flat: FlatState, room: Mapping[str, By
 
 
 def _groups(plans: Sequence[TensorPlan]) -> Iterator[list[tuple[TensorPlan, int, int]]]:
+    """Group chunks into jobs for a thread -> lists of (tensor, start, length). Small tensors share a job."""
     group: list[tuple[TensorPlan, int, int]] = []
     filled = 0
     for plan in plans:

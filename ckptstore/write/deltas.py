@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError
-from ckptstore.formats.records import CheckpointId, Encoding
-from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.history.records import CheckpointId, Encoding
+from ckptstore.formats.segment_files.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase

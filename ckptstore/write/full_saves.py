@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from ckptstore.backends.sharing import SaveSpace
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.cancellable_calls import current_scope, in_scope
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.unit_copy import StagedMemory

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
 from ckptstore.restore.stored_base import StoredBase

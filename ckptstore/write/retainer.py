@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Final
 
 from ckptstore.formats.byte_text import size
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import droppable, pinned
-from ckptstore.formats.records import CheckpointId, Node
-from ckptstore.formats.retention_rules import RetentionTracker, known
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import droppable, pinned
+from ckptstore.formats.history.records import CheckpointId, Node
+from ckptstore.formats.history.retention_rules import RetentionTracker, known
 from ckptstore.log.change import Change
 
 __all__ = ["Retainer", "short_of_space"]

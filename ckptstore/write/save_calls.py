@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import UsageError, WriterClosedError
-from ckptstore.formats.checkpoint_ref import step_number
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.checkpoint_ref import step_number
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.cancellable_calls import Scope
@@ -73,7 +73,7 @@ class SaveCalls(WriterRuntime):
         began: float | None = None,
         waited: float = 0.0,
     ) -> PendingSave:
-        """Make a snapshot durable that the caller has copied, in the layout of its segments (`agent`): no second copy.
+        """Make a snapshot durable without a second copy: the caller has copied it in the layout of its segments.
 
         Waits for nothing: the owner of the memory limits how many saves are in flight. The memory may be reused once
         `Snapshot.free` is called; for a base of deltas, that is much later than `Snapshot.land`.

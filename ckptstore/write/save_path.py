@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.committer import Committer

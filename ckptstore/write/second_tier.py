@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptstore.formats.history.records import Node
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import Node
 
 __all__ = ["Lag", "SecondTier"]
 

@@ -10,9 +10,9 @@ from typing import Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.formats.byte_text import size
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import users
-from ckptstore.formats.retention_rules import known
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import users
+from ckptstore.formats.history.retention_rules import known
 
 __all__ = ["tell_what_holds_space"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.capture.unit_copy import UnitCopy

@@ -8,7 +8,7 @@ from types import CodeType, TracebackType
 from typing import Any, ClassVar, Self
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.checkpoint_ref import step_number, text_of
+from ckptstore.formats.history.checkpoint_ref import step_number, text_of
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.interpreter_exit import Finishable
 from ckptstore.host.progress import Progress, as_progress

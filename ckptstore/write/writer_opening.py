@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from ckptstore._version import __version__
 from ckptstore.errors import CheckpointNotFoundError, CkptError, FencedError, ReadOnlyError
-from ckptstore.formats.catalog import CLOSED, Catalog, TermEntry
-from ckptstore.formats.records import CheckpointId, CommitRecord, ref_of
+from ckptstore.formats.history.catalog import CLOSED, Catalog, TermEntry
+from ckptstore.formats.history.records import CheckpointId, CommitRecord, ref_of
 from ckptstore.frameworks import bridge
 from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import DeterminismWarning, FreshStartWarning, LostStepsWarning, WarningsLast, warn

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.retention_rules import checked
+from ckptstore.formats.history.retention_rules import checked
 from ckptstore.host import interpreter_exit
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging

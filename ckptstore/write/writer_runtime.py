@@ -13,9 +13,9 @@ from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
 from ckptstore.errors import WriterClosedError, WriterError
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.retention_forecast import Chains
-from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.history.retention_forecast import Chains
+from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.host import interpreter_exit, sigterm
 from ckptstore.host.background_threads import Periodic
 from ckptstore.host.buffers import Staging

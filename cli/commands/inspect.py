@@ -218,7 +218,11 @@ def _text(
 
 
 def _tensor_table(tensors: Sequence[TensorDescription]) -> Iterator[str]:
-    """Yield the table of tensors. On a narrow terminal, notes below it say with which tensor another one is stored."""
+    """Yield the table of tensors.
+
+    A tensor that is stored with another one shows that tensor's name under STORED. On a terminal too narrow for this it
+    shows a mark, and a line below the table explains the mark.
+    """
     headings = ["TENSOR", "DTYPE", "SHAPE", ">SIZE", ">STORED", "CODEC"]
     rows = [[t.name, t.dtype, _shape(t), size(t.nbytes), _stored(t), t.codec] for t in tensors]
     room = columns()

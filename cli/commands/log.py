@@ -16,7 +16,7 @@ from ckptstore.cli.output import emit, moment, note, number, paged, printable, s
 from ckptstore.cli.range_text import counted, kind_name
 from ckptstore.cli.ref_syntax import like_a_ref
 from ckptstore.cli.text_wrap import columns, fitted
-from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.history.checkpoint_ref import node_of
 
 if TYPE_CHECKING:
     from ckptstore.log.checkpoint_info import CheckpointInfo, TermInfo

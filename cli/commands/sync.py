@@ -1,4 +1,4 @@
-"""Implements ``ckpt sync``: copies to a store's second tier what is missing there."""
+"""Implements ``ckpt sync``: copies what a store's second tier lacks."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def command(
 def _print_result(
     store: str, remote: str | None, done: Synced, print_json: Callable[[dict[str, Any]], None] | None
 ) -> int:
+    """Print the result as text, or with `print_json` as JSON -> the exit code."""
     if print_json is not None:
         print_json(_json(store, remote, done))
     else:

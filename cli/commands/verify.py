@@ -13,7 +13,7 @@ from ckptstore.cli.output import emit, note, printable, progress, size, some
 from ckptstore.cli.range_text import checkpoints, counted, ranges
 from ckptstore.cli.text_wrap import say
 from ckptstore.errors import CorruptionError, StorageError
-from ckptstore.formats.records import in_format
+from ckptstore.formats.history.records import in_format
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.verify.verification import VerificationReport

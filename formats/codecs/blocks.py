@@ -95,6 +95,14 @@ def write_group(words: Words, out: Bytes, at: int, level: int, nested: bool = Fa
 
 
 def _plan(words: Words, level: int, nested: bool) -> _GroupPlan:
+    """Choose the form of a group from a sample: eight runs, spread evenly over its words.
+
+    The form is narrow if at most 5 % of the sampled words exceed a byte and the low bytes suit one of its widths.
+    Otherwise it has planes. The low bytes whose planes would not compress then stay unencoded: 0, 2, 4 or all bytes.
+
+    Args:
+        nested: the group is that of the exceptions of a narrow group, so it is not narrow itself.
+    """
     word, count = words.itemsize, len(words)
     if level > plane_coder.THRIFTY:
         return _GroupPlan(None, 0, (ZSTD,) * word)

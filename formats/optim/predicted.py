@@ -83,7 +83,7 @@ def decode(rule: Rule, payload: Buffer, state: Sequence[Array]) -> None:
 
 
 def read_block(rule: Rule, cursor: Cursor, state: Sequence[Floats]) -> None:
-    """Decode one block in place."""
+    """Decode one block: replace the old values in `state` by the new ones."""
     count = len(state[0])
     after = [floats(f"after{slot}", count) for slot in range(len(state))]
     for slot in rule.order:

@@ -26,7 +26,7 @@ import os, signal, sys, time
 import numpy as np
 import ckptstore
 import ckptstore.agent
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from tests.agent.lives import advance, begun, truth
 
 url = sys.argv[1]

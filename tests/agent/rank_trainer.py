@@ -21,7 +21,7 @@ import numpy as np
 import ckptstore.agent
 from ckptstore.agent.server.socket_mailbox import RemoteMailbox, ServedMailbox
 from ckptstore.formats.sources import BoxSource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes
 from ckptstore.write.capture.snapshot import copy_jobs

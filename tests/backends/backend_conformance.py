@@ -34,7 +34,7 @@ from ckptstore.errors import (
     StorageError,
     UsageError,
 )
-from ckptstore.formats.record_text import seal, torn
+from ckptstore.formats.history.record_text import seal, torn
 from ckptstore.host.pages import BLOCK
 
 Opener = Callable[[], Backend]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore.backends import posix
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.spare_files import SpareFiles
+from ckptstore.backends.local_disk import posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.spare_files import SpareFiles
 
 __all__ = ["forget_own_names", "libc_calls", "node_of"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
 from ckptstore.store import Store
 
 NBYTES = 64 << 10

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends import open_backend
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import StorageError, StoreNotFoundError, UsageError
 from ckptstore.store import Store
@@ -62,7 +62,7 @@ class TestLocalWithoutHardLinks(BackendConformance):
 
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Opener:
-        from ckptstore.backends.posix import SYSTEM
+        from ckptstore.backends.local_disk.posix import SYSTEM
 
         return lambda: LocalBackend(tmp_path / "store", FaultyPosix(SYSTEM, no_hard_links()))
 

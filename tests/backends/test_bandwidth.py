@@ -7,7 +7,7 @@ import pytest
 
 import ckptstore
 from ckptstore import UsageError
-from ckptstore.backends import object_requests, object_segments
+from ckptstore.backends.object_store import object_requests, object_segments
 from ckptstore.host import bandwidth
 from ckptstore.host.bandwidth import Bandwidth, bytes_per_second
 from tools.objects.server import Server

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.formats.record_text import torn
+from ckptstore.formats.history.record_text import torn
 from ckptstore.log import partial_objects
 from tests.backends.test_fsspec_files import Linkless, LocalFileSystem
 from tests.forms import short_or

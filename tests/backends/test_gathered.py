@@ -11,8 +11,8 @@ import pytest
 
 import ckptstore
 from ckptstore.backends.gathered import Blocks
-from ckptstore.backends.object_segments import ObjectSink
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.object_segments import ObjectSink
+from ckptstore.backends.object_store.objects import ObjectBackend
 from tools.objects.fast_server import serving_fast
 from tools.objects.server import Server
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import (
     CkptError,
     CorruptLogError,
@@ -24,7 +24,7 @@ from ckptstore.errors import (
     FormatError,
     KeyExistsError,
 )
-from ckptstore.formats.records import manifest_key, slot_key
+from ckptstore.formats.history.records import manifest_key, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term

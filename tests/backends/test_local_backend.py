@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
 from ckptstore.errors import (
     CorruptSegmentError,
     KeyExistsError,
@@ -109,7 +109,7 @@ def test_a_temporary_in_use_is_no_stray(tmp_path: Path) -> None:
 )
 def test_a_kill_during_create_leaves_all_or_nothing(tmp_path: Path, point: str, created: bool) -> None:
     script = (
-        "import sys; from ckptstore.backends.local import LocalBackend; b = LocalBackend(sys.argv[1]);"
+        "import sys; from ckptstore.backends.local_disk.local import LocalBackend; b = LocalBackend(sys.argv[1]);"
         "b.create('log/0', b'first'); b.create('log/1', b'second'); b.create('log/2', b'third')"
     )
     environment = {**os.environ, "CKPTSTORE_CRASH_AT": f"{point}:2"}

@@ -13,8 +13,8 @@ import pytest
 
 import ckptstore
 from ckptstore.backends import open_backend
-from ckptstore.backends.object_options import ObjectPlace, place_of
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.object_options import ObjectPlace, place_of
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.errors import UsageError
 from tools.objects.server import KEY, SECRET, Server, free_port
 
@@ -214,7 +214,7 @@ def test_a_fork_is_told_to_open_anew(s3: Server) -> None:
     """obstore's threads do not live on in a child: a request there would wait for ever."""
     script = (
         "import os, sys, json, warnings; warnings.simplefilter('ignore')\n"
-        "from ckptstore.backends.objects import ObjectBackend\n"
+        "from ckptstore.backends.object_store.objects import ObjectBackend\n"
         "backend = ObjectBackend(sys.argv[1], json.loads(sys.stdin.read())); backend.list('')\n"
         "if os.fork() == 0:\n"
         "    try: backend.list('')\n"

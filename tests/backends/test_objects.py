@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from tests.backends.backend_conformance import BackendConformance, Opener
 from tools.objects.fast_server import serving_fast
 from tools.objects.others import azurite_missing, moto_missing, serving_azurite, serving_moto

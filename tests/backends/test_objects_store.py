@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import ckptstore
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.cli.main import cli
 from ckptstore.host import crash_points
 from tools.objects.server import KEY, SECRET, Server

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends import libpmem, open_backend
-from ckptstore.backends.libpmem import Libpmem
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends import open_backend
+from ckptstore.backends.local_disk import libpmem
+from ckptstore.backends.local_disk.libpmem import Libpmem
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.pmem import PmemBackend
+from ckptstore.backends.local_disk.posix import Posix, address_of
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.pmem import PmemBackend
-from ckptstore.backends.posix import Posix, address_of
 from ckptstore.errors import StorageError, UnsupportedBackendError
 from ckptstore.host.pages import BLOCK
 from tests.backends.backend_conformance import SEGMENT, BackendConformance, Opener, filled, read_segment, write_segment

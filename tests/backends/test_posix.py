@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends import posix
-from ckptstore.backends.posix import SYSTEM, write_some
+from ckptstore.backends.local_disk import posix
+from ckptstore.backends.local_disk.posix import SYSTEM, write_some
 from tests.backends import inside
 
 PAGE = mmap.PAGESIZE

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from ckptstore.backends.directio import FileSink
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.overwriting import LOCAL, WORTH, measure
-from ckptstore.backends.posix import SYSTEM, Posix
-from ckptstore.backends.spare_files import SpareFiles
+from ckptstore.backends.local_disk.directio import FileSink
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.overwriting import LOCAL, WORTH, measure
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.spare_files import SpareFiles
 from ckptstore.errors import CkptError, CorruptSegmentError, KeyExistsError, KeyNotFoundError, StorageError, UsageError
 from ckptstore.host.pages import BLOCK
 from ckptstore.maintenance.garbage_collection import collect
@@ -309,7 +309,7 @@ def test_who_opens_a_leased_file_does_not_end_its_holder(tmp_path: Path) -> None
     path.write_bytes(b"x")
     program = (
         "import os, sys, fcntl, subprocess\n"
-        "from ckptstore.backends.posix import SYSTEM\n"
+        "from ckptstore.backends.local_disk.posix import SYSTEM\n"
         "fd = os.open(sys.argv[1], os.O_WRONLY)\n"
         "SYSTEM.set_lease(fd, fcntl.F_WRLCK)\n"
         "code = 'import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_NONBLOCK)'\n"
@@ -713,7 +713,7 @@ def test_nothing_is_measured_where_space_is_short() -> None:
 
 @pytest.mark.parametrize(("slower", "kept"), [(1.2, False), (1.4, True)])
 def test_a_measurement_decides_once(slower: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.backends import overwriting
+    from ckptstore.backends.local_disk import overwriting
 
     disk = Timed(slower)
     monkeypatch.setattr(overwriting.measure, "__defaults__", (disk.clock,))

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ckptstore
 from ckptstore.backends.fsspec_files import FsspecBackend
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.log import fold_writer
 from tools.objects.fast_server import serving_fast
 from tools.objects.proxy import FaultProxy, Rule

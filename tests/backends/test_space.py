@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from ckptstore import DeltaOptions, DiffOptions, agent
-from ckptstore.backends.folders import Folders
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.folders import Folders
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.overwriting import Recycling
+from ckptstore.backends.local_disk.room import RESERVE, RESERVE_BYTES, Room
+from ckptstore.backends.local_disk.spare_files import SpareFiles
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.overwriting import Recycling
-from ckptstore.backends.room import RESERVE, RESERVE_BYTES, Room
-from ckptstore.backends.spare_files import SpareFiles
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.host.caller_warnings import UnpinnedWarning
 from ckptstore.host.pages import BLOCK

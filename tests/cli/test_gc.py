@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.formats.commit_checks import droppable
-from ckptstore.formats.records import pin_key
+from ckptstore.formats.history.commit_checks import droppable
+from ckptstore.formats.history.records import pin_key
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.pins import Pin

@@ -113,7 +113,7 @@ def test_remarks_of_the_library_name_no_line_of_its_source(
     def refused(*_: object) -> None:
         raise ckptstore.ReadOnlyError("no access here")
 
-    monkeypatch.setattr("ckptstore.backends.local.LocalBackend.replace", refused)
+    monkeypatch.setattr("ckptstore.backends.local_disk.local.LocalBackend.replace", refused)
     outcome = ckpt("diff", run, "1", "2")
     assert outcome.code == 0
     assert outcome.err.startswith("note: reading unpinned: no access here")

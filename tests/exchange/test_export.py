@@ -299,7 +299,7 @@ def test_a_tree_too_long_for_a_header_is_refused_both_ways(tmp_path: Path, monke
     with store.writer() as writer:
         writer.save({"w": np.ones(3), "notes": "x" * 500}, 1)
     export(store.journal, 1, tmp_path / "x.safetensors")
-    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", 400)
+    monkeypatch.setattr("ckptstore.formats.states.state.TREE_LIMIT", 400)
     with pytest.raises(UnsupportedStateError, match=r"^state\['notes'\]: takes"):
         export(store.journal, 1, tmp_path / "y.safetensors")
     with pytest.raises(UnsupportedStateError, match=r"x\.safetensors: state\['notes'\]: takes"):

@@ -28,7 +28,7 @@ from ckptstore.errors import (
 from ckptstore.exchange.checkpoint_folders import survey
 from ckptstore.exchange.safetensors_files import FileTensor
 from ckptstore.exchange.weight_files import open_file
-from ckptstore.formats.state import unflatten
+from ckptstore.formats.states.state import unflatten
 from tests.forms import short_or
 from tests.store.states import every_dtype, same, tensor_bytes, training_state
 

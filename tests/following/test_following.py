@@ -12,11 +12,11 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptSegmentError, Followed, Store, Update, UsageError
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats import codecs, optim
-from ckptstore.formats.boxes import Box
+from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import flatten
+from ckptstore.formats.states.state import flatten
 from tests.following.conftest import Opener
 from tools.golden.shard_stores import ShardStore, by_rank, columns, cut
 

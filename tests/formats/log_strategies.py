@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ckptstore.formats.records import (
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

@@ -16,11 +16,12 @@ import pytest
 import zstandard
 
 from ckptstore.errors import FormatError
-from ckptstore.formats import folds, jsontext, record_text
-from ckptstore.formats.catalog import Catalog, CatalogBuilder, TermEntry
+from ckptstore.formats import jsontext
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.members import MAX_TERM
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, OpenRecord
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder, TermEntry
+from ckptstore.formats.history.members import MAX_TERM
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, OpenRecord
 from tools.fuzz import seeds
 
 HEX = "a" * 32

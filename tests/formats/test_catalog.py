@@ -23,10 +23,10 @@ from ckptstore.errors import (
     StepOrderError,
     UsageError,
 )
-from ckptstore.formats import folds
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.commit_checks import check_commit, droppable, needed
-from ckptstore.formats.records import (
+from ckptstore.formats.history import folds
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.commit_checks import check_commit, droppable, needed
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

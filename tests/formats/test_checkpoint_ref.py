@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import StepOrderError, UsageError
-from ckptstore.formats.checkpoint_ref import (
+from ckptstore.formats.history.checkpoint_ref import (
     LIKE_A_RANGE,
     LIKE_A_REF,
     Ref,
@@ -21,7 +21,7 @@ from ckptstore.formats.checkpoint_ref import (
     step_number,
     text_of,
 )
-from ckptstore.formats.records import ref_of
+from ckptstore.formats.history.records import ref_of
 
 STEPS = st.integers(0, 2**53 - 1)
 TERMS = st.integers(0, 10**10 - 1)
@@ -120,8 +120,8 @@ TAKEN_APART = re.compile(
     r"""partition\(["'](@|tag:)["']\)|split\(["'](@|\.\.)["']\)|startswith\(["']tag:|\\d\+?@|\]\+?@"""
 )
 OTHERS = {
-    "formats/checkpoint_ref.py",
-    "ckptstore/backends/object_options.py",  # URLs with a user's name
+    "formats/history/checkpoint_ref.py",
+    "ckptstore/backends/object_store/object_options.py",  # URLs with a user's name
     "ckptstore/backends/fsspec_files.py",
     "cli/commands/repair.py",  # finds STEP@TERM in a sentence
     "tools/demo/report.py",  # prints a STEP, or "latest"
@@ -137,4 +137,4 @@ def test_nobody_else_takes_a_ref_apart() -> None:
         if TAKEN_APART.search(path.read_text()) and "conformance/page" not in str(path)
     }
     assert found == OTHERS & found
-    assert "formats/checkpoint_ref.py" in found
+    assert "formats/history/checkpoint_ref.py" in found

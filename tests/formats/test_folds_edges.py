@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptstore.errors import FormatError
-from ckptstore.formats import folds
+from ckptstore.formats.history import folds
 from tests.formats.fold_data import sealed
 from tests.formats.test_catalog import CHAIN, RUN, document
 

@@ -10,9 +10,9 @@ import pytest
 import zstandard
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import folds
-from ckptstore.formats.catalog import Catalog, TermEntry
-from ckptstore.formats.records import CheckpointEntry
+from ckptstore.formats.history import folds
+from ckptstore.formats.history.catalog import Catalog, TermEntry
+from ckptstore.formats.history.records import CheckpointEntry
 from tests.formats.fold_data import LAYOUT, Columns, body, body_of, parted, sealed_frame
 from tools.fuzz import seeds
 

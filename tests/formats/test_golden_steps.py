@@ -10,10 +10,11 @@ import pytest
 import zstandard
 
 import ckptstore.formats
-from ckptstore.formats import kernel_choice, optim, step_codec
+from ckptstore.formats import kernel_choice, optim
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.digest import digest
-from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.segment_files import step_codec
+from ckptstore.formats.segment_files.segment import SegmentDoc, header_length, parse
 from tools.conformance.page import steps as page
 from tools.golden import make_codecs, make_steps
 

@@ -12,8 +12,8 @@ import zstandard
 
 import ckptstore.formats
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import folds, record_text
-from ckptstore.formats.records import CommitRecord, OpenRecord
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.history.records import CommitRecord, OpenRecord
 from tools.conformance.page import log as page
 from tools.golden import make_texts
 

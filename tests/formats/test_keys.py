@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError, UnsupportedStateError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.keys import identity
-from ckptstore.formats.state import flatten, unflatten
-from ckptstore.formats.tree import decode_key
-from ckptstore.formats.tree_union import union_of
+from ckptstore.formats.states.keys import identity
+from ckptstore.formats.states.state import flatten, unflatten
+from ckptstore.formats.states.tree import decode_key
+from ckptstore.formats.states.tree_union import union_of
 from tests.forms import short_or
 from tools.conformance.page.ranks import same_key, unranked
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CkptError, CorruptLogError, StepOrderError, UsageError
-from ckptstore.formats.catalog import HIGHEST, Catalog, CatalogBuilder
-from ckptstore.formats.commit_checks import check_commit
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import HIGHEST, Catalog, CatalogBuilder
+from ckptstore.formats.history.commit_checks import check_commit
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.layout import (
+from ckptstore.formats.segment_files.layout import (
     ALIGN,
     CHUNK,
     HEADER_LIMIT,

@@ -19,9 +19,22 @@ import pytest
 import zstandard
 
 from ckptstore.errors import CorruptSegmentError, FormatError, UnsupportedStateError
-from ckptstore.formats import codecs, folds, jsontext, optim, record_text, state
+from ckptstore.formats import codecs, jsontext, optim
 from ckptstore.formats.checksums import chunk_hash, xxh3_128
-from ckptstore.formats.layout import (
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.history.members import MAX_INT, MAX_TERM
+from ckptstore.formats.history.record_text import MANIFEST_LIMIT, SLOT_LIMIT
+from ckptstore.formats.history.records import (
+    CheckpointId,
+    CommitRecord,
+    FormatFile,
+    OpenRecord,
+    PinRecord,
+    Request,
+    valid_tag,
+)
+from ckptstore.formats.optim.step_settings import MAX_SCALES
+from ckptstore.formats.segment_files.layout import (
     ALIGN,
     CHUNK,
     HEADER_LIMIT,
@@ -31,11 +44,7 @@ from ckptstore.formats.layout import (
     TensorSpec,
     split,
 )
-from ckptstore.formats.members import MAX_INT, MAX_TERM
-from ckptstore.formats.optim.step_settings import MAX_SCALES
-from ckptstore.formats.record_text import MANIFEST_LIMIT, SLOT_LIMIT
-from ckptstore.formats.records import CheckpointId, CommitRecord, FormatFile, OpenRecord, PinRecord, Request, valid_tag
-from ckptstore.formats.segment import (
+from ckptstore.formats.segment_files.segment import (
     Chunk,
     SegmentDoc,
     TensorEntry,
@@ -45,10 +54,11 @@ from ckptstore.formats.segment import (
     plan_packed,
     plan_plain,
 )
-from ckptstore.formats.segment_doc import MAX_DOC_DEPTH
-from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
-from ckptstore.formats.segment_packed import INDEX_LIMIT
-from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.segment_files.segment_doc import MAX_DOC_DEPTH
+from ckptstore.formats.segment_files.segment_index import MAX_CHUNKS, MAX_ENTRIES
+from ckptstore.formats.segment_files.segment_packed import INDEX_LIMIT
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
+from ckptstore.formats.states import state
 
 RUN, ID = "0" * 32, "1" * 32
 DRAFT = SegmentDoc(run=RUN, term=1, segment=ID, encodings={7: StepEncoding(1, "full")}, trees={7: {}})

@@ -16,9 +16,11 @@ import pytest
 import zstandard
 
 from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleFormatError
-from ckptstore.formats import folds, jsontext, record_text, segment
+from ckptstore.formats import jsontext
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.layout import padded
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.segment_files import segment
+from ckptstore.formats.segment_files.layout import padded
 from tests.formats.log_strategies import RUN, digest
 
 GOLDEN = Path(__file__).parents[2] / "formats" / "golden"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import FormatError
-from ckptstore.formats.members import MAX_INT, MAX_TERM, Members, hexadecimal, is_time, natural
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.members import MAX_INT, MAX_TERM, Members, hexadecimal, is_time, natural
+from ckptstore.formats.history.records import CheckpointId
 
 HASH = "0123456789abcdef" * 2
 

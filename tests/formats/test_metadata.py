@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import FormatError
-from ckptstore.formats import metadata
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.folds import decode_fold, encode_fold
-from ckptstore.formats.record_text import decode_record, encode_commit
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, OpenRecord, SegmentEntry
+from ckptstore.formats.history import metadata
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.folds import decode_fold, encode_fold
+from ckptstore.formats.history.record_text import decode_record, encode_commit
+from ckptstore.formats.history.records import CheckpointEntry, CommitRecord, Encoding, OpenRecord, SegmentEntry
 
 RUN, STATE = "a" * 32, "b" * 32
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptstore.formats.names import flat_names
+from ckptstore.formats.states.names import flat_names
 
 keys = st.one_of(
     st.text(max_size=6),

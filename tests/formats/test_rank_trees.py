@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError, UnsupportedStateError
-from ckptstore.formats import jsontext, rank_trees
-from ckptstore.formats.state import flatten, paths, tensor_names, unflatten
-from ckptstore.formats.tree import decode_key
-from ckptstore.formats.tree_union import union_of
+from ckptstore.formats import jsontext
+from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.state import flatten, paths, tensor_names, unflatten
+from ckptstore.formats.states.tree import decode_key
+from ckptstore.formats.states.tree_union import union_of
 from tests.forms import short_or
 from tools.conformance.page import ranks as page
 

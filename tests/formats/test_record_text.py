@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ckptstore.formats import record_text
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, OpenRecord, SegmentEntry
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.records import CheckpointEntry, CommitRecord, Encoding, OpenRecord, SegmentEntry
 
 RUN, ID = "0" * 32, "1" * 32
 LATER = {"later": 1, "zz": 2}

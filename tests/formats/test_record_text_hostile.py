@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import record_text
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.records import CommitRecord
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.records import CommitRecord
 from tools.fuzz import seeds
 
 OPEN, COMMIT, SMALL = (json.loads(data) for data in seeds.records()[:3])

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError, IncompatibleFormatError
-from ckptstore.formats import record_text
-from ckptstore.formats.records import (
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

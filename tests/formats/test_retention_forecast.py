@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptstore.formats.retention_forecast import Chains, kept_for_good
+from ckptstore.formats.history.retention_forecast import Chains, kept_for_good
 
 DIFF = 0.3
 

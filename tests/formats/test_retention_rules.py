@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import FormatError, UsageError
-from ckptstore.formats import retention_rules
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.commit_checks import check_commit
-from ckptstore.formats.folds import decode_fold, encode_fold
-from ckptstore.formats.record_text import decode_record, decode_request, encode_commit, encode_request
-from ckptstore.formats.records import (
+from ckptstore.formats.history import retention_rules
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.commit_checks import check_commit
+from ckptstore.formats.history.folds import decode_fold, encode_fold
+from ckptstore.formats.history.record_text import decode_record, decode_request, encode_commit, encode_request
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CommitRecord,
     Encoding,
@@ -24,9 +24,9 @@ from ckptstore.formats.records import (
     Request,
     SegmentEntry,
 )
-from ckptstore.formats.retention_rules import RetentionTracker, checked, known, reasons_of
-from ckptstore.formats.rule_rankings import metric
-from ckptstore.formats.rule_windows import RULES, ends
+from ckptstore.formats.history.retention_rules import RetentionTracker, checked, known, reasons_of
+from ckptstore.formats.history.rule_rankings import metric
+from ckptstore.formats.history.rule_windows import RULES, ends
 
 RUN = "5" * 32
 NONCE = "6" * 32

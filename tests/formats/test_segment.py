@@ -22,10 +22,10 @@ from ckptstore.errors import CorruptSegmentError, FormatError, IncompatibleForma
 from ckptstore.formats import dtypes
 from ckptstore.formats.checksums import chunk_hash, header_hash, tensor_hash, xxh3_128
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents
-from ckptstore.formats.members import MAX_TERM
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.segment import (
+from ckptstore.formats.history.members import MAX_TERM
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.layout import ALIGN, CHUNK, TensorSpec, chunk_count, chunk_extents
+from ckptstore.formats.segment_files.segment import (
     Chunk,
     SegmentDoc,
     TensorEntry,
@@ -38,8 +38,8 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
-from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.segment_files.segment_index import MAX_CHUNKS, MAX_ENTRIES
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
 from tools.golden import make_segments
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"

@@ -19,11 +19,11 @@ import ckptstore.formats
 from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import jsontext
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
-from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
-from ckptstore.formats.members import Members
-from ckptstore.formats.segment import SegmentDoc, check_header, encode_packed, header_length, parse
-from ckptstore.formats.segment_index import MAX_CHUNKS, MAX_ENTRIES
-from ckptstore.formats.segment_steps import StepEncoding, read_steps, step_columns
+from ckptstore.formats.history.members import Members
+from ckptstore.formats.segment_files.layout import ALIGN, CHUNK, HEADER_LIMIT
+from ckptstore.formats.segment_files.segment import SegmentDoc, check_header, encode_packed, header_length, parse
+from ckptstore.formats.segment_files.segment_index import MAX_CHUNKS, MAX_ENTRIES
+from ckptstore.formats.segment_files.segment_steps import StepEncoding, read_steps, step_columns
 from tests.forms import LONG, short_or
 
 GOLDEN = Path(ckptstore.formats.__file__).parent / "golden"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.formats.spans import Spans
+from ckptstore.formats.history.spans import Spans
 
 MOVES = st.lists(st.tuples(st.sampled_from(["add", "discard"]), st.integers(0, 40)), max_size=60)
 

@@ -17,7 +17,7 @@ from ckptstore.errors import CorruptSegmentError, FormatError
 from ckptstore.formats import codecs
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.digest import digest
-from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.segment_files.segment import SegmentDoc, header_length, parse
 from tests.formats.codec_data import ALL_DTYPES, CHANGES, CLASSES, base_of, codecs_of, pair
 from tools.conformance.page import codecs as page
 from tools.conformance.page.codecs import UNSIGNED, Array, RefusedError, Stored, decode

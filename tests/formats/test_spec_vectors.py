@@ -11,9 +11,9 @@ import numpy as np
 
 import ckptstore
 from ckptstore.formats import checksums, digest, jsontext
-from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.formats.shards import key_of, state_parts, with_key
+from ckptstore.formats.segment_files.layout import CHUNK
+from ckptstore.formats.segment_files.segment import Chunk, TensorEntry
+from ckptstore.formats.segment_files.shards import key_of, state_parts, with_key
 from ckptstore.store import Store
 from tests.formats.test_spec import section
 from tools.conformance.page import store as page

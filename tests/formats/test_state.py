@@ -20,9 +20,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import FormatError, UnsupportedStateError
-from ckptstore.formats import jsontext, values
+from ckptstore.formats import jsontext
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import MAX_DEPTH, Tagged, flatten, places, select, tensor_names, unflatten
+from ckptstore.formats.states import values
+from ckptstore.formats.states.state import MAX_DEPTH, Tagged, flatten, places, select, tensor_names, unflatten
 from tests.forms import short_or
 
 
@@ -143,9 +144,9 @@ def test_equal_states_have_equal_text(state: Any) -> None:
 def test_a_tree_may_be_as_long_as_its_limit_and_no_longer(monkeypatch: pytest.MonkeyPatch, state: Any) -> None:
     monkeypatch.undo()
     length = len(jsontext.dumps(flatten(state).tree))
-    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", length)
+    monkeypatch.setattr("ckptstore.formats.states.state.TREE_LIMIT", length)
     flatten(state)
-    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", length - 1)
+    monkeypatch.setattr("ckptstore.formats.states.state.TREE_LIMIT", length - 1)
     with pytest.raises(UnsupportedStateError, match=r"^state.*: takes .* MB as text; everything in a state"):
         flatten(state)
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import CorruptSegmentError, FormatError
-from ckptstore.formats import optim, step_codec
-from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats import optim
+from ckptstore.formats.segment_files import step_codec
+from ckptstore.formats.segment_files.layout import CHUNK
+from ckptstore.formats.segment_files.segment import Chunk, TensorEntry
 
 RULE = optim.AdamW(weight_decay=0.1).rule(optim.Step(count=7, lr=1e-3))
 SLOTS = len(RULE.slots)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptstore.formats import folds, tables
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
-from ckptstore.formats.records import (
+from ckptstore.formats.history import folds, tables
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.columns import CheckpointRows, EncodingRows, SegmentRows, SlotRows
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,
@@ -25,7 +25,7 @@ from ckptstore.formats.records import (
     Record,
     SegmentEntry,
 )
-from ckptstore.formats.tables import NodeTable, Table
+from ckptstore.formats.history.tables import NodeTable, Table
 from tests.formats import log_strategies as some
 from tests.formats.log_strategies import RUN, digest
 from tests.forms import short_or

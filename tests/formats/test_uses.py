@@ -13,8 +13,9 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions
 from ckptstore.errors import FormatError
-from ckptstore.formats import jsontext, segment
-from ckptstore.formats.layout import padded
+from ckptstore.formats import jsontext
+from ckptstore.formats.segment_files import segment
+from ckptstore.formats.segment_files.layout import padded
 
 GOLDEN = Path(__file__).parents[2] / "formats" / "golden"
 

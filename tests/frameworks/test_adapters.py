@@ -12,7 +12,7 @@ import pytest
 import ckptstore
 from ckptstore.errors import MissingDependencyError, UnsupportedStateError
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import Recognise
+from ckptstore.formats.states.state import Recognise
 from ckptstore.frameworks import bridge
 
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import UnsupportedStateError
-from ckptstore.formats.boxes import Box, elements_of, gap, overlapping
+from ckptstore.formats.segment_files.boxes import Box, elements_of, gap, overlapping
 from ckptstore.frameworks.torch_shards import ShardSource, copy_box_into, place_in_whole, recognise
 from tests import warmth
 

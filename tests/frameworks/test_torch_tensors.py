@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from ckptstore.errors import FormatError, UnsupportedStateError  # noqa: E402
 from ckptstore.formats import dtypes, jsontext  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.formats.sources import TensorSource  # noqa: E402
-from ckptstore.formats.state import flatten, unflatten  # noqa: E402
+from ckptstore.formats.states.state import flatten, unflatten  # noqa: E402
 from ckptstore.frameworks import torch_tensors as tensors  # noqa: E402
 
 # torch says once per process that complex32 is experimental; the bits of it are not.

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.layout import CHUNK
+from ckptstore.formats.segment_files.layout import CHUNK
 from ckptstore.host.buffers import BLOCK_BYTES, DEFAULT_BUDGET, SLACK, Staging, aligned, region_of
 
 PAGE = 4096

@@ -15,10 +15,10 @@ from typing import Literal
 from ckptstore.backends.base import OBJECT_LIMIT, Backend, SegmentSink, SegmentSource
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import StorageError
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.record_text import decode_record
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.record_text import decode_record
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

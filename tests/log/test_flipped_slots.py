@@ -13,8 +13,8 @@ import pytest
 
 import ckptstore
 from ckptstore.errors import CorruptLogError
-from ckptstore.formats.commit_checks import check_commit
-from ckptstore.formats.records import CommitRecord, slot_key
+from ckptstore.formats.history.commit_checks import check_commit
+from ckptstore.formats.history.records import CommitRecord, slot_key
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import Term, open_term
 from tests.formats.test_latest_damage import save

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import StorageError
-from ckptstore.formats.records import OpenRecord, fold_of, slot_key, slot_of
+from ckptstore.formats.history.records import OpenRecord, fold_of, slot_key, slot_of
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import View

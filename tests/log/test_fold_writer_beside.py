@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import StorageError
-from ckptstore.formats.records import fold_of
+from ckptstore.formats.history.records import fold_of
 from ckptstore.log import fold_writer
 from ckptstore.store import Store
 

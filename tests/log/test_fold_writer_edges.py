@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from ckptstore.formats.records import CommitRecord, fold_of, slot_key
+from ckptstore.formats.history.records import CommitRecord, fold_of, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.log.log_reader import View
 from ckptstore.log.term import Term, open_term, read

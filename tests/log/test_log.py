@@ -21,8 +21,8 @@ from ckptstore.errors import (
     StorageError,
     UsageError,
 )
-from ckptstore.formats import record_text
-from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, fold_of, manifest_key, slot_key
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.records import CheckpointId, CommitRecord, OpenRecord, fold_of, manifest_key, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, View, open_term, read

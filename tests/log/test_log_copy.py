@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import StorageError
-from ckptstore.formats.records import OpenRecord, slot_key
+from ckptstore.formats.history.records import OpenRecord, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.log.log_copy import CopyOrigin, LogCopy, TakenError
 from ckptstore.maintenance.copies.store_copy import copy

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ckptstore.errors import CommitUnknownError, CorruptLogError, FencedError
-from ckptstore.formats.records import slot_key
+from ckptstore.formats.history.records import slot_key
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import Patience
 from ckptstore.log.term import Term, open_term, read

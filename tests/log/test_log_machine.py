@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CommitUnknownError, FencedError, StorageError, WriterError
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.records import CheckpointId, CommitRecord, OpenRecord, slot_key
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.records import CheckpointId, CommitRecord, OpenRecord, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import Patience

@@ -21,8 +21,8 @@ from ckptstore.errors import (
     ForeignObjectError,
     KeyNotFoundError,
 )
-from ckptstore.formats import record_text
-from ckptstore.formats.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.records import NO_SLOT, CommitRecord, OpenRecord, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.log.log_reader import WIDEST_GAP
 from ckptstore.log.partial_objects import exists

@@ -17,8 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 import ckptstore
 from ckptstore.doctor.examination import examine
 from ckptstore.errors import KeyNotFoundError
-from ckptstore.formats.record_text import encode_format, seal, torn
-from ckptstore.formats.records import FORMAT_KEY, FormatFile, segment_key, slot_key, slot_of
+from ckptstore.formats.history.record_text import encode_format, seal, torn
+from ckptstore.formats.history.records import FORMAT_KEY, FormatFile, segment_key, slot_key, slot_of
 from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.change import Change
 from ckptstore.log.log_reader import Patience, damaged_folds

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.backends.base import OBJECT_LIMIT, Backend
 from ckptstore.errors import CheckpointNotFoundError, StorageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.record_text import decode_pin
-from ckptstore.formats.records import CheckpointId, CommitRecord, pin_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.record_text import decode_pin
+from ckptstore.formats.history.records import CheckpointId, CommitRecord, pin_key
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import Pin, PinWatch, UnpinnedWarning, claim
 from ckptstore.log.term import Term, open_term, read

@@ -7,8 +7,8 @@ import copy
 import pytest
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CommitRecord, slot_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CommitRecord, slot_key
 from ckptstore.log import refs
 from ckptstore.log.term import open_term, read
 from tests.log.log_world import HASTE, World, save, segments_of

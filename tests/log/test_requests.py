@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckptstore.errors import FencedError, UsageError
-from ckptstore.formats.record_text import encode_request
-from ckptstore.formats.records import CheckpointId, Encoding, Request, SegmentEntry
+from ckptstore.formats.history.record_text import encode_request
+from ckptstore.formats.history.records import CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal

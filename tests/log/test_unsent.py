@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CommitUnknownError, FencedError, KeyExistsError, ReadOnlyError, StorageError
-from ckptstore.formats.records import slot_key
+from ckptstore.formats.history.records import slot_key
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import read
 from ckptstore.log.term import open_term

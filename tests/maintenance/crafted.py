@@ -14,11 +14,12 @@ import zstandard
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.formats import checksums, jsontext, record_text
+from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.records import NO_SLOT
-from ckptstore.formats.shards import name_of, state_parts
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.records import NO_SLOT
+from ckptstore.formats.segment_files.shards import name_of, state_parts
+from ckptstore.formats.states.state import tensor_names
 from ckptstore.restore.assembly import held_by, tree_of
 from ckptstore.segments.segment_reader import SegmentReader
 from ckptstore.store import Store

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptionError
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.commit_checks import check_commit, droppable
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.commit_checks import check_commit, droppable
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CommitRecord,
     Encoding,

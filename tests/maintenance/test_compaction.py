@@ -263,7 +263,7 @@ class TestDamage:
         else:
             filled(store, range(1, 12), keep=["every:10"])
         kept = [info.step for info in store.checkpoints()]
-        from ckptstore.backends.directio import FileSink
+        from ckptstore.backends.local_disk.directio import FileSink
 
         seal = FileSink.seal
 

@@ -12,9 +12,9 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, RestoreBound, Store
-from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.formats.sources import BoxSource, NumpySource
-from ckptstore.formats.state import FlatState, flatten
+from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.write.ranks.messages.key_value_store import Group
 from tests.forms import in_turn, short_or
 from tests.maintenance.test_prune_kills import killed_at

@@ -22,7 +22,7 @@ import ckptstore
 from ckptstore import CorruptSegmentError, DiffOptions, UsageError
 from ckptstore.formats import checksums, jsontext
 from ckptstore.formats.codecs import Derive, Sub, Xor
-from ckptstore.formats.shards import state_parts
+from ckptstore.formats.segment_files.shards import state_parts
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.chain import iterate_chain
 from ckptstore.restore.open_checkpoint import opened

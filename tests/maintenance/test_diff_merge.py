@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ckptstore
-from ckptstore.backends.directio import FileSink
+from ckptstore.backends.local_disk.directio import FileSink
 from ckptstore.errors import (
     CheckpointNotFoundError,
     CorruptSegmentError,
@@ -27,7 +27,7 @@ from ckptstore.errors import (
     UnsupportedBackendError,
     UsageError,
 )
-from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.change_committer import TakeOver

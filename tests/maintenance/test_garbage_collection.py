@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from ckptstore.backends.base import OBJECT_LIMIT
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import ForeignObjectError, ReadOnlyError, StorageError, UsageError
-from ckptstore.formats.commit_checks import droppable
-from ckptstore.formats.record_text import decode_pin, encode_pin
-from ckptstore.formats.records import Node, pin_key, segment_key
+from ckptstore.formats.history.commit_checks import droppable
+from ckptstore.formats.history.record_text import decode_pin, encode_pin
+from ckptstore.formats.history.records import Node, pin_key, segment_key
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal
@@ -134,7 +134,7 @@ def test_the_pin_of_a_dead_reader_is_removed_by_who_has_watched_it(store: Store)
 
 _READER = """
 import sys, time
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.log.pins import Pin
 with Pin(LocalBackend(sys.argv[1]), [sys.argv[2]]) as pin:
     print(pin.key, flush=True)

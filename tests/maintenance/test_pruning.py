@@ -15,13 +15,13 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RestoreBound, Store
-from ckptstore.formats.records import CommitRecord
+from ckptstore.formats.history.records import CommitRecord
 from ckptstore.log import fold_writer, requests
 from ckptstore.log.term import open_term
 from tests.forms import short_or
 from tests.store.states import same
 from tests.write.trainer import Trainer
-from tools.bench.catalog import make
+from tools.bench.storage.catalog import make
 from tools.conformance.comparing import differences
 from tools.conformance.ours import answer
 from tools.conformance.page import store as page
@@ -244,7 +244,7 @@ class TestWriters:
             save(writer, [1])
         term = open_term(store.journal, lambda catalog: catalog.latest().id)  # type: ignore[union-attr]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ckptstore.formats.commit_checks.checked", tuple)
+            patch.setattr("ckptstore.formats.history.commit_checks.checked", tuple)
             term.commit(CommitRecord(term.number, keep=("last:1", "cosine:3")))
         with (
             pytest.warns(UserWarning, match="nothing is retired: of the rules last:1, cosine:3 this version does not"),

@@ -14,8 +14,8 @@ import pytest
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CheckpointNotFoundError, CorruptLogError, FencedError, UsageError
-from ckptstore.formats.record_text import encode_format
-from ckptstore.formats.records import FormatFile, slot_key
+from ckptstore.formats.history.record_text import encode_format
+from ckptstore.formats.history.records import FormatFile, slot_key
 from ckptstore.host.caller_warnings import DamagedLogWarning
 from ckptstore.log import fold_writer
 from ckptstore.log.change_committer import ChangeRequester

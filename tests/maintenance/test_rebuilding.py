@@ -16,10 +16,10 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
 from ckptstore.formats import checksums, jsontext, optim
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding
-from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding
+from ckptstore.formats.segment_files.segment import SegmentDoc, header_length, parse
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.tree import tensor_names
+from ckptstore.formats.states.tree import tensor_names
 from ckptstore.maintenance.merge import merge
 from ckptstore.segments.plain_segments import write_full
 from ckptstore.write.delta_encoding import write_packed

@@ -14,8 +14,8 @@ import pytest
 
 import ckptstore
 from ckptstore import StorageError
-from ckptstore.backends.overwriting import LOCAL
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.local_disk.overwriting import LOCAL
+from ckptstore.backends.local_disk.posix import Posix
 
 
 def filled(place: Path, **more: Any) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import ckptstore
 from ckptstore import CorruptLogError, CorruptSegmentError, ReadOnlyError, Repaired, StoreNotFoundError, UsageError
-from ckptstore.backends.directio import FileSink
+from ckptstore.backends.local_disk.directio import FileSink
 from ckptstore.log import fold_writer
 from tests.maintenance.stores import bits, broken, flip, grown, segments, states
 from tests.restore.twofold import twofold
@@ -145,7 +145,7 @@ def folded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("repair") / "folded"
     store = ckptstore.open(root, create=True)
     text = (root / "FORMAT").read_bytes()
-    from ckptstore.formats.record_text import decode_format, encode_format
+    from ckptstore.formats.history.record_text import decode_format, encode_format
 
     file = decode_format(text)
     (root / "FORMAT").write_bytes(encode_format(type(file)(run=file.run, anchor_every=4)))

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore.cli.main import cli
-from ckptstore.formats.records import pin_key, segment_key
+from ckptstore.formats.history.records import pin_key, segment_key
 from ckptstore.log import partial_objects, requests
 from ckptstore.log.change import Change
 from ckptstore.log.pins import Pin

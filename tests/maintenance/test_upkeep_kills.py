@@ -14,7 +14,7 @@ import pytest
 
 import ckptstore
 from ckptstore import StoreNotFoundError
-from ckptstore.formats.records import COPYING_KEY
+from ckptstore.formats.history.records import COPYING_KEY
 from ckptstore.host import crash_points
 from tests import warmth
 from tests.forms import LONG

@@ -21,14 +21,14 @@ from click.testing import CliRunner
 
 import ckptstore
 from ckptstore import StorageError
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import Posix
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.posix import Posix
 from ckptstore.cli.main import cli
 from ckptstore.formats import checksums
-from ckptstore.formats.record_text import encode_format
-from ckptstore.formats.records import FormatFile, slot_of
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.history.record_text import encode_format
+from ckptstore.formats.history.records import FormatFile, slot_of
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.task_pool import Task, sweep
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal

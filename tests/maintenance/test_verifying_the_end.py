@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptstore
-from ckptstore.formats.records import slot_key
+from ckptstore.formats.history.records import slot_key
 from tools.golden.make_conformance import make_folded
 
 

@@ -11,8 +11,8 @@ import pytest
 
 import ckptstore
 from ckptstore import CheckpointNotFoundError, Probe, UsageError
-from ckptstore.formats.catalog import Catalog, TermEntry
-from ckptstore.formats.records import CheckpointEntry, CheckpointId
+from ckptstore.formats.history.catalog import Catalog, TermEntry
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId
 from ckptstore.reports.bisection import Answer, Ask, history, search
 
 

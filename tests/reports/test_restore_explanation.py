@@ -34,7 +34,7 @@ def test_a_chain_is_explained_with_its_costs(tmp_path: Path) -> None:
 
 
 def test_a_selection_reads_its_own_chains_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.backends import directio
+    from ckptstore.backends.local_disk import directio
 
     store = fill(tmp_path / "store", trajectory(4), 1)
     name = "optimizer.master.layer1.weight"

@@ -26,8 +26,8 @@ from ckptstore import (
     UsageError,
 )
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.formats.record_text import encode_format
-from ckptstore.formats.records import FormatFile, slot_key
+from ckptstore.formats.history.record_text import encode_format
+from ckptstore.formats.history.records import FormatFile, slot_key
 from ckptstore.log import fold_writer
 from ckptstore.store import Store
 
@@ -342,6 +342,6 @@ def test_a_medium_that_fails_is_no_absence(store: Store, monkeypatch: pytest.Mon
     def fail(*_: Any, **__: Any) -> bytes:
         raise StorageError(5, "Input/output error")
 
-    monkeypatch.setattr("ckptstore.backends.local.LocalBackend.get", fail)
+    monkeypatch.setattr("ckptstore.backends.local_disk.local.LocalBackend.get", fail)
     with pytest.raises(StorageError, match="Input/output"):
         next(watched)

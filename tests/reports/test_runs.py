@@ -14,8 +14,8 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions, RunInfo, find_runs
-from ckptstore.formats.record_text import encode_open
-from ckptstore.formats.records import OpenRecord
+from ckptstore.formats.history.record_text import encode_open
+from ckptstore.formats.history.records import OpenRecord
 from tools.objects.server import serving
 
 
@@ -194,7 +194,7 @@ def test_segments_that_are_missing_are_told(tmp_path: Path) -> None:
 
 
 def test_what_is_collected_meanwhile_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.backends.local import LocalBackend
+    from ckptstore.backends.local_disk.local import LocalBackend
 
     fill(tmp_path / "run")
     before, done = LocalBackend.list, []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.formats.state import Tagged, flatten
+from ckptstore.formats.states.state import Tagged, flatten
 from ckptstore.reports.state_tree import children, is_tensor, leaves, text
 
 

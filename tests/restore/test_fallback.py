@@ -16,10 +16,10 @@ import pytest
 import ckptstore
 from ckptstore import CorruptSegmentError, FallbackWarning, StorageError
 from ckptstore.backends.base import SegmentSource
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats import codecs
 from ckptstore.formats.checksums import chunk_hash
-from ckptstore.formats.records import segment_key
+from ckptstore.formats.history.records import segment_key
 from ckptstore.restore.alternatives import MOST_WAYS
 from tests.restore.twofold import state, stored_again, twofold
 from tests.store.states import same

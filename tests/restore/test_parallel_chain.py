@@ -18,7 +18,7 @@ from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import codecs
 from ckptstore.formats.checksums import chunk_hash
 from ckptstore.formats.codecs import Policy
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.restore import chain
 from ckptstore.write import delta_encoding
 

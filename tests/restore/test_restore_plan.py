@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.errors import CorruptionError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, SegmentEntry
 from ckptstore.restore.restore_plan import Plan, plan, plan_all, restore_seconds, stored_bytes
 from ckptstore.restore.restore_plan import Rates as WorkRates
 

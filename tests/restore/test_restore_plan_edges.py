@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ckptstore.errors import CheckpointNotFoundError, CorruptionError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Request, SegmentEntry
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Request, SegmentEntry
 from ckptstore.log import refs, requests
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal

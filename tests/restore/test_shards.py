@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore.errors import CorruptSegmentError, UsageError
-from ckptstore.formats import codecs, layout
-from ckptstore.formats.boxes import Box, gap, overlapping
-from ckptstore.formats.shards import shard_key
+from ckptstore.formats import codecs
+from ckptstore.formats.segment_files import layout
+from ckptstore.formats.segment_files.boxes import Box, gap, overlapping
+from ckptstore.formats.segment_files.shards import shard_key
 from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
 from ckptstore.maintenance.verify import deep_verify

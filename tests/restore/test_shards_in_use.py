@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from ckptstore.cli.main import cli
 from ckptstore.errors import UsageError
 from ckptstore.formats import codecs
-from ckptstore.formats.boxes import Box
+from ckptstore.formats.segment_files.boxes import Box
 from tools.golden.shard_stores import Array, Piece, ShardStore, by_rank, columns, cut, rows
 
 SHAPE = (40, 12)

@@ -20,9 +20,9 @@ from ckptstore.cli.main import cli
 from ckptstore.errors import FormatError, TensorNotFoundError, UsageError
 from ckptstore.exchange.export import export
 from ckptstore.exchange.import_files import import_files
-from ckptstore.formats.names import flat_names, place_names
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import flatten, places, select_places
+from ckptstore.formats.states.names import flat_names, place_names
+from ckptstore.formats.states.state import flatten, places, select_places
 from ckptstore.restore.load_targets import sharing
 from tests.formats.test_names import distinct, keys
 from tests.store.states import same

@@ -9,8 +9,8 @@ import numpy as np
 
 import ckptstore
 from ckptstore import DeltaOptions
-from ckptstore.formats.records import CommitRecord, Encoding
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import CommitRecord, Encoding
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Staging
 from ckptstore.host.threads import workers
 from ckptstore.log.term import open_term

@@ -15,8 +15,8 @@ import torch
 import ckptstore
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import checksums
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge import merge
 from ckptstore.restore.stored_base import open_base
 from ckptstore.segments import packed_segments

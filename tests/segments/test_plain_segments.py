@@ -21,9 +21,9 @@ import ckptstore
 from ckptstore.backends.base import SegmentSink
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.formats import digest
-from ckptstore.formats.layout import CHUNK, TensorSpec, order, place, split
+from ckptstore.formats.segment_files.layout import CHUNK, TensorSpec, order, place, split
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Staging
 from ckptstore.segments.aligned_regions import plan_regions

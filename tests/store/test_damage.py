@@ -13,7 +13,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DiffOptions
-from ckptstore.backends import directio
+from ckptstore.backends.local_disk import directio
 from ckptstore.log import fold_writer, partial_objects
 from ckptstore.log.pins import Pin
 from ckptstore.maintenance.merge import merge

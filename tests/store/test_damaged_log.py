@@ -18,7 +18,7 @@ from click.testing import CliRunner
 import ckptstore
 from ckptstore import DamagedLogWarning
 from ckptstore.cli.main import cli
-from ckptstore.formats.records import slot_key
+from ckptstore.formats.history.records import slot_key
 from ckptstore.log.log_watch import LogWatch
 from ckptstore.reports.notebooks import store_html
 from ckptstore.reports.runs import find_runs

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.cli.main import cli
 from tools.objects.server import Server
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ckptstore.backends.base import OBJECT_LIMIT
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import Posix
 from ckptstore.errors import (
     CkptError,
     FencedError,
@@ -26,7 +26,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     StoreReplacedError,
 )
-from ckptstore.formats.records import slot_key
+from ckptstore.formats.history.records import slot_key
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import open_term
 from ckptstore.store import open as open_store
@@ -322,7 +322,7 @@ class Named(FaultyBackend):
 
 
 def world_with_format() -> World:
-    from ckptstore.formats.record_text import encode_format
+    from ckptstore.formats.history.record_text import encode_format
 
     world = World()
     world.create("FORMAT", encode_format(world.fmt))

@@ -135,7 +135,7 @@ class TestSelection:
             store.load(1, select="valeu")
 
     def test_one_tensor_reads_only_its_bytes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from ckptstore.backends import directio
+        from ckptstore.backends.local_disk import directio
 
         with ckptstore.open(tmp_path / "store").writer() as writer:
             writer.save({f"t{index}": torch.randn(1 << 18) for index in range(16)}, step=1)
@@ -309,7 +309,7 @@ class TestMapping:
 
     def test_a_backend_without_mappings_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = fill(tmp_path / "store", 1)
-        monkeypatch.setattr("ckptstore.backends.directio.FileSource.map", lambda self: None)
+        monkeypatch.setattr("ckptstore.backends.local_disk.directio.FileSource.map", lambda self: None)
         with pytest.raises(ckptstore.UsageError, match="local store"):
             store.load(1, mmap=True)
 

@@ -116,8 +116,8 @@ def test_resuming_elsewhere_warns(url: str) -> None:
 
 
 def test_describing_many_tagged_checkpoints_is_not_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.formats.catalog import Catalog
-    from ckptstore.formats.records import CheckpointEntry
+    from ckptstore.formats.history.catalog import Catalog
+    from ckptstore.formats.history.records import CheckpointEntry
     from ckptstore.log.checkpoint_info import describe_all
 
     nodes = [(1, step) for step in range(20_000)]

@@ -13,8 +13,8 @@ import pytest
 
 import ckptstore
 from ckptstore import RemoteLostError, RemoteWarning, StorageError
-from ckptstore.backends.objects import ObjectBackend
-from ckptstore.formats.records import COPYING_KEY
+from ckptstore.backends.object_store.objects import ObjectBackend
+from ckptstore.formats.history.records import COPYING_KEY
 from ckptstore.log import log_copy, pins
 from ckptstore.maintenance.copies import store_copy
 from tests.maintenance.stores import late

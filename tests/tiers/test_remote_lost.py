@@ -18,7 +18,7 @@ from ckptstore import CorruptLogError, RemoteLostError, RemoteWarning, StorageEr
 from ckptstore.backends.base import Backend
 from ckptstore.cli.main import cli
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.records import slot_key
+from ckptstore.formats.history.records import slot_key
 from ckptstore.tiers import background_drain
 from ckptstore.tiers.drain import Drain
 from ckptstore.tiers.remote_check import check_same

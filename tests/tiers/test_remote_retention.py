@@ -12,8 +12,8 @@ import pytest
 import ckptstore
 from ckptstore import CorruptionError, FencedError, RequestRefusedError
 from ckptstore.backends.exclusion import alone
-from ckptstore.formats.catalog import CatalogBuilder
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import CatalogBuilder
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

@@ -13,11 +13,22 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.forms import LONG, long_only, short_or
-from tools.bench import commands, concurrent, markdown, pagecache, pmem, recycling, report, save_load, tensors, versions
-from tools.bench.compared import SAVES
 from tools.bench.machine import filesystem_type
 from tools.bench.measure import Ballast, Measurement
-from tools.bench.rounds import CASES
+from tools.bench.storage import (
+    commands,
+    concurrent,
+    markdown,
+    pagecache,
+    pmem,
+    recycling,
+    report,
+    save_load,
+    tensors,
+    versions,
+)
+from tools.bench.storage.compared import SAVES
+from tools.bench.storage.rounds import CASES
 from tools.crash.media import obstacle
 
 TINY = ("--size", "4MB", "--rounds", "1", "--no-settle")
@@ -101,7 +112,7 @@ def test_a_segment_on_persistent_memory_is_measured_every_way(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_training_loop_is_measured_with_saves_of_every_kind(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from tools.bench import layerwise
+    from tools.bench.training import layerwise
 
     before = torch.get_num_threads(), os.sched_getaffinity(0)
     small = ["--width=16", "--blocks=1", "--rows=8", "--every=1", "--saves=2", "--rounds=1"]
@@ -121,7 +132,7 @@ def test_a_training_loop_is_measured_with_saves_of_every_kind(tmp_path: Path) ->
 
 def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from tools.bench import loaders, savers, state, worker
+    from tools.bench.storage import loaders, savers, state, worker
 
     nbytes, seed = 60_000, 1
     savers.RUN["safetensors"](state.build(nbytes, seed), tmp_path, Measurement())
@@ -142,7 +153,7 @@ def test_a_changed_bit_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", SAVES)
 def test_every_way_of_saving_keeps_the_state_of_the_call(tmp_path: Path, method: str) -> None:
     pytest.importorskip("torch")
-    from tools.bench import loaders, savers, state, worker
+    from tools.bench.storage import loaders, savers, state, worker
 
     # The asynchronous ones change the state as soon as the call returned.
     nbytes, seed = 60_000, 2
@@ -154,7 +165,7 @@ def test_every_way_of_saving_keeps_the_state_of_the_call(tmp_path: Path, method:
 @pytest.mark.parametrize("nbytes", [4_000_000, 500_000_000])
 def test_the_state_has_the_size_that_was_asked_for(nbytes: int) -> None:
     pytest.importorskip("torch")
-    from tools.bench.state import BYTES_PER_PARAMETER, parameter_shapes
+    from tools.bench.storage.state import BYTES_PER_PARAMETER, parameter_shapes
 
     parameters = 0
     for shape in parameter_shapes(nbytes).values():

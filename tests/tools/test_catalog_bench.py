@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forms import short_or
-from tools.bench import catalog, resident
+from tools.bench.storage import catalog, resident
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ckptstore.formats import codecs
-from tools.bench import codec_methods, codec_report
-from tools.bench import codecs as bench
-from tools.bench.codec_cases import CASES, Case, Part
+from tools.bench.codecs import codec_comparison as bench
+from tools.bench.codecs import codec_methods, codec_report
+from tools.bench.codecs.codec_cases import CASES, Case, Part
 
 CASE = Case("weights, late", "lm", "model.", "F32", 2, 1, group="delta")
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats import codecs
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
+from ckptstore.formats.history.record_text import encode_format, seal
+from ckptstore.formats.history.records import CheckpointId, FormatFile, slot_key
 from ckptstore.formats.jsontext import dumps
-from ckptstore.formats.layout import ALIGN
-from ckptstore.formats.record_text import encode_format, seal
-from ckptstore.formats.records import CheckpointId, FormatFile, slot_key
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.segment_files.layout import ALIGN
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.store import Store as OurStore

@@ -14,18 +14,18 @@ import pytest
 
 import ckptstore
 from ckptstore.formats import codecs, optim
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.checksums import chunk_hash, header_hash, state_hash
 from ckptstore.formats.codecs import rounding
-from ckptstore.formats.folds import encode_fold
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.folds import encode_fold
+from ckptstore.formats.history.record_text import seal
+from ckptstore.formats.history.records import CheckpointId, fold_key, segment_key, slot_key
 from ckptstore.formats.jsontext import dumps
-from ckptstore.formats.layout import TensorSpec
-from ckptstore.formats.record_text import seal
-from ckptstore.formats.records import CheckpointId, fold_key, segment_key, slot_key
-from ckptstore.formats.segment import SegmentDoc, header_length
-from ckptstore.formats.segment_plain import encode_plain, plan_plain, raw_entry
-from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.shards import state_parts
+from ckptstore.formats.segment_files.layout import TensorSpec
+from ckptstore.formats.segment_files.segment import SegmentDoc, header_length
+from ckptstore.formats.segment_files.segment_plain import encode_plain, plan_plain, raw_entry
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
+from ckptstore.formats.segment_files.shards import state_parts
 from tests.tools.test_conformance_page import OTHER_RUN, both, changed_fold, folded_store, reindexed
 from tools.golden.by_hand import Hand, Made, Step, changed_document, entry
 from tools.golden.make_conformance import flip, rewritten

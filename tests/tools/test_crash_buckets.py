@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.errors import CkptError, StorageError
 from ckptstore.log import term
 from tests.forms import LONG, long_only

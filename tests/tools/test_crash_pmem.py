@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ckptstore.backends.base import SegmentSink
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.pmem import PmemBackend
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.pmem import PmemBackend
 from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.host.pages import BLOCK
 from tests.backends.backend_conformance import filled

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS, TIER_POINTS, UPKEEP_POINTS
 from tools.crash.scenario import live
 from tools.mutants.copies import repository

@@ -64,7 +64,7 @@ def _check_sweep(done: faultsweep.Sweep) -> None:
 
 def test_the_check_notices_what_it_is_for(tmp_path: Path) -> None:
     """Negative control: a checkpoint that was promised and is not there, or has other bits, is a violation."""
-    from ckptstore.backends.local import LocalBackend
+    from ckptstore.backends.local_disk.local import LocalBackend
     from ckptstore.store import open as open_store
     from tools.crash.scenario import check
 

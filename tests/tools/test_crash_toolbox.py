@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
 from ckptstore.errors import KeyNotFoundError, StorageError
 from ckptstore.host.pages import BLOCK
 from tests.backends.backend_conformance import aligned, filled

@@ -1,4 +1,4 @@
-"""`tools.entered` and `tools.bench.small` run, and count what is there."""
+"""`tools.entered` and `tools.bench.training.small` run, and count what is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import ckptstore
 from tools import entered
-from tools.bench import small
+from tools.bench.training import small
 
 
 def test_functions_of_the_package_are_counted(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 from tests.forms import long_only  # noqa: E402
-from tools.bench import every_step, every_step_turns, training_worker  # noqa: E402
-from tools.bench.training_cases import SPIN, Case, Results  # noqa: E402
-from tools.bench.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
-from tools.bench.training_loop import Shape, Trainer, digest  # noqa: E402
-from tools.bench.training_strategies import Ledger, NotInThisBuildError, Options  # noqa: E402
+from tools.bench.training import every_step, every_step_turns, training_worker  # noqa: E402
+from tools.bench.training.training_cases import SPIN, Case, Results  # noqa: E402
+from tools.bench.training.training_checkpointers import CHECKPOINTERS, LEFT  # noqa: E402
+from tools.bench.training.training_loop import Shape, Trainer, digest  # noqa: E402
+from tools.bench.training.training_strategies import Ledger, NotInThisBuildError, Options  # noqa: E402
 
 _QUICK = ("--quick", "--json", "--only", "loop/none", "--only", "recover/dense-agent")
 SHAPE = Shape(width=32, layers=1, batch=1, context=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 import subprocess
@@ -17,8 +18,9 @@ from tools.mutants.drawing import changed_since, draw, modules_of
 from tools.mutants.equivalents import EQUIVALENTS, Equivalent
 from tools.mutants.ordinary import KINDS as ORDINARY_KINDS
 from tools.mutants.ordinary import find_ordinary, ordinary_in
+from tools.mutants.plan import CONCERNED
 from tools.mutants.reach import instrumented
-from tools.mutants.sites import KINDS, Site, find_sites, sites_in
+from tools.mutants.sites import KINDS, ROOMS, Site, find_sites, sites_in
 from tools.mutants.trial import Bench, baseline, try_all
 
 SAMPLE = '''"""A decoder."""
@@ -185,6 +187,16 @@ def _same(one: object, other: object) -> bool:
         compile(site.mutate(source.encode()), "mutant", "exec")
 
 
+def test_every_pattern_of_the_plan_finds_something() -> None:
+    """A renamed module or test file would else leave mutants without the tests that notice them."""
+    root = repository()
+    modules = [site.path for site in find_sites(root)]
+    modules += [path.relative_to(root).as_posix() for room in ROOMS for path in (root / room).rglob("*.py")]
+    assert not [pattern for pattern in CONCERNED if not fnmatch.filter(modules, pattern)]
+    tests = {one for patterns in CONCERNED.values() for one in patterns}
+    assert not [one for one in sorted(tests) if not any(root.glob(one))]
+
+
 def test_every_kind_is_found_in_the_tree() -> None:
     sites = find_sites(repository())
     assert {site.kind for site in sites} == set(KINDS)
@@ -192,34 +204,34 @@ def test_every_kind_is_found_in_the_tree() -> None:
     assert len({site.name for site in sites}) == len(sites)
     known = {(site.path, site.where, site.kind) for site in sites}
     assert known >= {
-        ("ckptstore/backends/local.py", "LocalBackend._write_once", "durability"),
-        ("ckptstore/backends/local.py", "LocalBackend._create_once", "durability"),
-        ("ckptstore/backends/directio.py", "FileSink.seal", "durability"),
-        ("ckptstore/backends/directio.py", "FileSink._finish_contents", "durability"),
-        ("ckptstore/backends/posix.py", "Posix.msync", "durability"),
-        ("ckptstore/backends/libpmem.py", "Libpmem.flush", "durability"),
-        ("ckptstore/backends/libpmem.py", "Libpmem.drain", "durability"),
-        ("ckptstore/backends/pmem.py", "PmemSink.write", "durability"),
-        ("ckptstore/backends/pmem.py", "PmemSink.persist", "durability"),
-        ("ckptstore/backends/pmem.py", "PmemSink._finish_contents", "durability"),
-        ("ckptstore/backends/pmem_stores.py", "NonTemporal.drain", "durability"),
-        ("ckptstore/backends/pmem_stores.py", "NonTemporal.persist", "durability"),
-        ("ckptstore/backends/pmem_stores.py", "Synced.persist", "durability"),
-        ("ckptstore/backends/pmem_stores.py", "Synced.sync", "durability"),
+        ("ckptstore/backends/local_disk/local.py", "LocalBackend._write_once", "durability"),
+        ("ckptstore/backends/local_disk/local.py", "LocalBackend._create_once", "durability"),
+        ("ckptstore/backends/local_disk/directio.py", "FileSink.seal", "durability"),
+        ("ckptstore/backends/local_disk/directio.py", "FileSink._finish_contents", "durability"),
+        ("ckptstore/backends/local_disk/posix.py", "Posix.msync", "durability"),
+        ("ckptstore/backends/local_disk/libpmem.py", "Libpmem.flush", "durability"),
+        ("ckptstore/backends/local_disk/libpmem.py", "Libpmem.drain", "durability"),
+        ("ckptstore/backends/local_disk/pmem.py", "PmemSink.write", "durability"),
+        ("ckptstore/backends/local_disk/pmem.py", "PmemSink.persist", "durability"),
+        ("ckptstore/backends/local_disk/pmem.py", "PmemSink._finish_contents", "durability"),
+        ("ckptstore/backends/local_disk/pmem_stores.py", "NonTemporal.drain", "durability"),
+        ("ckptstore/backends/local_disk/pmem_stores.py", "NonTemporal.persist", "durability"),
+        ("ckptstore/backends/local_disk/pmem_stores.py", "Synced.persist", "durability"),
+        ("ckptstore/backends/local_disk/pmem_stores.py", "Synced.sync", "durability"),
         ("ckptstore/segments/segment_reader.py", "SegmentReader._read_doc", "checksum"),
         ("ckptstore/segments/segment_reader.py", "check_chunk", "checksum"),
         ("ckptstore/restore/open_checkpoint.py", "OpenCheckpoint.check_identity", "checksum"),
-        ("formats/folds.py", "intact", "checksum"),
-        ("formats/record_text.py", "unseal", "checksum"),
+        ("formats/history/folds.py", "intact", "checksum"),
+        ("formats/history/record_text.py", "unseal", "checksum"),
         ("ckptstore/log/term.py", "Term._create_slot", "fence"),
         ("ckptstore/log/term.py", "_send", "fence"),
         ("ckptstore/log/log_reader.py", "_LogRead._follows", "fence"),
         ("ckptstore/log/log_reader.py", "never_deleted", "anchor"),
         ("ckptstore/log/fold_writer.py", "_deletable", "anchor"),
         ("ckptstore/log/pins.py", "claim", "pin"),
-        ("formats/segment.py", "header_length", "bounds"),
-        ("formats/commit_checks.py", "_check_encoding", "rule"),
-        ("formats/catalog.py", "Catalog.latest", "bounds"),
+        ("formats/segment_files/segment.py", "header_length", "bounds"),
+        ("formats/history/commit_checks.py", "_check_encoding", "rule"),
+        ("formats/history/catalog.py", "Catalog.latest", "bounds"),
         ("formats/kernel_choice.py", "confirmed", "kernel"),
         ("formats/kernel_choice.py", "Hot._compared", "kernel"),
         ("formats/kernel_choice.py", "_same", "kernel"),
@@ -298,7 +310,7 @@ def test_checks_that_other_processes_come_to_are_tried(tree: Path, tmp_path: Pat
 
 
 def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list", "--only", "formats/record_text.py::unseal*"]) == 0
+    assert command.main(["--list", "--only", "formats/history/record_text.py::unseal*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("2 sites")
     assert command.main(["--only", "no such file"]) == 2
@@ -485,8 +497,8 @@ def test_the_command_refuses_what_it_cannot_draw_from(capsys: pytest.CaptureFixt
     assert command.main(["--ordinary", "3", "--since", "no-such-revision"]) == 2
     assert "no-such-revision" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command.main(["formats/members.py"])
-    assert command.main(["--ordinary", "3", "--list", "formats/members.py"]) == 0
+        command.main(["formats/history/members.py"])
+    assert command.main(["--ordinary", "3", "--list", "formats/history/members.py"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("3 sites: ")
 
 
@@ -499,5 +511,5 @@ def test_what_is_known_to_be_equivalent_still_applies(known: Equivalent) -> None
 @pytest.mark.slow
 def test_a_sample_of_ordinary_mutants(capsys: pytest.CaptureFixture[str]) -> None:
     """``make mutants-ordinary`` tries more and elsewhere; this, some of a module none of whose mutants survives."""
-    status = command.main(["--ordinary", "4", "--quick", "--jobs", "2", "formats/members.py"])
+    status = command.main(["--ordinary", "4", "--quick", "--jobs", "2", "formats/history/members.py"])
     assert status == 0, capsys.readouterr().out

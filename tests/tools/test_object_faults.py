@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import ckptstore
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from tools.objects import faults
 from tools.objects.faults import LossError, Trial, random_run, small_uploads
 from tools.objects.proxy import FAULTS, FaultProxy, Rule

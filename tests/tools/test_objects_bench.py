@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.forms import long_only, short_or
-from tools.bench import objects
+from tools.bench.storage import objects
 from tools.objects.fast_server import serving_fast, spent
 from tools.objects.server import Server
 

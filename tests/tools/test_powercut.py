@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CommitUnknownError, StorageError
-from ckptstore.formats import record_text
+from ckptstore.formats.history import record_text
 from ckptstore.log import requests, term
 from ckptstore.log.change import Change
 from ckptstore.log.journal import Journal

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import Posix
 from ckptstore.log.change import Change
 from ckptstore.store import Store
 from tools.crash import torture, torture_actors

@@ -15,14 +15,15 @@ import pytest
 from click.testing import CliRunner
 
 from tests.forms import long_only
-from tools.bench import training, training_cases, training_report
-from tools.bench.training_cases import Case, Plan, Results
+from tools.bench.training import strategy_comparison as training
+from tools.bench.training import training_cases, training_report
+from tools.bench.training.training_cases import Case, Plan, Results
 
 torch = pytest.importorskip("torch")
 
-from tools.bench import training_loop, training_strategies, training_worker  # noqa: E402
-from tools.bench.training_loop import Shape, Trainer, digest  # noqa: E402
-from tools.bench.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options  # noqa: E402
+from tools.bench.training import training_loop, training_strategies, training_worker  # noqa: E402
+from tools.bench.training.training_loop import Shape, Trainer, digest  # noqa: E402
+from tools.bench.training.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options  # noqa: E402
 
 SHAPE = Shape(width=32, layers=1, batch=1, context=8)
 
@@ -214,7 +215,7 @@ def test_the_pictures(tmp_path: Path) -> None:
 def test_what_failed_or_is_absent_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from tools.bench.rounds import WorkerError
+    from tools.bench.storage.rounds import WorkerError
 
     broken, absent = Case("loop", "torch.save", 1), Case("kill", "layer-host", 1)
     results = Results({broken: [], absent: []})

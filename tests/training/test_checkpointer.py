@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 
 import ckptstore  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore import DeterminismWarning  # noqa: E402
-from ckptstore.backends.local import LocalBackend  # noqa: E402
+from ckptstore.backends.local_disk.local import LocalBackend  # noqa: E402
 from ckptstore.errors import FormatError, StateMismatchError, UsageError, WriterClosedError  # noqa: E402
 from ckptstore.training import Checkpointer, UnsavedStepWarning, retention  # noqa: E402
 from tests.store.states import same  # noqa: E402

@@ -17,7 +17,7 @@ import ckptstore  # noqa: E402
 from ckptstore import training  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.errors import UsageError  # noqa: E402
 from ckptstore.formats import optim  # noqa: E402
-from ckptstore.formats.state import FlatState, TensorSource  # noqa: E402
+from ckptstore.formats.states.state import FlatState, TensorSource  # noqa: E402
 from ckptstore.frameworks import bridge  # noqa: E402 - torch decides whether this file runs at all
 from ckptstore.training import OptimizerStep, clip_factor  # noqa: E402
 from ckptstore.write.steps.updates import Update  # noqa: E402

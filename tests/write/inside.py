@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckptstore
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.host import sigterm
 from ckptstore.host.arenas import Arenas
 from ckptstore.restore.stored_base import StoredBase

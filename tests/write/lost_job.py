@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ckptstore
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.host.arenas import LEAST
 from ckptstore.training import Checkpointer
 

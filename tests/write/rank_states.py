@@ -10,7 +10,7 @@ from ckptstore import (
     RankOptions,
 )
 from ckptstore.formats.sources import BoxSource, NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 
 PATIENT = RankOptions(timeout=120, per_rank="rng.*")
 

@@ -13,7 +13,7 @@ import pytest
 import ckptstore
 from ckptstore import SaveMetrics
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.arenas import LEAST
 from tests.write import inside
 from tests.write.medium import MIB, Medium, check, run, weights

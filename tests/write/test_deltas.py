@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
 from ckptstore.log.change import Change
@@ -215,7 +215,7 @@ def test_wrong_bases_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failed_save_breaks_no_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.backends.directio import FileSink
+    from ckptstore.backends.local_disk.directio import FileSink
 
     states = trajectory(6)
     store = ckptstore.open(tmp_path / "store")
@@ -372,7 +372,7 @@ def ckptstore_flat(state: dict[str, Any]) -> Any:
 
 
 def test_nothing_reads_the_state_once_a_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptstore.backends.directio import FileSink
+    from ckptstore.backends.local_disk.directio import FileSink
     from ckptstore.write import delta_encoding
 
     running = threading.Semaphore(0)

@@ -15,7 +15,7 @@ import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.errors import CorruptSegmentError
 from ckptstore.formats import checksums, jsontext
-from ckptstore.formats.segment import SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
 from ckptstore.segments import packed_segments
 from ckptstore.write import delta_encoding
 from ckptstore.write.policy.delta_options import DeltaOptions

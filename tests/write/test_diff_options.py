@@ -13,8 +13,8 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats import optim
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, Encoding
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, Encoding
 from ckptstore.formats.sources import NumpySource
 from ckptstore.log.checkpoint_info import describe_checkpoint
 from ckptstore.store import verify

@@ -15,7 +15,7 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions
-from ckptstore.backends.pmem import PmemSink
+from ckptstore.backends.local_disk.pmem import PmemSink
 from ckptstore.formats.sources import NumpySource
 from ckptstore.segments import mapped_fulls
 from tests.write.test_layerwise_save import LAYERS, change, fresh_state, same

@@ -16,12 +16,12 @@ BEGIN, EARLY, LATE = 96, 256, short_or(704, 2496)
 """Saves after which it is looked at what they take, and after which that is read: by the first of them caches are full.
 A set of as many numbers is enlarged between the two."""
 MOST = 20.0
-"""Bytes that a save may leave behind. Where each step was kept as a number of its own, each left 40 and more. The spread
-of one reading is about 5,000 B (slots that await their removal, caches), 11 B for each save of the short form."""
+"""Bytes that a save may leave behind. Where each step was kept as a number of its own, each left 40 and more.
+One reading differs from the next by about 5,000 B (slots that await their removal, caches): 11 B for each save here."""
 
 
 def test_what_a_writer_remembers_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.formats.tables.MANY", 32)
+    monkeypatch.setattr("ckptstore.formats.history.tables.MANY", 32)
     monkeypatch.setattr("ckptstore.write.commits._MANY_DROPPED", 32)
     for sync in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, sync, lambda _descriptor: None)  # no crash is what this is about

@@ -12,8 +12,8 @@ import pytest
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, RankOptions, Store, agent
-from ckptstore.backends.local import LocalBackend
-from ckptstore.formats.catalog import Catalog
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.formats.history.catalog import Catalog
 from ckptstore.write.ranks.messages.key_value_store import Group
 from ckptstore.write.retainer import short_of_space
 from tests.warm_agents import start_warm

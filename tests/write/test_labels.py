@@ -13,8 +13,8 @@ import torch
 
 import ckptstore
 from ckptstore import DiffOptions
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import slot_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import slot_of
 from tests.write.trainer import Trainer
 
 SAID = {

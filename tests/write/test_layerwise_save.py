@@ -14,7 +14,7 @@ import pytest
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.store import Store
 from ckptstore.write.capture.layerwise_save import Awaited
 from tests.write import inside

@@ -24,7 +24,7 @@ from ckptstore import DiffOptions, SaveMetrics, Update
 from ckptstore.formats import optim
 from ckptstore.formats.codecs import PAPER_POLICY, SMALL_POLICY
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import LEAST
 from ckptstore.write import delta_encoding

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptstore import DeltaOptions, DiffOptions
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.retention_forecast import Chains
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.history.retention_forecast import Chains
 from ckptstore.write.policy.order_policy import OrderPolicy
 from ckptstore.write.policy.orders import FULL_ORDER, Order
 

@@ -18,7 +18,7 @@ from ckptstore import (
     RankOptions,
     UnsupportedStateError,
 )
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.write.ranks.messages.key_value_store import Group

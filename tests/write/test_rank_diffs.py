@@ -19,7 +19,7 @@ from ckptstore.errors import CkptError, RankMismatchError, UnsupportedStateError
 from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.sources import BoxSource, NumpySource
-from ckptstore.formats.state import FlatState, flatten
+from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.log import requests
 from ckptstore.log.change import Change
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import ckptstore
 from ckptstore import DiffOptions, RankOptions, SaveMetrics
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.messages.key_value_store import Group
 from tests import warmth

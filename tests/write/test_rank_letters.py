@@ -21,7 +21,7 @@ from ckptstore.errors import (
     RankMismatchError,
     StorageError,
 )
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.write.ranks.messages.key_value_store import Group, LocalMailbox, fetch, post
 from ckptstore.write.ranks.messages.rank_messages import RankPart
 from ckptstore.write.steps import resident_step

@@ -21,7 +21,7 @@ import ckptstore
 from ckptstore import DiffOptions, FailedRankError, RankOptions, SaveMetrics, Update, UsageError
 from ckptstore.formats import optim
 from ckptstore.formats.sources import BoxSource, NumpySource
-from ckptstore.formats.state import FlatState, flatten
+from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.policy.delta_options import DeltaOptions
 from ckptstore.write.ranks.messages.key_value_store import Group

@@ -116,7 +116,7 @@ def test_steps_ascend_and_what_cannot_be_combined_is_refused(tmp_path: Path) -> 
 
 
 def test_values_that_are_too_much_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptstore.formats.state.TREE_LIMIT", 1500)  # two ranks' texts are longer, one is not
+    monkeypatch.setattr("ckptstore.formats.states.state.TREE_LIMIT", 1500)  # two ranks' texts are longer, one is not
 
     def work(group: Group) -> None:
         with ckptstore.open(tmp_path).writer(group=group, ranks=PATIENT) as writer:

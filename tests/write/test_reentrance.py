@@ -14,7 +14,7 @@ import pytest
 
 import ckptstore
 from ckptstore.backends.base import SegmentSink
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.host.arenas import LEAST
 
 

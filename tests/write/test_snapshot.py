@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host import buffers
 from ckptstore.host.buffers import Bytes

@@ -18,7 +18,7 @@ import pytest
 import ckptstore
 from ckptstore import DiffOptions
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.store import Store
 from tests.write import inside
 from tests.write.held import hold

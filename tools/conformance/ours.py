@@ -12,7 +12,7 @@ import ckptstore
 from ckptstore.errors import CheckpointNotFoundError, CkptError, CorruptionError, FormatError
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.jsontext import dumps
-from ckptstore.formats.rank_trees import of_rank
+from ckptstore.formats.states.rank_trees import of_rank
 from ckptstore.store import Store
 
 __all__ = ["answer"]

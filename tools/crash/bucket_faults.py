@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.errors import CkptError
 from tools.crash.grounds import TIMEOUT
 from tools.crash.lives import LIVES

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 
-from ckptstore.backends.libpmem import Libpmem
+from ckptstore.backends.local_disk.libpmem import Libpmem
 from tools.crash.ramfs import RamPosix
 
 __all__ = ["Domain"]

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.local_disk.posix import Posix
 from tools.crash.ramfs import RamPosix
 from tools.crash.recording import RecordingPosix
 

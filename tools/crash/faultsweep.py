@@ -13,10 +13,12 @@ import argparse
 import errno
 import itertools
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
 from ckptstore.errors import CkptError
+from ckptstore.host.caller_warnings import UnpinnedWarning
 from tools.crash import bucket_faults, faults
 from tools.crash.disk import SyncFailed
 from tools.crash.enumerate import crash_states
@@ -74,7 +76,9 @@ def inject(
     surfaced = None
     try:
         faulty = FaultyPosix(disk, *chosen)
-        LIVES[life](lambda: backend_on(medium, "/store", faulty, disk), acknowledge)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UnpinnedWarning)  # a full disk; nothing collects meanwhile
+            LIVES[life](lambda: backend_on(medium, "/store", faulty, disk), acknowledge)
     except CkptError as error:
         surfaced = type(error).__name__
     # What is seen without a power cut is judged first, on a copy, because the check writes.

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
 from tools.crash.faults import FaultyPosix
 
 __all__ = ["SITES", "ForgetfulBackend", "ForgetfulPosix", "site_of"]

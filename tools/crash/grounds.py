@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from tools.crash.apart import apart
 from tools.crash.media import backend_on
 from tools.crash.old_headers import files_below, mixed

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.local_disk.posix import Posix
 from ckptstore.errors import StoreNotFoundError
-from ckptstore.formats.records import slot_of
+from ckptstore.formats.history.records import slot_of
 from ckptstore.log import fold_writer
 from ckptstore.log.log_reader import anchor_above
 from ckptstore.store import Store

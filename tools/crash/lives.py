@@ -14,10 +14,10 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.pmem import PmemBackend
+from ckptstore.backends.local_disk.pmem import PmemBackend
 from ckptstore.errors import RankError
 from ckptstore.formats.sources import BoxSource, NumpySource
-from ckptstore.formats.state import FlatState, flatten
+from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.host.arenas import LEAST
 from ckptstore.host.crash_points import CRASH_POINTS, RANK_POINTS
 from ckptstore.log import fold_writer

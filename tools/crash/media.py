@@ -6,11 +6,11 @@ import ctypes
 import os
 from typing import Final
 
-from ckptstore.backends import libpmem
-from ckptstore.backends.libpmem import Libpmem
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.pmem import PmemBackend
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk import libpmem
+from ckptstore.backends.local_disk.libpmem import Libpmem
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.pmem import PmemBackend
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
 from tools.crash.domain import Domain
 from tools.crash.ramfs import RamPosix
 

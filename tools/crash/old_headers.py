@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptstore.errors import CkptError
 from ckptstore.formats import checksums
-from ckptstore.formats.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.segment_files.segment import SegmentDoc, header_length, parse
 from tools.crash.disk import Image
 
 __all__ = ["files_below", "files_of", "mixed"]

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.pmem import PmemBackend
-from ckptstore.backends.posix import SYSTEM
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.pmem import PmemBackend
+from ckptstore.backends.local_disk.posix import SYSTEM
 from ckptstore.errors import CkptError, UsageError
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.log import fold_writer

@@ -9,7 +9,7 @@ import stat
 import threading
 from dataclasses import dataclass
 
-from ckptstore.backends.posix import Posix
+from ckptstore.backends.local_disk.posix import Posix
 from tools.crash.disk import (
     LINE,
     ROOT,

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Final
 
-from ckptstore.backends.posix import address_of
+from ckptstore.backends.local_disk.posix import address_of
 from tools.crash.disk import LINE
 
 __all__ = ["SharedMaps"]

@@ -21,9 +21,9 @@ import numpy as np
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CheckpointNotFoundError, StoreNotFoundError
-from ckptstore.formats.checkpoint_ref import node_of
-from ckptstore.formats.record_text import encode_format
-from ckptstore.formats.records import FORMAT_KEY, FormatFile
+from ckptstore.formats.history.checkpoint_ref import node_of
+from ckptstore.formats.history.record_text import encode_format
+from ckptstore.formats.history.records import FORMAT_KEY, FormatFile
 from ckptstore.host.caller_warnings import LostStepsWarning
 from ckptstore.log import fold_writer
 from ckptstore.maintenance.compact import CompactLimits, compact

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.store import Store
 from tools.crash.grounds import Bucket, BucketPlace, mishaps
 from tools.crash.stages import Acknowledged, BucketStage, FolderStage, Stage

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptstore.backends.base import Backend
-from ckptstore.backends.local import LocalBackend
-from ckptstore.backends.objects import ObjectBackend
-from ckptstore.backends.posix import SYSTEM, Posix
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.backends.local_disk.posix import SYSTEM, Posix
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.log.pins import PinWatch
 from ckptstore.store import Store
 from tools.crash.faults import Fault, FaultyPosix

@@ -9,7 +9,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import StoreNotFoundError
 from ckptstore.restore.restore_plan import plan
 from ckptstore.store import Store

@@ -25,9 +25,9 @@ from ckptstore.errors import (
     UsageError,
     WriterClosedError,
 )
-from ckptstore.formats.checkpoint_ref import node_of
-from ckptstore.formats.commit_checks import droppable
-from ckptstore.formats.records import Node
+from ckptstore.formats.history.checkpoint_ref import node_of
+from ckptstore.formats.history.commit_checks import droppable
+from ckptstore.formats.history.records import Node
 from ckptstore.log import fold_writer, requests
 from ckptstore.log.change import Change
 from ckptstore.log.partial_objects import exists

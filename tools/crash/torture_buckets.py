@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from ckptstore.errors import CkptError, WriterError
-from ckptstore.formats.records import slot_of
+from ckptstore.formats.history.records import slot_of
 from ckptstore.store import Store, verify
 from tools.crash.scenario import Violation
 from tools.crash.torture_mishaps import Saved, check, close, fill, save

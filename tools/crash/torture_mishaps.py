@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CkptError, CorruptLogError, WriterError
-from ckptstore.formats.checkpoint_ref import node_of
-from ckptstore.formats.records import slot_of
+from ckptstore.formats.history.checkpoint_ref import node_of
+from ckptstore.formats.history.records import slot_of
 from ckptstore.maintenance.garbage_collection import collect
 from ckptstore.store import Store, verify
 from tools.crash.scenario import Violation, same_state

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.history.checkpoint_ref import node_of
 
 __all__ = ["InterleavingError", "Outcome", "Version", "interleave"]
 

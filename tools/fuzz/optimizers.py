@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.errors import CorruptionError, FormatError
-from ckptstore.formats import optim, step_codec
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats import optim
+from ckptstore.formats.segment_files import step_codec
+from ckptstore.formats.segment_files.segment import TensorEntry
 from tools.fuzz.guard import Target, Violation
 from tools.fuzz.kernels import both_forms, poison
 

@@ -16,9 +16,10 @@ import numpy as np
 import zstandard
 
 import ckptstore.formats
-from ckptstore.formats import folds, jsontext, rank_trees, record_text
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.records import (
+from ckptstore.formats import jsontext
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,
@@ -29,7 +30,8 @@ from ckptstore.formats.records import (
     Request,
     SegmentEntry,
 )
-from ckptstore.formats.state import flatten
+from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.state import flatten
 
 __all__ = [
     "RUN",

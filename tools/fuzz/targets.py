@@ -18,10 +18,10 @@ from ckptstore.errors import (
     FormatError,
     UsageError,
 )
-from ckptstore.formats import checksums, folds, jsontext, rank_trees, record_text
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.layout import ALIGN, TensorSpec
-from ckptstore.formats.records import (
+from ckptstore.formats import checksums, jsontext
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import (
     CommitRecord,
     OpenRecord,
     fold_key,
@@ -30,7 +30,8 @@ from ckptstore.formats.records import (
     slot_key,
     slot_of,
 )
-from ckptstore.formats.segment import (
+from ckptstore.formats.segment_files.layout import ALIGN, TensorSpec
+from ckptstore.formats.segment_files.segment import (
     SegmentDoc,
     encode_packed,
     encode_plain,
@@ -40,7 +41,8 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
-from ckptstore.formats.state import flatten, select, tensor_names, unflatten
+from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.state import flatten, select, tensor_names, unflatten
 from ckptstore.log import refs
 from tools.fuzz import seeds
 from tools.fuzz.codecs import CODECS

@@ -193,7 +193,7 @@ def _instrument() -> None:
     from atheris.import_hook import HookManager
 
     with atheris.instrument_imports(include=["ckptstore"]):
-        for name in ("record_text", "layout", "records", "catalog"):
+        for name in ("history.record_text", "segment_files.layout", "history.records", "history.catalog"):
             importlib.import_module(f"ckptstore.formats.{name}")
     with HookManager({"ckptstore"}, set(), True, trace_dataflow=False):
         for name in ("codecs", "optim", "digest"):

@@ -12,12 +12,20 @@ import numpy as np
 
 from ckptstore.formats import codecs, dtypes
 from ckptstore.formats.checksums import chunk_hash, header_hash, state_hash, xxh3_128
+from ckptstore.formats.history.record_text import encode_format, seal
+from ckptstore.formats.history.records import (
+    FORMAT_KEY,
+    NO_SLOT,
+    CheckpointId,
+    FormatFile,
+    manifest_key,
+    segment_key,
+    slot_key,
+)
 from ckptstore.formats.jsontext import dumps
-from ckptstore.formats.record_text import encode_format, seal
-from ckptstore.formats.records import FORMAT_KEY, NO_SLOT, CheckpointId, FormatFile, manifest_key, segment_key, slot_key
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_length
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, header_length
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.states.state import tensor_names
 from tools.golden.make_segments import RUN, packed
 
 __all__ = ["Entry", "Hand", "Made", "Step", "changed_document", "entry"]

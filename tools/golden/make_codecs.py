@@ -17,10 +17,10 @@ from ckptstore.formats import codecs
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.codecs import rounding
 from ckptstore.formats.digest import digest
-from ckptstore.formats.layout import TensorSpec
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
-from ckptstore.formats.segment_steps import StepEncoding
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.layout import TensorSpec
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
 from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "segment-1-codecs-base.safetensors"

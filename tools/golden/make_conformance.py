@@ -15,14 +15,13 @@ import zstandard
 
 import ckptstore
 from ckptstore import DeltaOptions, DiffOptions, Update
-from ckptstore.backends.local import LocalBackend
-from ckptstore.formats import codecs, optim, record_text
+from ckptstore.backends.local_disk.local import LocalBackend
+from ckptstore.formats import codecs, optim
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.jsontext import dumps
-from ckptstore.formats.layout import TensorSpec
-from ckptstore.formats.record_text import encode_format, seal
-from ckptstore.formats.records import (
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.record_text import encode_format, seal
+from ckptstore.formats.history.records import (
     FORMAT_KEY,
     CheckpointEntry,
     CheckpointId,
@@ -32,9 +31,11 @@ from ckptstore.formats.records import (
     SegmentEntry,
     slot_key,
 )
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, header_length, parse
-from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.jsontext import dumps
+from ckptstore.formats.segment_files.layout import TensorSpec
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, header_length, parse
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
+from ckptstore.formats.states.state import tensor_names
 from ckptstore.log import fold_writer
 from ckptstore.log.journal import Journal
 from ckptstore.log.term import Term, open_term

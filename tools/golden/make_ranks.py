@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats import rank_trees
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.state import tensor_names
 from tools.golden.shard_stores import Piece, ShardStore
 
 __all__ = ["STATES", "ranks"]

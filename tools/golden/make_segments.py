@@ -18,9 +18,9 @@ from ckptstore.formats import jsontext
 from ckptstore.formats.checksums import chunk_hash, header_hash, state_hash, xxh3_128
 from ckptstore.formats.digest import digest
 from ckptstore.formats.dtypes import DTYPES
-from ckptstore.formats.layout import TensorSpec, chunk_extents
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.segment import (
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents
+from ckptstore.formats.segment_files.segment import (
     Chunk,
     SegmentDoc,
     TensorEntry,
@@ -30,7 +30,7 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
 
 RUN = "00112233445566778899aabbccddeeff"
 TIME = 1763793293.125

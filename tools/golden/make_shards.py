@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats.boxes import Box
 from ckptstore.formats.codecs import Derive, Sub, Xor
+from ckptstore.formats.segment_files.boxes import Box
 from tools.golden.shard_stores import Array, Piece, ShardStore, by_rank, columns, cut, rows
 
 __all__ = ["broken", "shards"]

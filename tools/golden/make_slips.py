@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 import ckptstore
-from ckptstore.formats import codecs, optim, rank_trees
+from ckptstore.formats import codecs, optim
 from ckptstore.formats.checksums import chunk_hash, xxh3_128
 from ckptstore.formats.codecs import rounding
-from ckptstore.formats.record_text import seal
-from ckptstore.formats.records import CheckpointId, slot_key
-from ckptstore.formats.segment import Chunk, TensorEntry
-from ckptstore.formats.segment_steps import SegmentPart
-from ckptstore.formats.step_codec import STEP, follower_params
+from ckptstore.formats.history.record_text import seal
+from ckptstore.formats.history.records import CheckpointId, slot_key
+from ckptstore.formats.segment_files.segment import Chunk, TensorEntry
+from ckptstore.formats.segment_files.segment_steps import SegmentPart
+from ckptstore.formats.segment_files.step_codec import STEP, follower_params
+from ckptstore.formats.states import rank_trees
 from ckptstore.log import fold_writer
 from tools.golden.by_hand import Array, Entry, Hand, Made, Step, changed_document, entry
 

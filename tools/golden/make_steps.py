@@ -19,11 +19,11 @@ import zstandard
 from ckptstore.formats import optim
 from ckptstore.formats.checksums import chunk_hash, header_hash, xxh3_128
 from ckptstore.formats.digest import digest
-from ckptstore.formats.layout import TensorSpec
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
-from ckptstore.formats.segment_steps import StepEncoding
-from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.layout import TensorSpec
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry, encode_plain, plan_plain, raw_entry
+from ckptstore.formats.segment_files.segment_steps import StepEncoding
+from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower_params
 from tools.golden.make_segments import RUN, packed, state_of
 
 BASE = "steps-1-base.safetensors"

@@ -16,9 +16,9 @@ from typing import Any
 
 import zstandard
 
-from ckptstore.formats import folds, record_text
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.records import (
+from ckptstore.formats.history import folds, record_text
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CheckpointId,
     CommitRecord,

@@ -13,13 +13,13 @@ import numpy as np
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.formats import codecs, dtypes
-from ckptstore.formats.boxes import Box
 from ckptstore.formats.checksums import chunk_hash, header_hash, state_hash
 from ckptstore.formats.digest import digest
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, SegmentEntry
 from ckptstore.formats.jsontext import dumps
-from ckptstore.formats.layout import TensorSpec, chunk_extents
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, CommitRecord, Encoding, SegmentEntry
-from ckptstore.formats.segment import (
+from ckptstore.formats.segment_files.boxes import Box
+from ckptstore.formats.segment_files.layout import TensorSpec, chunk_extents
+from ckptstore.formats.segment_files.segment import (
     Chunk,
     SegmentDoc,
     TensorEntry,
@@ -29,9 +29,9 @@ from ckptstore.formats.segment import (
     plan_plain,
     raw_entry,
 )
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
-from ckptstore.formats.shards import state_parts
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.segment_files.shards import state_parts
+from ckptstore.formats.states.state import tensor_names
 from ckptstore.log.term import Term, open_term
 from ckptstore.store import Store
 

@@ -36,7 +36,7 @@ import ckptstore
 import ckptstore.agent
 from ckptstore.agent import AgentRestartWarning
 from ckptstore.errors import AgentError, AgentLostError
-from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.history.checkpoint_ref import node_of
 from ckptstore.formats.optim import AdamW, Step, advance
 from ckptstore.formats.sources import NumpySource
 from ckptstore.host.caller_warnings import LostStepsWarning

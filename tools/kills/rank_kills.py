@@ -41,9 +41,9 @@ import ckptstore
 from ckptstore import Update
 from ckptstore.errors import CkptError, CommitUnknownError, FencedError
 from ckptstore.formats import optim
-from ckptstore.formats.rank_trees import rank_count
 from ckptstore.formats.sources import BoxSource, NumpySource
-from ckptstore.formats.state import FlatState, flatten
+from ckptstore.formats.states.rank_trees import rank_count
+from ckptstore.formats.states.state import FlatState, flatten
 from ckptstore.host import crash_points
 from ckptstore.host.arenas import LEAST
 from ckptstore.write.ranks.messages.key_value_store import Group

@@ -37,7 +37,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 import ckptstore
-from ckptstore.formats.checkpoint_ref import node_of
+from ckptstore.formats.history.checkpoint_ref import node_of
 from ckptstore.host.crash_points import TIER_POINTS, arm
 from tools.crash.scenario import Violation
 from tools.objects.fast_server import serving_fast

@@ -1,6 +1,6 @@
 """The mutation gate: every fsync, checksum, fence, anchor, pin and bounds check is taken out in turn; a test must fail.
 
-python -m tools.mutants [--only 'formats/record_text.py*'] [--jobs 2] [--list] [--quick]
+python -m tools.mutants [--only 'formats/history/record_text.py*'] [--jobs 2] [--list] [--quick]
 python -m tools.mutants --ordinary N [--seed S] [--since REV | MODULE ...]
 """
 
@@ -26,11 +26,11 @@ from tools.mutants.sites import KINDS, Site, find_sites
 from tools.mutants.trial import Bench, Verdict, baseline, try_all
 
 QUICK: Final = (
-    "formats/folds.py*",
-    "formats/layout.py*",
-    "formats/members.py*",
-    "formats/record_text.py*",
-    "ckptstore/backends/posix.py*",
+    "formats/history/folds.py*",
+    "formats/segment_files/layout.py*",
+    "formats/history/members.py*",
+    "formats/history/record_text.py*",
+    "ckptstore/backends/local_disk/posix.py*",
     "ckptstore/log/term.py*",
     "ckptstore/log/pins.py*",
     "ckptstore/log/requests.py*",

@@ -104,19 +104,19 @@ EQUIVALENTS: Final[tuple[Equivalent, ...]] = (
         "a quick bound that decides whether the exact scan is made, which then refuses the same texts",
     ),
     Equivalent(
-        "formats/record_text.py",
+        "formats/history/record_text.py",
         "_checkpoint",
         "_joined(known | {'tensors': entry.tensors, 'bytes': entry.nbytes}, {}, entry.extra) => entry.extra, {}",
         "no features: what is joined is the same, in the same order",
     ),
     Equivalent(
-        "formats/record_text.py",
+        "formats/history/record_text.py",
         "_encoding",
         "_joined(known | {'lossy': entry.lossy, 'bytes': entry.bytes}, {}, entry.extra) => entry.extra, {}",
         "no features: what is joined is the same, in the same order",
     ),
     Equivalent(
-        "formats/record_text.py",
+        "formats/history/record_text.py",
         "encode_format",
         "_joined(known | {'features': features}, {}, file.extra) => {}, known | {'features': features}",
         "nothing and something, joined in either order",

@@ -24,14 +24,18 @@ _READINGS: Final = ("tests/tools/test_conformance_readings.py",)
 _CRASHES: Final = tuple(
     f"tests/tools/test_{name}.py" for name in ("crash_toolbox", "crash_pmem", "powercut", "crash_store")
 )
-_PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/gc")
+_PLAYED_BACK: Final = ("ckptstore/backends/", "ckptstore/log/", "ckptstore/maintenance/garbage_collection")
 """What the crash tests run. Syncs of other modules are about files of their own (exports, a tried disk)."""
 _LOG: Final = _some("log", "lost_slots", "replaced", "fold_writer", "pins", "requests", "log_machine")
 _STORE: Final = _some("hostile_segments", "store", "deltas*", "diff*", "inspection", "damage")
 
 CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "formats/kernel_cache.py": (f"{_FORMATS}kernel_cache.py",),
-    "formats/catalog.py": (f"{_FORMATS}catalog.py", *_some("lost_slots", "damaged_log"), f"{_FORMATS}records.py"),
+    "formats/history/catalog.py": (
+        f"{_FORMATS}catalog.py",
+        *_some("lost_slots", "damaged_log"),
+        f"{_FORMATS}records.py",
+    ),
     "formats/kernel_choice.py": ("tests/maintenance/test_wrong_compiled_kernels.py", f"{_FORMATS}kernel_choice.py"),
     "formats/*compiled*.py": (
         f"{_FORMATS}codecs_exceptions_hostile.py",
@@ -39,48 +43,58 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         f"{_FORMATS}optim_compiled.py",
     ),
     "formats/optim/*": (f"{_FORMATS}optim_hostile.py", f"{_FORMATS}optim.py", f"{_FORMATS}optim_arithmetic.py"),
-    "formats/step_codec.py": _some("diffs", "diff_*"),
+    "formats/segment_files/step_codec.py": _some("diffs", "diff_*"),
     "formats/codecs/delta_sums.py": _some("parallel_chain"),
     "formats/codecs/*": (f"{_FORMATS}codecs_params.py", f"{_FORMATS}codecs_hostile.py", f"{_FORMATS}codecs*.py"),
     "formats/jsontext.py": (f"{_FORMATS}bounds.py", f"{_FORMATS}state.py", *_READINGS),
-    "formats/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
-    "formats/layout.py": (f"{_FORMATS}layout.py", f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
-    "formats/records.py": (f"{_FORMATS}record_text_hostile.py", f"{_FORMATS}records.py"),
-    "formats/tree.py": (f"{_FORMATS}state.py", "tests/tools/test_conformance_page.py"),
-    "formats/tree_union.py": (f"{_FORMATS}rank_trees.py", f"{_FORMATS}keys.py"),
-    "formats/keys.py": (f"{_FORMATS}keys.py",),
-    "formats/values.py": (f"{_FORMATS}state.py",),
+    "formats/segment_files/segment*.py": (f"{_FORMATS}segment_hostile.py", f"{_FORMATS}segment.py"),
+    "formats/segment_files/layout.py": (
+        f"{_FORMATS}layout.py",
+        f"{_FORMATS}segment_hostile.py",
+        f"{_FORMATS}segment.py",
+    ),
+    "formats/history/records.py": (f"{_FORMATS}record_text_hostile.py", f"{_FORMATS}records.py"),
+    "formats/states/tree.py": (f"{_FORMATS}state.py", "tests/tools/test_conformance_page.py"),
+    "formats/states/tree_union.py": (f"{_FORMATS}rank_trees.py", f"{_FORMATS}keys.py"),
+    "formats/states/keys.py": (f"{_FORMATS}keys.py",),
+    "formats/states/values.py": (f"{_FORMATS}state.py",),
     "formats/sources.py": (f"{_FORMATS}sources.py", f"{_FORMATS}state.py"),
-    "formats/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
-    "formats/members.py": (
+    "formats/states/names.py": (f"{_FORMATS}names.py", f"{_FORMATS}state.py"),
+    "formats/history/members.py": (
         f"{_FORMATS}record_text_hostile.py",
         f"{_FORMATS}records.py",
         f"{_FORMATS}segment_hostile.py",
     ),
-    "formats/record_text.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", *_READINGS),
-    "formats/fold*.py": (
+    "formats/history/record_text.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", *_READINGS),
+    "formats/history/fold*.py": (
         f"{_FORMATS}folds_hostile.py",
         f"{_FORMATS}bounds.py",
         f"{_FORMATS}catalog.py",
         f"{_FORMATS}tables.py",
     ),
-    "formats/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
-    "formats/commit_checks.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
+    "formats/history/columns.py": (f"{_FORMATS}tables.py", f"{_FORMATS}catalog.py"),
+    "formats/history/commit_checks.py": (f"{_FORMATS}catalog.py", f"{_FORMATS}records.py"),
     "formats/*.py": (f"{_FORMATS}records.py", f"{_FORMATS}catalog.py", f"{_FORMATS}layout.py", f"{_FORMATS}dtypes.py"),
     **{
         f"ckptstore/backends/{name}.py": _some(
             "object_options", "objects", "objects_store", "bandwidth", "mute_server", "object_faults"
         )
-        for name in ("object_requests", "object_segments", "objects", "gathered")
+        for name in ("object_store/object_requests", "object_store/object_segments", "object_store/objects", "gathered")
     },
-    "ckptstore/backends/object_options.py": _some("object_options"),
+    "ckptstore/backends/object_store/object_options.py": _some("object_options"),
     "ckptstore/backends/fsspec_files.py": _some("fsspec_files"),
     "ckptstore/backends/schemes.py": _some("backends", "third_party"),
     "ckptstore/backends/sharing.py": _some("failed_in_flight", "space"),
     "ckptstore/backends/memory.py": _some("backends", "segments/test_plain_segments", "hostile_segments"),
     "ckptstore/backends/*pmem*.py": (*_some("pmem"), "tests/tools/test_crash_pmem.py", *_some("direct", "backends")),
-    "ckptstore/backends/folders.py": (*_some("local_backend", "replaced", "hostile_keys", "backends"), *_CRASHES),
-    "ckptstore/backends/directio.py": (*_some("local_backend", "backends", "recycling", "direct"), *_CRASHES),
+    "ckptstore/backends/local_disk/folders.py": (
+        *_some("local_backend", "replaced", "hostile_keys", "backends"),
+        *_CRASHES,
+    ),
+    "ckptstore/backends/local_disk/directio.py": (
+        *_some("local_backend", "backends", "recycling", "direct"),
+        *_CRASHES,
+    ),
     "ckptstore/backends/*": (*_some("recycling", "space", "local_backend", "backends"), *_CRASHES),
     "ckptstore/agent/client/inherited_state.py": _some("handover"),
     "ckptstore/agent/client/agent_link.py": _some(
@@ -243,7 +257,7 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
     "ckptstore/store*": (*_some("store", "store_methods"), *_some("tiers/test_tiers", "sync")),
     "ckptstore/*": _STORE,
 }
-"""Pattern of a module -> patterns of test files; the first that fits counts. Those that do not exist are left out."""
+"""Pattern of a module -> patterns of test files; the first match counts. A test checks that each finds something."""
 
 
 def tests_of(site: Site, root: Path) -> list[str]:

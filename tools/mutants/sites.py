@@ -68,7 +68,7 @@ _ANSWERING: Final = {
 }
 """Modules that refuse by an answer (False, None, a request that fails) -> the kind of their checks."""
 _REFUSALS: Final = frozenset({"UsageError", "StepOrderError", "CheckpointNotFoundError"})
-_RULES: Final = frozenset({"formats/commit_checks.py"})
+_RULES: Final = frozenset({"formats/history/commit_checks.py"})
 _PROTOCOL: Final = frozenset(
     {
         "ckptstore/host/processes.py",

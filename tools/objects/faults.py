@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 import ckptstore
-from ckptstore.backends import object_requests, object_segments
+from ckptstore.backends.object_store import object_requests, object_segments
 from tools.objects.proxy import FAULTS, FaultProxy, Rule
 from tools.objects.server import Server, options_for, serving
 

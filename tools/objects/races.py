@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 import ckptstore
-from ckptstore.backends.objects import ObjectBackend
+from ckptstore.backends.object_store.objects import ObjectBackend
 from tools.objects.faults import state
 from tools.objects.server import Server, serving
 

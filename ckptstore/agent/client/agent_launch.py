@@ -1,4 +1,4 @@
-"""Starts an agent, or finds one that runs."""
+"""Starts an agent, or finds a running one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunningAgent:
                 background_threads.start(self.process.wait, "agent-ending")
 
     def await_exit(self) -> None:
-        """Disconnect, and wait a while until it has ended; not for a stopped one."""
+        """Disconnect, and wait a while until the agent has ended. A stopped agent is not waited for."""
         self.link.close()
         if stopped(self.link.pid) is not None:
             self.let_go()

@@ -24,9 +24,9 @@ __all__ = ["AgentLink", "SilentAgentWarning"]
 LOOK_SECONDS: Final = 1.0
 """Seconds between two looks at a process that sends nothing."""
 SAID_SECONDS: Final = 5.0
-"""Seconds after which a stopped process is warned of."""
+"""Seconds that a process is stopped before the warning."""
 PATIENT_SECONDS: Final = 60.0
-"""Seconds after which requests to a stopped process fail. A running process is waited for without limit."""
+"""Seconds after which requests to a stopped process fail. Requests to a running process wait without limit."""
 _LOG: Final = logging.getLogger("ckptstore.agent")
 _open: Final[weakref.WeakSet[AgentLink]] = weakref.WeakSet()
 
@@ -40,8 +40,8 @@ class AgentLink:
 
     Attributes:
         pid: the agent's process.
-        silent: why requests fail at present: the process has been stopped for too long. None: it has not.
-        quiet: called when that begins. The agent may still do what it has accepted once it is continued.
+        silent: why requests fail now: the agent's process has been stopped for too long. None: requests work.
+        quiet: called when requests begin to fail. An agent that is continued later may still do what it has accepted.
         late: called with each answer that nobody waits for any more.
     """
 
@@ -82,13 +82,13 @@ class AgentLink:
         return self._lost
 
     def ask(self, do: str, **fields: Any) -> Future[Message]:
-        """Send a request -> its answer. It fails with the agent's error, `AgentLostError` or `AgentSilentError`."""
+        """Send a request -> its future answer, or the agent's error, `AgentLostError`, `AgentSilentError`."""
         answer: Future[Message] = Future()
         with self._lock:
             if self._lost is not None:
                 answer.set_exception(self._lost)
                 return answer
-            if self.silent is not None and do != "release":  # which may wait until it is continued
+            if self.silent is not None and do != "release":  # a release may wait until the agent is continued
                 answer.set_exception(self._silence())
                 return answer
             if not self._asked:
@@ -233,5 +233,5 @@ def _leave_all() -> None:
             link.leave()
 
 
-# Prevents: a child process keeps the connection of a killed trainer open.
+# Prevents: a forked child that keeps the connection open after the trainer was killed.
 os.register_at_fork(after_in_child=_leave_all)

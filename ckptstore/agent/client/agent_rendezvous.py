@@ -87,7 +87,7 @@ class AgentRendezvous:
             url, name: of the store and of the trainers; they give the agents' addresses.
             place: address of this rank's agent.
             listening: closes this process's copy of the listening socket that rank 0's agent inherits.
-            flaw: why this rank can have no agent. All ranks are told; here it is raised.
+            flaw: why this rank can have no agent. It is sent to all ranks, and raised here.
             kept: the state that this rank's former agent kept; None: none.
 
         Raises:

@@ -58,7 +58,7 @@ class AgentTerm:
     """
 
     def __init__(self, url: str, begin: Begin, rank: int | None) -> None:
-        """Without an agent and a term, until `attach`."""
+        """Begin without an agent and a term; `attach` sets them."""
         self.url = url
         self.term = -1
         self.parent: CheckpointInfo | None = None
@@ -75,7 +75,7 @@ class AgentTerm:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._ended: Future[None] | None = None
-        self._stays = False  # the agent stays, and waits for those of other ranks
+        self._stays = False  # the agent stays, and waits for the agents of other ranks
 
     # -- the agent
 

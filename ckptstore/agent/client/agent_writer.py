@@ -15,8 +15,8 @@ from ckptstore.agent.client.state_transfer import Fill, FilledByOwner, StateTran
 from ckptstore.agent.protocol.message_fields import read_info
 from ckptstore.agent.protocol.replica_recipe import Recipe
 from ckptstore.errors import CorruptionError, UsageError
-from ckptstore.formats.checkpoint_ref import text_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.checkpoint_ref import text_of
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host import interpreter_exit
 from ckptstore.host.caller_warnings import warn, warns_last
 from ckptstore.host.progress import Progress, Tally
@@ -261,8 +261,8 @@ class AgentWriter(Writer):
     def close(self) -> None:
         """See `Writer.close`: the agent writes pending saves and ends.
 
-        The agent of one of many ranks may stay for a while, if it has a state only in memory: until it knows which of
-        these states the other ranks have, whose trainers still run. This does not wait for that.
+        With many ranks the agent may stay for a while if it has a state only in memory: it waits until it knows which
+        of these states the ranks have whose trainers still run. This call does not wait for that.
         """
         if self._agent_term.is_forked:
             return  # a fork: threads and connection are the parent's

@@ -14,7 +14,7 @@ from ckptstore.agent.protocol.frames import Message
 from ckptstore.agent.protocol.message_fields import StateLayout
 from ckptstore.agent.protocol.shared_memory import SharedMemory
 from ckptstore.errors import AgentError, AgentLostError, AgentSilentError
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.capture.snapshot import HostTensor, Snapshot

@@ -12,9 +12,9 @@ from ckptstore.agent.protocol.shared_memory import SharedMemory
 from ckptstore.agent.protocol.state_hash import hash_of
 from ckptstore.errors import AgentError, CorruptionError
 from ckptstore.formats import dtypes
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, Origin, TensorSource, unflatten
+from ckptstore.formats.states.state import FlatState, Origin, TensorSource, unflatten
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.threads import Workers, default_threads, run_all, workers

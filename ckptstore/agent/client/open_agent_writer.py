@@ -1,4 +1,4 @@
-"""Opens a store for writing by an agent: one that an earlier trainer left, or a new one."""
+"""Opens a store for writing by an agent: the agent that an earlier trainer left, or a new one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def writer(
     Args:
         store: a store, its path or URL; not ``memory://``, which another process cannot open.
         parent: as for `Store.writer`. If it is not the newest checkpoint, a running agent is ended.
-        name: which of the run's trainers this is (for example its rank); each has its own agent.
+        name: identifies this trainer among the run's trainers (for example its rank); each has its own agent.
         linger_seconds: how long the agent waits for a successor once this process is gone. It keeps whole states in
             memory until then.
         group, ranks: as for `Store.writer`. Each rank of the group calls this and gets its own agent, all on one
@@ -166,7 +166,7 @@ class _Opener:
     def first(
         self, parent: str | int | CheckpointInfo | None, told: OnEvent, lost: OnLost
     ) -> tuple[RunningAgent, Inherited | None]:
-        """The first agent, and the state that it kept."""
+        """Find or start the first agent -> it, and the state that an earlier trainer's agent kept."""
         place = AgentAddress(self._url, self._name)
         until = time.monotonic() + _BEGINNING
         inherited: Inherited | None = None
@@ -181,7 +181,7 @@ class _Opener:
                 try:
                     return self._start(place, parent, None, told, lost), inherited
                 except AgentBusyError:
-                    # An agent whose trainer died while it started holds the lock, and does not listen yet.
+                    # If a trainer died while its agent started, that agent holds the lock and does not listen yet.
                     if time.monotonic() > until:
                         raise
         finally:
@@ -222,7 +222,7 @@ class _Opener:
         return wanted.ref == latest.ref and wanted.state == latest.state
 
     def _taken(self, left: RunningAgent, parent: str | int | CheckpointInfo | None) -> Inherited | None:
-        """The state that it kept, if it continues from `parent`."""
+        """The state that an agent kept, if it continues from `parent`."""
         try:
             if left.greeting["newest"] is None or not self._fits(left, parent):
                 return None
@@ -277,7 +277,10 @@ class _RankOpener(_Opener):
     def first(
         self, parent: str | int | CheckpointInfo | None, told: OnEvent, lost: OnLost
     ) -> tuple[RunningAgent, Inherited | None]:
-        """The first agent. One that an earlier trainer left writes pending saves and ends."""
+        """Start the first agent -> it, and the inherited state.
+
+        An agent that an earlier trainer left writes its pending saves and ends first.
+        """
         place = AgentAddress(self._url, self._name)
         try:
             flaw: BaseException | None = None
@@ -296,16 +299,18 @@ class _RankOpener(_Opener):
     def _cleared(
         self, place: AgentAddress, parent: str | int | CheckpointInfo | None
     ) -> tuple[Inherited | None, KeptStep | None]:
-        """Wait until no agent is there -> the state that one kept.
+        """End the agent that an earlier trainer left -> the state that it kept, and that state's run, term and step.
+
+        Both are None if there was no agent, or if its state cannot be used.
 
         Raises:
-            AgentBusyError: an agent serves a trainer, or does not end.
+            AgentBusyError: the agent serves a live trainer, or does not end in time.
         """
         until: float | None = None
         inherited: Inherited | None = None
         kept: KeptStep | None = None
         while True:
-            left = find_agent(place, told=_heard, lost=_heard)  # waits for an agent that still agrees with the others
+            left = find_agent(place, told=_heard, lost=_heard)  # waits while it still agrees with others
             until = until or time.monotonic() + _BEGINNING
             if left is not None:
                 inherited, kept = self._left(left, parent), None
@@ -343,7 +348,7 @@ def _text(parent: str | int | None) -> str | None:
 
 
 def _end(left: RunningAgent) -> None:
-    """Make an agent that is not used any more write pending saves, and end."""
+    """Have an unused agent write its pending saves and end; wait until it has ended."""
     try:
         left.link.call("close")
     except CkptError as error:

@@ -1,7 +1,7 @@
 """The trainer's side of a replica: fills areas with gradients, sends steps, and receives the agent's answers.
 
-An answer comes once the agent has repeated the step, so the trainer learns a little later whether the result was the
-same. If it was not, or anything else failed, `ReplicaClient.lost` says why, and the next state has to be sent whole.
+The agent answers after it has repeated the step, so the trainer learns a little later whether the results were equal.
+If they were not, or anything else failed, `ReplicaClient.lost` says why, and the next state has to be sent whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptstore.agent.protocol.frames import Message
 from ckptstore.agent.protocol.message_fields import labels_form
 from ckptstore.agent.protocol.replica_recipe import Recipe
 from ckptstore.errors import AgentError, AgentLostError
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.write.saves.ledger import Labels, PendingSave
 
 __all__ = ["AREAS", "Failed", "Promise", "ReplicaClient", "ReplicaStep"]
@@ -33,7 +33,7 @@ Promise: TypeAlias = Callable[[FlatState, int, float], tuple[PendingSave, Failed
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStep:
-    """What the agent is sent of a step, besides its area.
+    """The data of a step that the trainer sends to the agent, besides its area.
 
     Attributes:
         step, after: its number, and the step that it builds on.
@@ -190,7 +190,7 @@ class ReplicaClient:
         asked.add_done_callback(answered)
 
     def close(self) -> None:
-        """Give the areas back; those that the agent still reads, when it has answered."""
+        """Give the areas back. Areas that the agent still reads follow when it has answered."""
         with self._changed:
             self._closed = True
             self.lost = self.lost or "it was given up"

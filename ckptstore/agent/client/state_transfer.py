@@ -1,4 +1,4 @@
-"""Copies states into an agent's buffers and hands them over. `agent_term` is told what becomes of them."""
+"""Copies states into an agent's buffers, and passes them to the agent. `agent_term` receives the results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ckptstore.agent.client.replica_client import Failed
 from ckptstore.agent.protocol.message_fields import StateLayout, labels_form
 from ckptstore.agent.protocol.update_fields import Packed, updates_form
 from ckptstore.errors import AgentLostError
-from ckptstore.formats.checkpoint_ref import step_number
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.history.checkpoint_ref import step_number
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.batched_copies import run_shared
 from ckptstore.host.buffers import Bytes
@@ -32,7 +32,7 @@ from ckptstore.write.writer_options import WriterOptions
 __all__ = ["Fill", "FilledByOwner", "StateTransfer"]
 
 Fill: TypeAlias = Callable[[Bytes, Sequence[int]], Sequence[Update]]
-"""Copies a state to memory, each tensor to its first byte there (in their order) -> what the optimizers did."""
+"""Copies a state to memory, given the position of each tensor there, in order -> what the optimizers did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class StateTransfer:
         try:
             return agent_term.buffers.lend(agent.link, layout)
         except AgentLostError:
-            # It died after `connected` found it alive. It had nothing of this save yet.
+            # The agent died after `connected` found it alive. It had received nothing of this save yet.
             agent = agent_term.connected()
             save.move(agent_term.saves)
             return agent_term.buffers.lend(agent.link, layout)

@@ -16,11 +16,11 @@ from typing import Any, Final, TypeVar
 from ckptstore import errors
 from ckptstore.errors import AgentError, CkptError, UsageError
 from ckptstore.formats import dtypes
-from ckptstore.formats import metadata as metadata_format
 from ckptstore.formats.codecs import Policy
+from ckptstore.formats.history import metadata as metadata_format
 from ckptstore.formats.kernel_choice import KernelWarning
 from ckptstore.formats.sources import Origin, place_of
-from ckptstore.formats.state import TensorSource
+from ckptstore.formats.states.state import TensorSource
 from ckptstore.host import caller_warnings
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import RegionPlan, plan_regions

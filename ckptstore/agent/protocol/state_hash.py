@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptstore.formats import checksums, jsontext
-from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.segment_files.layout import CHUNK
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 
 __all__ = ["hash_of"]

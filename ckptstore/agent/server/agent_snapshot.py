@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ckptstore.agent.protocol.message_fields import StateLayout, read, whole_number
 from ckptstore.agent.server.shared_buffers import SharedBuffer
 from ckptstore.errors import AgentError
-from ckptstore.formats.state import TensorSource, unflatten
+from ckptstore.formats.states.state import TensorSource, unflatten
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.segments.aligned_regions import LaidOutState
 from ckptstore.write.capture.snapshot import HostTensor

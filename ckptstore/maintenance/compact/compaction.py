@@ -19,10 +19,10 @@ from ckptstore.errors import (
     StorageError,
     UsageError,
 )
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Node, ref_of
-from ckptstore.formats.retention_rules import known, reasons_of
-from ckptstore.formats.rule_windows import ends
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Node, ref_of
+from ckptstore.formats.history.retention_rules import known, reasons_of
+from ckptstore.formats.history.rule_windows import ends
 from ckptstore.host.bandwidth import rate_limited
 from ckptstore.host.option_checks import seconds, whole
 from ckptstore.host.progress import Advance, Progress

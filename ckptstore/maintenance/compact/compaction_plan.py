@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from ckptstore.errors import CorruptionError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import users
-from ckptstore.formats.records import Node, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import users
+from ckptstore.formats.history.records import Node, ref_of
 from ckptstore.maintenance.compact.delta_moves import DeltaMoves
 from ckptstore.maintenance.compact.encoding_choice import EncodingChooser
 from ckptstore.maintenance.compact.moves import CompactLimits, Kind, Move, Planned, Rewrite, Unmet

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.formats.commit_checks import users
-from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.history.commit_checks import users
+from ckptstore.formats.history.records import Encoding, Node
 from ckptstore.maintenance.compact.moves import CompactLimits, Move, Rewrite
 from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.history.records import Encoding, Node
 from ckptstore.maintenance.compact.moves import CompactLimits, Rewrite
 from ckptstore.maintenance.compact.simulated_store import SimulatedStore
 from ckptstore.maintenance.compact.size_estimates import Sizes

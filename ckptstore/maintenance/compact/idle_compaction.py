@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptstore.errors import UsageError, WriterClosedError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
 from ckptstore.host import background_threads
 from ckptstore.host.bandwidth import Bandwidth
 from ckptstore.host.caller_warnings import warn

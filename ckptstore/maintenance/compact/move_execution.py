@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ckptstore.errors import CorruptionError, CorruptSegmentError, FencedError, UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import check_commit, droppable, users
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import check_commit, droppable, users
+from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, SegmentEntry, ref_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
 from ckptstore.log.change_committer import ChangeCommitter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptstore.formats.records import Node
+from ckptstore.formats.history.records import Node
 from ckptstore.host.option_checks import seconds, whole
 
 __all__ = ["CompactLimits", "Kind", "Move", "Planned", "Rewrite", "Unmet"]

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 from ckptstore.errors import CorruptionError
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
-from ckptstore.formats.commit_checks import users
-from ckptstore.formats.records import CheckpointEntry, CommitRecord, Encoding, Node, SegmentEntry
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.commit_checks import users
+from ckptstore.formats.history.records import CheckpointEntry, CommitRecord, Encoding, Node, SegmentEntry
 from ckptstore.maintenance.compact.moves import Kind, Move, Rewrite
 from ckptstore.restore.restore_plan import TYPICAL, Plan, Rates, plan, restore_seconds
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.layout import ALIGN
-from ckptstore.formats.records import CheckpointEntry
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry
+from ckptstore.formats.segment_files.layout import ALIGN
 
 __all__ = ["Samples", "Sizes", "known_sizes"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CorruptionError, CorruptLogError
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.codecs import SMALL_POLICY
-from ckptstore.formats.records import CheckpointEntry, Node, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, Node, ref_of
 from ckptstore.host.threads import default_threads, workers
 from ckptstore.log.journal import Journal
 from ckptstore.log.pins import claim

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptstore.errors import CorruptionError
-from ckptstore.formats.catalog import CLOSED, Catalog
-from ckptstore.formats.records import Node
+from ckptstore.formats.history.catalog import CLOSED, Catalog
+from ckptstore.formats.history.records import Node
 from ckptstore.restore.restore_plan import plan
 
 __all__ = ["writer_bases"]

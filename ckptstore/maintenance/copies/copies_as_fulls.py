@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node, SegmentEntry
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, SegmentEntry
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import workers

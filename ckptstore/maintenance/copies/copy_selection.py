@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ckptstore.formats.catalog import LACKS, Catalog
-from ckptstore.formats.commit_checks import needed
-from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.history.catalog import LACKS, Catalog
+from ckptstore.formats.history.commit_checks import needed
+from ckptstore.formats.history.records import Encoding, Node
 from ckptstore.log import refs
 from ckptstore.restore.restore_plan import plan
 

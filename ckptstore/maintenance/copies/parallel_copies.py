@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.history.records import SegmentEntry
 from ckptstore.host.buffers import Staging
 from ckptstore.host.progress import Advance
 from ckptstore.host.task_pool import Task, sweep

@@ -14,8 +14,8 @@ import xxhash
 
 from ckptstore.backends.base import Backend, SegmentSink
 from ckptstore.errors import CorruptSegmentError, KeyExistsError
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.pages import BLOCK

@@ -23,12 +23,12 @@ from typing import Final, Literal
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
-from ckptstore.backends.local import LocalBackend
+from ckptstore.backends.local_disk.local import LocalBackend
 from ckptstore.errors import CorruptLogError, ReadOnlyError, UsageError
-from ckptstore.formats.catalog import Catalog
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.record_text import KNOWN_FEATURES
+from ckptstore.formats.history.records import FormatFile, Node, ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.record_text import KNOWN_FEATURES
-from ckptstore.formats.records import FormatFile, Node, ref_of
 from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally
 from ckptstore.host.threads import default_threads

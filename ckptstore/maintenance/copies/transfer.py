@@ -1,8 +1,8 @@
-"""Writes a given history to another place: terms, segments, checkpoints and tags, in an order that can be continued.
+"""Writes a given history (terms, segments, checkpoints, tags) to another place, in an order that can be resumed.
 
-For every term, ascending: its OPEN; then, in batches by step, the segments of its checkpoints' encodings, durable, and
-a COMMIT that names them. What the log must know but does not keep (the checkpoint that a term continued from, held
-bases) is promised and retired again, as in the source.
+For every term, ascending, it writes the OPEN. Then, in batches by step, it makes the segments of the checkpoints
+durable and writes a COMMIT that names them. Some checkpoints must be in the log but are not kept: parents of terms, and
+held bases. They are promised and retired again, as in the source.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.catalog import CLOSED, HIGHEST, LACKS, REACHED, Catalog, TermEntry
-from ckptstore.formats.records import (
+from ckptstore.formats.history.catalog import CLOSED, HIGHEST, LACKS, REACHED, Catalog, TermEntry
+from ckptstore.formats.history.records import (
     CheckpointEntry,
     CommitRecord,
     Encoding,
@@ -30,7 +30,7 @@ __all__ = ["Supply", "Transfer"]
 
 _BATCH_BYTES: Final = 256 << 20
 _BATCH: Final = 256
-"""Maximum that is copied again after a crash: this many bytes, of this many checkpoints."""
+"""At most this many bytes, of this many checkpoints, are copied again after a crash."""
 
 
 class Supply(Protocol):
@@ -62,10 +62,9 @@ class Transfer:
     ) -> None:
         """
         Args:
-            wanted: terms, checkpoints (promised and held), encodings, segments and tags that the place has in the end,
-                in addition to its own. It includes every encoding's segments and base.
-            lacks: term -> the lowest omitted step; recorded there, because the place may be mistaken for a complete
-                one.
+            wanted: the terms, checkpoints (promised and held), encodings, segments and tags to add to the place. It
+                includes the segments and the base of every encoding.
+            lacks: term -> the lowest omitted step. It is recorded in the place, which would otherwise look complete.
             source: the whole catalog that `wanted` was chosen from; None: checkpoints that are there but not in
                 `wanted` are retired.
         """
@@ -103,7 +102,7 @@ class Transfer:
         for number, opened in there.terms.items():
             ours = self._wanted.terms.get(number)
             if ours is None and not self._replica.begun:
-                continue  # of checkpoints that are not requested this time
+                continue  # its checkpoints are not requested this time
             if ours is None or ours.nonce != opened.nonce:
                 raise UsageError(
                     f"{url}: it was written to in term {number}, and is now a branch of the run; copy to another place"
@@ -112,8 +111,8 @@ class Transfer:
             known = known_to(self._source)
             for node in there.checkpoints:
                 if not known(node):
-                    # Prevents: a checkpoint that was copied from a store that has more of the run, perhaps by a copy
-                    # in progress, taken for a retired one, and retired.
+                    # Prevents: retiring a checkpoint that came from a store with more of the run (perhaps by a copy in
+                    # progress), because this source does not have it.
                     raise UsageError(
                         f"{url}: the unfinished copy that is there has {ref_of(node)}, which this store never had: it "
                         "comes from a store with newer checkpoints; finish it from there, or copy to another place"
@@ -147,10 +146,10 @@ class Transfer:
         )
 
     def _note_lacking(self, number: int) -> None:
-        """Record which steps of a term are omitted, before anything of a newer term is there.
+        """Record the lowest omitted step of a term, before anything of a newer term is written.
 
-        Prevents: the next term, opened on any machine and after any crash, records that this term had reached a later
-        step, so that a checkpoint that was never here is taken for one that was retired here.
+        Prevents: taking a checkpoint that was never here for one that was retired here. The next term, opened on any
+        machine and after any crash, records which step this term had reached.
         """
         there, step = self._replica.catalog, self._lacks.get(number)
         if step is None or number != there.term:
@@ -199,7 +198,7 @@ class Transfer:
             return False
         if self._replica.begun:
             return True
-        # In a place that already was a store, a checkpoint that is not promised now was requested another time.
+        # In a place that already was a store, a checkpoint that is not wanted now was requested by an earlier copy.
         there = self._replica.catalog
         return node in self._added or not there.restorable(there.checkpoints[node].id)
 

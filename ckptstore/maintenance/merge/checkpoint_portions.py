@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptstore.formats import checksums, dtypes, jsontext
-from ckptstore.formats.layout import CHUNK, TensorSpec, split
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry
-from ckptstore.formats.shards import name_of, state_parts
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.layout import CHUNK, TensorSpec, split
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.shards import name_of, state_parts
 from ckptstore.formats.sources import BoxSource, Bytes, Origin, TensorSource, place_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.restore.stored_base import StoredBase
 from ckptstore.segments.packed_segments import drafts

@@ -17,11 +17,11 @@ from typing import Any, Final
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError, UsageError
 from ckptstore.formats import jsontext
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.layout import ALIGN, CHUNK, HEADER_LIMIT
-from ckptstore.formats.records import Encoding, Node, SegmentEntry, ref_of
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, Node, SegmentEntry, ref_of
+from ckptstore.formats.segment_files.layout import ALIGN, CHUNK, HEADER_LIMIT
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
 from ckptstore.host.buffers import SLACK, Bytes, aligned
 from ckptstore.host.progress import Advance
 from ckptstore.maintenance.merge.checkpoint_portions import numbered

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ckptstore.formats.codecs import SMALL_POLICY
-from ckptstore.formats.records import Encoding, SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry
+from ckptstore.formats.history.records import Encoding, SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
 from ckptstore.maintenance.merge.checkpoint_portions import Portion, portions_of, write_portions
 from ckptstore.restore.open_checkpoint import OpenCheckpoint
 from ckptstore.segments.write_session import SegmentSession

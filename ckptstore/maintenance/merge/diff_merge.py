@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ckptstore.errors import FencedError, ReadOnlyError
+from ckptstore.formats.history.records import ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import ref_of
 from ckptstore.host.option_checks import seconds
 from ckptstore.host.progress import Progress
 from ckptstore.log.change import Change

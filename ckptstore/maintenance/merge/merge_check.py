@@ -9,8 +9,8 @@ from functools import partial
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptSegmentError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import CheckpointEntry, Encoding, SegmentEntry
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import CheckpointEntry, Encoding, SegmentEntry
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.progress import Advance
 from ckptstore.restore.assembly import held_by, tree_of

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Sequence
 
 from ckptstore.errors import CorruptSegmentError, FencedError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import check_commit
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import check_commit
+from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Progress
 from ckptstore.log.change import Change

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.errors import CorruptionError, UsageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.checkpoint_ref import parse_range
-from ckptstore.formats.commit_checks import needed, users
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
-from ckptstore.formats.retention_rules import known, reasons_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.checkpoint_ref import parse_range
+from ckptstore.formats.history.commit_checks import needed, users
+from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, ref_of
+from ckptstore.formats.history.retention_rules import known, reasons_of
 from ckptstore.log import refs
 from ckptstore.restore.restore_plan import Plan, plan, plan_all
 

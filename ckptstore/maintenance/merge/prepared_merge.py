@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ckptstore.formats.records import Encoding, Node, SegmentEntry
+from ckptstore.formats.history.records import Encoding, Node, SegmentEntry
 from ckptstore.log.change import Change
 from ckptstore.maintenance.merge.merge_range import MergeSelection
 from ckptstore.maintenance.merge.restore_cost import RestoreCost

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding
 from ckptstore.restore.restore_plan import Rates, restore_seconds
 
 __all__ = ["RestoreCost", "restore_cost"]

@@ -10,8 +10,8 @@ from typing import Self
 from ckptstore.backends.base import Backend
 from ckptstore.backends.nowhere import Nowhere
 from ckptstore.errors import CorruptSegmentError, FencedError, StorageError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding, SegmentEntry, segment_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, SegmentEntry, segment_key
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.progress import Advance, Progress, Tally
 from ckptstore.host.threads import default_threads, workers
@@ -47,7 +47,8 @@ class RewriteContext:
         Args:
             progress: called with (bytes done, bytes in all).
             dry_run: write nothing.
-            held_back: wraps the callback for every finished piece, for example to slow the work down.
+            held_back: wraps `advance`, which is called after every piece of work; the wrapper may sleep, to limit the
+                speed.
         """
         self.term = 0
         self.tally = Tally(progress)

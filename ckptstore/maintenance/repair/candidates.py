@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.catalog import Catalog, TermEntry
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, ref_of
+from ckptstore.formats.history.catalog import Catalog, TermEntry
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Node, ref_of
 from ckptstore.maintenance.repair.evidence import Log
 from ckptstore.maintenance.repair.log_rebuild import CompleteEncoding, groups_of, rebuild
 from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription

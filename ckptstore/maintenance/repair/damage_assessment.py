@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding, Node, ref_of
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, Node, ref_of
 from ckptstore.maintenance.verify.verify_findings import Findings, edge_of
 from ckptstore.restore.restore_plan import Plan
 from ckptstore.segments.segment_reader import SegmentReader

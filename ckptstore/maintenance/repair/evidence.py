@@ -17,11 +17,20 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from ckptstore.formats.catalog import Catalog, CatalogBuilder
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.folds import FOLD_LIMIT, decode_fold
-from ckptstore.formats.record_text import MANIFEST_LIMIT, decode_format, decode_record, unseal
-from ckptstore.formats.records import FORMAT_KEY, FormatFile, OpenRecord, Record, fold_of, object_of, slot_key, slot_of
+from ckptstore.formats.history.catalog import Catalog, CatalogBuilder
+from ckptstore.formats.history.folds import FOLD_LIMIT, decode_fold
+from ckptstore.formats.history.record_text import MANIFEST_LIMIT, decode_format, decode_record, unseal
+from ckptstore.formats.history.records import (
+    FORMAT_KEY,
+    FormatFile,
+    OpenRecord,
+    Record,
+    fold_of,
+    object_of,
+    slot_key,
+    slot_of,
+)
 from ckptstore.log.journal import Journal
 from ckptstore.log.log_reader import damaged_folds, read
 from ckptstore.log.partial_objects import slot_bytes, text_bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, StorageError
-from ckptstore.formats.records import CheckpointEntry, Encoding, Node, ref_of
-from ckptstore.formats.shards import name_of
+from ckptstore.formats.history.records import CheckpointEntry, Encoding, Node, ref_of
+from ckptstore.formats.segment_files.shards import name_of
 from ckptstore.maintenance.repair.segment_descriptions import SegmentDescription
 from ckptstore.maintenance.verify.verify_findings import is_bad_medium
 from ckptstore.restore.assembly import held_by, tree_of

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ckptstore.backends.base import Backend, SegmentSource
 from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
 from ckptstore.formats import checksums
-from ckptstore.formats.records import CheckpointId, SegmentEntry, object_of
-from ckptstore.formats.segment import SegmentDoc, header_length, parse
-from ckptstore.formats.segment_steps import StepEncoding, read_ranks
+from ckptstore.formats.history.records import CheckpointId, SegmentEntry, object_of
+from ckptstore.formats.segment_files.segment import SegmentDoc, header_length, parse
+from ckptstore.formats.segment_files.segment_steps import StepEncoding, read_ranks
 from ckptstore.maintenance.verify.verify_findings import Damage, is_bad_medium
 
 __all__ = ["SegmentDescription", "survey"]

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding, Node, SegmentEntry
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, Node, SegmentEntry
 from ckptstore.host.buffers import DEFAULT_BUDGET, Staging
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.threads import Workers, workers

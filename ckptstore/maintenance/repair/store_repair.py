@@ -19,10 +19,10 @@ from typing import Literal
 from ckptstore.backends.base import Backend
 from ckptstore.backends.exclusion import alone
 from ckptstore.errors import CorruptionError, StoreNotFoundError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import needed
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import needed
+from ckptstore.formats.history.records import Encoding, FormatFile, Node, SegmentEntry, ref_of
 from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import Encoding, FormatFile, Node, SegmentEntry, ref_of
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally

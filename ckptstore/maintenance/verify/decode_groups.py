@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.formats.layout import chunk_count
+from ckptstore.formats.segment_files.layout import chunk_count
 from ckptstore.maintenance.verify.encoding_trees import Branch
 from ckptstore.restore.assembly import Held, spec_of
 from ckptstore.restore.chain import master_of

@@ -20,9 +20,9 @@ import numpy as np
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptSegmentError, StorageError
 from ckptstore.formats import digest, kernel_choice
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.layout import CHUNK
-from ckptstore.formats.records import Encoding
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding
+from ckptstore.formats.segment_files.layout import CHUNK
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.task_pool import Task, sweep
 from ckptstore.maintenance.verify.decode_groups import Column, ColumnStep, cell_of, columns_of

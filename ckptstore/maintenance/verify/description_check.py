@@ -13,10 +13,10 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ckptstore.errors import CkptError, CorruptionError, CorruptSegmentError, FormatError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.rank_trees import left_out, of_rank
-from ckptstore.formats.records import Encoding, Node, ref_of
-from ckptstore.formats.state import unflatten
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, Node, ref_of
+from ckptstore.formats.states.rank_trees import left_out, of_rank
+from ckptstore.formats.states.state import unflatten
 from ckptstore.maintenance.verify.verify_findings import Edge, Findings, edge_of
 from ckptstore.restore.assembly import Held, Spec, held_by, master_link, spec_of, tree_of
 from ckptstore.restore.stored_parts import described_state

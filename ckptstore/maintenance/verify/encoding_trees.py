@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Encoding, Node
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Encoding, Node
 from ckptstore.maintenance.verify.verify_findings import edge_of
 from ckptstore.restore.restore_plan import Plan
 

@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptionError, ForeignObjectError
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import fold_of, folder_term, object_of, slot_key
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import fold_of, folder_term, object_of, slot_key
 from ckptstore.log.fold_writer import KEEP
 from ckptstore.log.foreign_segments import all_foreign
 from ckptstore.log.journal import Journal
@@ -107,7 +107,7 @@ def _term_of(key: str, newest: int) -> int | None:
     if place is not None:
         return place[0]
     above = key.split("/")
-    # Prevents: a store called intact whose `latest` is an error to every reader.
+    # Prevents: reporting a store as intact although every reader refuses its `latest`.
     return term if above[0] == "seg" and above[2:] and (term := folder_term(above[1])) > newest else None
 
 
@@ -140,14 +140,14 @@ def _unexplained(
 
     absent = [seq for seq in range(end) if seq not in slots and slot_key(seq) not in listed]
     lost = [seq for seq in absent if seq not in catalog.damage and (seq in opens or not deletable(seq, limit))]
-    # Prevents: slots that are called missing, because a page of their listing was answered by something else.
+    # Prevents: reporting slots as missing because something else answered the request for a page of their listing.
     if _listing_lacks(journal, lost, top):
         newer = set(journal.backend.list("log/"))  # new slots may appear during the listing
         lost = [seq for seq in lost if slot_key(seq) not in newer]
         if _listing_lacks(journal, lost, top):
             raise contradiction(journal.backend, f"a request for {slot_key(lost[0])}", "it", "the listing", UNSAID)
     if 0 < len(folds) < KEEP:
-        # Prevents: a deleted fold that is taken for lost slots, although the other fold has their contents.
+        # Prevents: reporting slots as lost when only a fold was deleted, and the other fold has their contents.
         covered = [seq for seq in lost if seq not in opens and deletable(seq, folds[0])]
         if covered:
             found.add("fold/", _fold_missing(covered, folds[0]))
@@ -156,7 +156,7 @@ def _unexplained(
 
 
 def _listing_lacks(journal: Journal, lost: Sequence[int], top: int) -> bool:
-    """Tell whether the first of these slots exists by name, although no listing has it and a later one was listed."""
+    """Whether a request by name finds the first of these slots, although the listing lacks it and has a later slot."""
     if not lost or lost[0] >= top:
         return False
     try:

@@ -13,12 +13,12 @@ from typing import Final
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptError, CorruptionError, FormatError, StorageError
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.codecs import WITHOUT_BASE
-from ckptstore.formats.commit_checks import needed
-from ckptstore.formats.records import Encoding, Node
-from ckptstore.formats.shards import name_of
-from ckptstore.formats.state import tensor_names
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import needed
+from ckptstore.formats.history.records import Encoding, Node
+from ckptstore.formats.segment_files.shards import name_of
+from ckptstore.formats.states.state import tensor_names
 from ckptstore.log.journal import Journal
 from ckptstore.maintenance.verify.verify_findings import Findings, Flaw, edge_of, is_bad_medium
 from ckptstore.restore.alternatives import NO_FAILED_WAYS, FailedWays, next_way

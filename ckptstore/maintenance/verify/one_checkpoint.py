@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.commit_checks import needed
-from ckptstore.formats.records import Node
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.commit_checks import needed
+from ckptstore.formats.history.records import Node
 
 __all__ = ["restricted"]
 

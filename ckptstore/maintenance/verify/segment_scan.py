@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptstore.backends.base import Backend
-from ckptstore.formats.catalog import Catalog
-from ckptstore.formats.records import Node
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.records import Node
 from ckptstore.host.buffers import Staging
 from ckptstore.host.task_pool import sweep
 from ckptstore.maintenance.verify.deep_verify import decoded_bytes, prove

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptionError, FormatError, StorageError
-from ckptstore.formats.records import SegmentEntry
+from ckptstore.formats.history.records import SegmentEntry
 from ckptstore.host.buffers import Bytes, Staging
 from ckptstore.host.pages import BLOCK
 from ckptstore.host.task_pool import Task

@@ -21,12 +21,11 @@ from ckptstore.errors import (
     KeyNotFoundError,
     StorageError,
 )
-from ckptstore.formats import record_text
-from ckptstore.formats.catalog import Catalog
 from ckptstore.formats.checksums import xxh3_128
-from ckptstore.formats.folds import FOLD_LIMIT, decode_fold, intact
-from ckptstore.formats.html_tables import HtmlTable
-from ckptstore.formats.records import (
+from ckptstore.formats.history import record_text
+from ckptstore.formats.history.catalog import Catalog
+from ckptstore.formats.history.folds import FOLD_LIMIT, decode_fold, intact
+from ckptstore.formats.history.records import (
     FORMAT_KEY,
     CheckpointEntry,
     FormatFile,
@@ -39,6 +38,7 @@ from ckptstore.formats.records import (
     slot_key,
     slot_of,
 )
+from ckptstore.formats.html_tables import HtmlTable
 from ckptstore.host.option_checks import MOST_THREADS, whole
 from ckptstore.host.progress import Progress, Tally, phase
 from ckptstore.host.threads import default_threads

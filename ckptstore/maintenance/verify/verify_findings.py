@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.system_errors import is_bad_medium
 from ckptstore.errors import CkptError, StorageError
-from ckptstore.formats.records import Encoding, pin_of, request_of
+from ckptstore.formats.history.records import Encoding, pin_of, request_of
 from ckptstore.host.progress import Tally
 from ckptstore.restore.restore_plan import Edge, edge_of
 

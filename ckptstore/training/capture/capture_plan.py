@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from ckptstore.formats import jsontext
 from ckptstore.formats.sources import Bytes, place_of
-from ckptstore.formats.state import TREE_LIMIT, FlatState, TensorSource
+from ckptstore.formats.states.state import TREE_LIMIT, FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
 from ckptstore.host.batched_copies import BatchedCopies

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.frameworks.torch_tensors import torch_dtype
 
 __all__ = ["DTensorTargets", "sharding"]
@@ -70,7 +70,7 @@ class DTensorTargets:
         for number, parameter in pairs:
             slots = outline["state"].get(number)
             for key, entry in slots.items() if isinstance(slots, Mapping) else ():
-                if isinstance(entry, TensorEntry) and key != "step":  # that is a number, whatever its shape
+                if isinstance(entry, TensorEntry) and key != "step":  # a step is a number, whatever its shape
                     self._take(entry, optimizer.state.get(parameter, {}).get(key, parameter), parameter)
 
     def _take(self, entry: TensorEntry, live: Any, beside: torch.Tensor | None = None) -> None:

@@ -1,6 +1,6 @@
 """Checks whether a script's modules and optimizers are unchanged, so that the plan of their state still holds.
 
-It does not call ``state_dict``, which for thousands of parameters takes longer than to copy the state. It checks every
+It does not call ``state_dict``, which for thousands of parameters takes longer than copying the state. It checks every
 tensor every time: the same object under the same name, at the same address, with the same type, shape and strides.
 `is_plain_module` and `is_plain_optimizer` refuse everything else: modules and optimizers with their own code for
 states, with hooks or ``get_extra_state``, and optimizers that keep more than tensors.
@@ -50,7 +50,7 @@ def is_plain_module(module: torch.nn.Module) -> bool:
 
 
 def is_plain_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its state is tensors (or None) by parameter, in dicts."""
+    """Whether its state is, for each parameter, a dict of tensors (or None)."""
     return _makes_state_as_torch_does(optimizer) and all(
         isinstance(parameter, torch.Tensor)
         and type(slots) is dict

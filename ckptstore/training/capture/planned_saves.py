@@ -1,7 +1,7 @@
-"""Saves of a planned state: check that the plan holds, copy once, hand the copy to the writer.
+"""Saves a state by plan: check that the plan still fits, copy once, pass the copy to the writer.
 
-Without a valid plan (`capture_plan`) the state is flattened tensor by tensor, and a new plan is made from it. A script
-whose state changes its form in every step gets no plan: after a few failures no more are tried for a while.
+Without a plan that fits (`capture_plan`) the state is flattened tensor by tensor, and a new plan is made from it. If a
+script changes the form of its state in every step, no plan fits: after a few failures none is made for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from ckptstore.errors import AgentError
 from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import Bytes
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import aligned
 from ckptstore.host.prefault import Prefault
@@ -39,11 +39,11 @@ __all__ = ["PlannedSaves", "SaveLabels", "plannable"]
 
 _LOG: Final = logging.getLogger("ckptstore.training")
 _IN_VAIN: Final = 3
-"""Consecutive plans that did not hold for a single step, before a pause."""
+"""Consecutive plans that did not fit a single later step, before a pause."""
 _PAUSE: Final = 200
 """Saves until the next plan is tried."""
 _MANY: Final = 128
-"""From this number of tensors on, a compiled copy loop pays, which takes half a second to load."""
+"""Number of tensors from which a compiled copy loop is faster, although it takes half a second to load."""
 
 
 def plannable(writer: Writer) -> TypeGuard[LocalWriter | AgentWriter]:
@@ -83,7 +83,7 @@ class PlannedSaves:
         self._former: PredictedUpdates | None = None  # of the plan before
         self._free: list[StateCopy] = []
         self._made = 0
-        self._offsets: Sequence[int] = ()  # where a writer that lends its memory will have the tensors
+        self._offsets: Sequence[int] = ()  # of the tensors in the memory that an agent lends
         self._lock = threading.Lock()
         self._in_vain = 0
         self._pause = 0
@@ -91,7 +91,7 @@ class PlannedSaves:
         self._touching: dict[int, Prefault] = {}
 
     def save(self, step: int, ranks: int, collected: CollectedSteps, labels: SaveLabels) -> PendingSave | None:
-        """Copy the state of `step`, and pass it to the writer -> its save; None: there is no plan, nothing was done.
+        """Copy the state of `step`, and pass it to the writer -> its save. None: no plan fits, and nothing was done.
 
         Raises:
             as `Writer.save_async`.
@@ -105,9 +105,9 @@ class PlannedSaves:
         return self._filled(self._writer, (plan, light), step, collected, labels, began)
 
     def foresee(self, step: int, ranks: int) -> None:
-        """Prepare memory in the background while a step is not saved. It happens at most once.
+        """After a step that is not saved: prepare memory for the first save in the background, at most once.
 
-        It raises nothing: the first save raises what is wrong.
+        Raises nothing: the first save raises the error, if it still occurs.
         """
         if self._looked or self._plan is not None:
             return
@@ -233,14 +233,14 @@ class PlannedSaves:
         return place
 
     def _lent(self, plan: StatePlan, memory: Bytes, offsets: Sequence[int]) -> StateCopy:
-        """The `StateCopy` of lent memory, which is lent again and again."""
+        """The `StateCopy` in memory that the agent lends; the agent lends the same memory many times."""
         if offsets is not self._offsets:
             if list(offsets) != [plan.offsets[name] for name in plan.tensors]:
                 raise AgentError(
                     "the agent lays tensors out in another order than this process: they are of two releases"
                 )
             self._offsets = offsets
-            self._free.clear()  # of another plan or agent: that memory is not lent any more
+            self._free.clear()  # they are in memory that an earlier agent lent, or for an earlier plan
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._pool.submit(self._make_ready, plan, memory=False)
         for place in self._free:
@@ -261,12 +261,12 @@ class PlannedSaves:
             try:
                 room = aligned(plan.size)
             except MemoryError:
-                return  # a save that needs it raises this
+                return  # a save that needs the memory raises the error
             touching, place = Prefault(room), StateCopy(plan, room)
             with self._lock:
                 if plan is not self._plan:
                     return
-                # It is available before it is touched: one more allocation would take longer. It comes last.
+                # A save may use it before it is touched, which is faster than another allocation. It is used last.
                 self._free.insert(0, place)
                 self._touching[id(place)] = touching
             touching.run()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ckptstore.formats.sources import Bytes
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.training.capture.capture_plan import StatePlan
 from ckptstore.training.optimizers.optimizer_step import LATER, NotedStep, StepExplainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.training.layerwise.layer_sources import LayerSource
 from ckptstore.write.capture.layerwise_save import Awaited, LayeredSave

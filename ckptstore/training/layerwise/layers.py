@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_tensors import TorchSource
 
 __all__ = ["PACKED", "ModelLayer", "layers_of", "local", "members_of", "place"]

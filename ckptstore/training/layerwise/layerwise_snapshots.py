@@ -46,7 +46,7 @@ from typing import Any, Final, Literal, Self
 import torch
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.caller_warnings import warn, warns_last

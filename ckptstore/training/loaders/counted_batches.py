@@ -186,7 +186,10 @@ class CountedBatches:
             warn("; ".join(remarks), DeterminismWarning)
 
     def saved(self, generators: Mapping[str, Any] | None) -> None:
-        """The step was saved with these global generators (`rng.gathered`); None: it was not, or they were restored."""
+        """Note with which global generators (`rng.gathered`) the step was saved.
+
+        None: it was not saved, or the generators were restored.
+        """
         self._saved_with = generators
 
     # -- an epoch
@@ -245,7 +248,7 @@ class CountedBatches:
         lazy = plan.way == "inner" and isinstance(batches, GeneratorType)
         if lazy and isinstance(self.loader, DataLoader):
             batches = self._first_taken(batches)
-        self._set(now)  # what training has drawn meanwhile, dropout above all, was not drawn again
+        self._set(now)  # includes what training drew meanwhile (dropout, above all), which was not drawn again
         return self._first_watched(batches) if lazy and not isinstance(self.loader, DataLoader) else batches
 
     def _at_its_beginning(self, begun: Mapping[str, Any], plan: LoaderPlan) -> None:
@@ -266,7 +269,7 @@ class CountedBatches:
             return
         if created:
             one: Any = [0]
-            iter(DataLoader(one, generator=self.loader.generator))  # draws what making the iterator has drawn
+            iter(DataLoader(one, generator=self.loader.generator))  # draws the same numbers as making the iterator did
         else:
             self._make()  # it was made in an earlier epoch
             self._set(begun)
@@ -328,7 +331,7 @@ class CountedBatches:
             self._rest = None
 
     def _passed_by(self) -> None:
-        """Another iteration or a restore has happened between two batches of this iteration."""
+        """Note that another iteration or a restore replaced this one between two batches. Warn if it was a restore."""
         if self._stale:
             self._stale = False
             warn(
@@ -378,7 +381,7 @@ class CountedBatches:
 
     def _set_own(self, states: Any, leave: frozenset[str] = frozenset()) -> None:
         own = loader_facts.own_generators(self.loader)
-        if not isinstance(states, Mapping):  # of an earlier version: torch's, without names
+        if not isinstance(states, Mapping):  # an earlier version stored only torch's generators, without names
             found = [one for one in own.values() if isinstance(one, torch.Generator)]
             for generator, state in zip(found, states, strict=False):
                 rng.set_state(generator, state)
@@ -392,14 +395,14 @@ class CountedBatches:
     def _inner(self) -> Any:
         """The loader's own state; None: it has none, or an unusable one."""
         if not is_stateful(self.loader) or self._raises or self._start:
-            return None  # with a start: what the loader counts does not begin with the epoch's first sample
+            return None  # with a start, the loader does not count from the epoch's first sample
         sent = self._sent
         if sent is not None and self._plan.way != "inner":
-            return sent["inner"]  # there was no iteration since
+            return sent["inner"]  # there was no iteration since the state was restored
         if not isinstance(self.loader, DataLoader) or (sent is None and self._begun is not None):
             return self._asked_for()
-        # Prevents: random numbers that a save takes from training, or that a resumed run draws otherwise. torchdata
-        # makes an iterator when it is asked before there is one, and that iterator is what is iterated over next.
+        # Prevents: a save that draws random numbers of training, or a resumed run that draws others. If there is no
+        # iterator yet, torchdata's `state_dict` makes one, and the next iteration uses that one.
         now = self._generators()
         if sent is not None and sent["begun"] is not None:
             self._set(sent["begun"])
@@ -429,7 +432,7 @@ class CountedBatches:
             return None
 
     def _ask(self, saved: Mapping[str, Any], plan: LoaderPlan) -> tuple[LoaderPlan, frozenset[str]]:
-        """Restore the loader's own state -> the plan, another one if that fails; the generators that it has set."""
+        """Restore the loader's own state -> the plan (another one if that fails), and the generators that this set."""
         before = {name: rng.state_of(one) for name, one in loader_facts.own_generators(self.loader).items()}
         try:
             self.loader.load_state_dict(saved["inner"])
@@ -443,7 +446,7 @@ class CountedBatches:
                 error,
             )
             plan = plan._replace(way="counted" if plan.way == "inner" else plan.way, asks=False, skipped=saved["given"])
-        # They may be set to where the epoch began, and used when the iterator is made.
+        # The loader may set them to their state when the epoch began, because it uses them to make the iterator.
         after = loader_facts.own_generators(self.loader).items()
         return plan, frozenset(name for name, one in after if not rng.equal(rng.state_of(one), before.get(name)))
 

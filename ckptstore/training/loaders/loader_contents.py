@@ -1,8 +1,8 @@
 """Small records of the contents of datasets and samplers, which two runs can compare.
 
 A dataset of torch's ``Subset`` and ``ConcatDataset``, nested in any way, is a sequence of samples of the datasets
-below them. It is kept as a digest of that sequence, so that another nesting of the same sequence is the same. A sampler
-of the script's own is kept by its class and its public attributes.
+below them. The record holds a digest of that sequence, so two nestings of the same sequence have equal records. The
+record of a custom sampler holds its class and its public attributes.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _DEPTH: Final = 8
 
 
 def composition(dataset: Any, like: Mapping[str, Any] | None = None, depth: int = 0) -> dict[str, Any] | None:
-    """Which samples of which datasets a dataset has, in their order; None: unknown.
+    """Describe which samples of which datasets a dataset has, in order; None: unknown.
 
-    ``samples``: how many. ``digest``: of the sequence. ``inside``: likewise, of each dataset that one of
-    these has as an attribute (one that transforms the samples of another, say).
+    The members are ``samples`` (their number), ``digest`` (of the sequence) and ``inside``: the compositions of the
+    datasets that these have as attributes, for example a dataset whose samples are transformed.
 
     Args:
         like: a composition; no more samples are read than it has.
@@ -89,7 +89,7 @@ def same_samples(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
 
     Args:
         before: a composition.
-        now: the dataset's, made ``like`` it.
+        now: the dataset's composition now, made with ``like=before``.
     """
     if before is None or now is None:
         return True
@@ -97,14 +97,14 @@ def same_samples(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None
     if len(inside) != len(inside_now) or not all(map(same_samples, inside, inside_now)):
         return False
     # Prevents: an epoch that silently continues with other samples.
-    if before["samples"] > now["samples"]:  # it shrank: only what has all samples of one dataset can be compared
+    if before["samples"] > now["samples"]:  # it shrank: comparable only if each has all samples of one dataset
         return all(one["digest"] == _digest_of(_Leaf(0, None, one["samples"]), one["samples"]) for one in (before, now))
     return bool(before["digest"] == now["digest"])
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A dataset that is not made of others; without an object, if only its number of samples matters."""
+    """A dataset that is not made of others. `dataset` may be None if only the number of samples matters."""
 
     number: int
     dataset: Any
@@ -124,7 +124,7 @@ class _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What a `Subset` has."""
+    """The samples of a `Subset`."""
 
     whole: _Node
     indices: _INDICES
@@ -148,7 +148,7 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class _JoinedData:
-    """What a `ConcatDataset` has. `ends`: one for each part, behind its last sample."""
+    """The samples of a `ConcatDataset`. `ends` has for each part the index after its last sample."""
 
     parts: tuple[_Node, ...]
     ends: _INDICES
@@ -238,7 +238,7 @@ def made_with(loader: Any) -> dict[str, Any] | None:
     Call it when the loader is new: a sampler may change its attributes during an epoch.
     """
     if not isinstance(loader, DataLoader):
-        return None  # torch takes no sampler for a stream
+        return None  # torch accepts no sampler for a stream
     found: dict[str, Any] = {}
     seen = {id(loader.dataset)}
     batches = loader.batch_sampler

@@ -1,4 +1,4 @@
-"""Plans how a data loader continues from a saved state: by its own state, by counting, or from a sample on."""
+"""Plans how a data loader continues from a saved state: by its own state, by batch count, or by sample count."""
 
 from __future__ import annotations
 
@@ -45,17 +45,21 @@ class LoaderPlan(NamedTuple):
 
 
 def planned(loader: Any, saved: Mapping[str, Any], made: Mapping[str, Any]) -> LoaderPlan:
-    """How the loader continues from a state.
+    """Decide how a loader continues from a saved state.
 
     Args:
+        saved: the state, from `read`.
         made: see `loader_facts.made`.
+
+    Raises:
+        FormatError: the state belongs to a loader with ``state_dict``, and this loader cannot use it.
     """
     before = saved["facts"]
     now = loader_facts.facts(loader, made=made, beside=before)
     asks = _usable(loader, saved, now)
     changed = [] if before is None else loader_facts.differences(before, now)
     if asks and before is not None and str(now["order"]).startswith("shuffled by torchdata."):
-        # Its state says how its order was drawn.
+        # torchdata's state records how the order was drawn, so another generator alone changes nothing.
         changed = [] if changed == [loader_facts.redrawn(before, now)] else changed
     if saved["begun"] is None:
         if saved["inner"] is not None and not asks:
@@ -83,7 +87,7 @@ def _changed(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
 ) -> LoaderPlan:
-    """How it continues in the middle of an epoch if it has changed."""
+    """Decide how a changed loader continues in the middle of an epoch."""
     position, given = loader_facts.position(saved), saved["given"]
     if not loader_facts.same_order(before, now):
         out = f"{given} batches" if position is None else f"{position} samples"
@@ -139,8 +143,8 @@ def _usable(loader: Any, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bo
         return True
     if before["kind"] != now["kind"] or before["workers"] != now["workers"]:
         return False
-    # With persistent workers a later epoch begins without a draw that making an iterator begins with, and torch's
-    # own sampler takes its seed after it.
+    # Making an iterator draws a random number, and then torch's sampler draws its seed. With persistent workers a later
+    # epoch makes no iterator, so its sampler drew the seed first: a new iterator would draw another seed.
     drawn = str(before["order"]).startswith(("shuffled by torch.", "that of"))
     return not (keeps_iterator(loader) and begun is not None and not begun["created"] and drawn)
 
@@ -152,8 +156,8 @@ def read(state: Any) -> Mapping[str, Any]:
     empty: dict[str, Any] = {"epoch": 0, "given": 0, "start": 0, "finished": False, "begun": None, "own": {}}
     empty |= {"inner": None, "facts": None}
     if isinstance(state, Mapping) and set(state) == {"epoch", "given", "begun"}:
-        return {**empty, **state}  # of an earlier version, which counted
-    return {**empty, "inner": state}  # of an earlier version: the loader's own
+        return {**empty, **state}  # an earlier version counted batches
+    return {**empty, "inner": state}  # an earlier version stored only the loader's own state
 
 
 def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference, ...]:
@@ -164,7 +168,7 @@ def _told(changed: list[str], what: str, *, prevents: bool) -> tuple[Difference,
 
 
 def _exactly(position: int, now: Mapping[str, Any]) -> str:
-    """The sentence that an epoch continues after a sample of its order."""
+    """The sentence that says after which sample the epoch continues, and what becomes of the others."""
     all_samples = now["samples"] if now["shared"] else now["epoch_samples"]
     if all_samples is None:
         return f"the epoch continues after the {position} samples that were given out"

@@ -1,4 +1,4 @@
-"""Continues an epoch from a sample on, for a loader whose batch size or number of ranks has changed."""
+"""Continues an epoch after a given sample, for a loader whose batch size or number of ranks has changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RestOfEpoch:
             self._ready = self._rest()
 
     def remove(self) -> None:
-        """Give the batch sampler its own one back."""
+        """Give the batch sampler its own sampler back."""
         if self._batches.sampler is self:
             self._batches.sampler = self.in_place_of
 
@@ -74,7 +74,7 @@ class RestOfEpoch:
 
 
 def _drawn(indices: Iterable[int]) -> Iterator[int]:
-    """The same indices, the first one drawn at once: that is where samplers draw from generators."""
+    """Return the same indices. The first one is drawn at once, because samplers draw random numbers there."""
     iterator = iter(indices)
     head = list(itertools.islice(iterator, 1))
     return itertools.chain(head, iterator)

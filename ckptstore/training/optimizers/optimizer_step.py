@@ -18,7 +18,7 @@ with the reason (`UnexplainedStepWarning`):
 - tensors that the state does not hold in their own memory (clones, ``.cpu()`` copies, numpy views of them);
 - slots that are not all fp32 and of one shape (bf16 or fp8 moments, complex and empty parameters);
 - optimizers other than `torch.optim.SGD`, `Adam` and `AdamW` (and their subclasses), such as a wrapper of them;
-- two parameters of the optimizers that share memory, because both moved it;
+- two parameters of the optimizers that share memory, because both were updated there;
 - without a warning: slots that do not exist before a parameter's first step; parameters without a gradient, which were
   not moved.
 
@@ -44,7 +44,7 @@ from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats import optim
 from ckptstore.formats.optim import SparseGradient
 from ckptstore.formats.optim.step_settings import MAX_COUNT
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import kind_of
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.write.steps.updates import Found, Update

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from ckptstore.formats.optim import SparseGradient
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.training.optimizers.optimizer_step import NotedStep, OptimizerStep
 from ckptstore.write.steps.updates import Found, Updates
 

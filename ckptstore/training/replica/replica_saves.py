@@ -25,7 +25,7 @@ from ckptstore.agent.client.replica_client import ReplicaStep as Told
 from ckptstore.agent.protocol.replica_recipe import Proof
 from ckptstore.errors import AgentError, AgentLostError, UnmadeStateError, UsageError
 from ckptstore.formats.byte_text import size
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.frameworks.torch_tensors import TorchSource
 from ckptstore.host.batched_copies import BatchedCopies

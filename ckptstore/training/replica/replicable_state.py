@@ -13,7 +13,7 @@ from ckptstore.agent.protocol.message_fields import StateLayout
 from ckptstore.agent.protocol.replica_recipe import Recipe, Row
 from ckptstore.errors import UnsupportedStateError, UsageError
 from ckptstore.formats.optim import KINDS
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks.torch_optimizers import settings_of
 from ckptstore.frameworks.torch_tensors import TorchSource, on_host
 from ckptstore.training.capture.script_state import ScriptState

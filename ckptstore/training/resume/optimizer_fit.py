@@ -22,11 +22,12 @@ _ALIKE: Final = frozenset(
 
 
 def names_of(optimizer: torch.optim.Optimizer, paths: Mapping[int, Sequence[str]]) -> list[list[str]]:
-    """For each group, the name of each parameter: its first path in a model, else its name in ``param_names``, else
-    empty.
+    """For each group, the names of its parameters.
+
+    A name is the parameter's first path in a model, else its name in ``param_names``, else the empty string.
 
     Args:
-        paths: by the identity of the parameter.
+        paths: the paths of each parameter, by its ``id``.
     """
     found = []
     for group in optimizer.param_groups:
@@ -170,7 +171,7 @@ class OptimizerFit:
                 self._compare_slots(position, names[position] or f"parameter {position}", slots)
 
     def _reordered(self) -> bool:
-        """Whether the parameters that both sides have come in a different order."""
+        """Whether the parameters of both the script and the checkpoint come in a different order."""
         mine = [name for names in self._paths.values() for name in names if name in self._weights]
         return mine != [name for name in self._weights if name in set(mine)]
 
@@ -192,7 +193,7 @@ class OptimizerFit:
         return matched(saved, self._names, known)
 
     def _given(self, position: int) -> str | None:
-        """The parameter's name in the optimizer's ``param_names``."""
+        """The name of the parameter at `position` in the optimizer's ``param_names``; None: it has none."""
         for group in self.optimizer.param_groups:
             if position < len(group["params"]):
                 names = group.get("param_names")
@@ -211,7 +212,7 @@ class OptimizerFit:
             if its is None or key == "step" or torch.nn.parameter.is_lazy(parameter):
                 continue
             shape = tuple(parameter.shape)
-            # Prevents: moments of another layer, if only shapes tell two scripts apart.
+            # Prevents: restoring the moments of another layer, if two scripts differ only in shapes.
             if (key in _ALIKE and its[1] not in ((), shape)) or (was is not None and was[1] == its[1] != shape):
                 self._unfit.add(position)
                 self.differences.append(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckptstore.formats.segment import TensorEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
 from ckptstore.frameworks.torch_tensors import torch_dtype
 
 __all__ = ["Fit", "PartFit", "Undo", "described_form", "form_of", "some", "uncastable"]

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.arenas import ArenaLease
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.pages import BLOCK

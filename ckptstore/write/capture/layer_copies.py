@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from ckptstore.formats.state import TensorSource
+from ckptstore.formats.states.state import TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import cancel_and_wait
 from ckptstore.write.capture.snapshot import Snapshot, copy_jobs

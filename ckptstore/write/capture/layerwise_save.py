@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ckptstore.errors import UsageError
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.caller_warnings import warns_last
 from ckptstore.host.threads import run_all

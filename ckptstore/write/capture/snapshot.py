@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ckptstore.backends.base import SEGMENT_BYTES
 from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.buffers import Bytes, aligned
 from ckptstore.host.prefault import Prefault

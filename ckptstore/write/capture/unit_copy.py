@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptstore.formats import uncached_copy
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.frameworks import bridge
 from ckptstore.host.arenas import Arenas
 from ckptstore.host.threads import SleepingPool, default_threads, started_pool

@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.retention_forecast import Chains
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.history.retention_forecast import Chains
 from ckptstore.write.policy.delta_interval import Decision, Schedule
 from ckptstore.write.policy.delta_options import DeltaOptions
 from ckptstore.write.policy.diff_options import DiffOptions

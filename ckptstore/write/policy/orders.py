@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.records import CheckpointId
 
 __all__ = ["FULL_ORDER", "Order"]
 

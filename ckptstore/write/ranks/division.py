@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from ckptstore.errors import FormatError, RankMismatchError
 from ckptstore.formats import dtypes, jsontext
-from ckptstore.formats.boxes import Box, gap, overlapping
-from ckptstore.formats.layout import TensorSpec
+from ckptstore.formats.segment_files.boxes import Box, gap, overlapping
+from ckptstore.formats.segment_files.layout import TensorSpec
 from ckptstore.write.ranks.messages.key_value_store import LETTER_LIMIT
 
 __all__ = [

@@ -14,11 +14,12 @@ from ckptstore.errors import (
     StorageError,
     UnsupportedStateError,
 )
-from ckptstore.formats import checksums, jsontext, rank_trees
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import TensorEntry
-from ckptstore.formats.shards import state_parts
-from ckptstore.formats.state import check_size, tensor_names, unflatten
+from ckptstore.formats import checksums, jsontext
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.segment import TensorEntry
+from ckptstore.formats.segment_files.shards import state_parts
+from ckptstore.formats.states import rank_trees
+from ckptstore.formats.states.state import check_size, tensor_names, unflatten
 from ckptstore.log.journal import Journal
 from ckptstore.write.ranks.division import Division
 from ckptstore.write.ranks.messages.rank_messages import RankPart
@@ -31,7 +32,7 @@ class Gathered:
     """The parts of all ranks as one state.
 
     Attributes:
-        tree: the merged tree of all ranks (`formats.rank_trees`).
+        tree: the merged tree of all ranks (`formats.states.rank_trees`).
         segments: in the order of the ranks.
         counts: number of segments of each rank.
         state: the hash of the state.

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Final
 
 from ckptstore.errors import CkptError, CommitUnknownError, FailedRankError, MailboxError, MissingRankError
-from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats.segment_files.segment import Chunk, TensorEntry
 from ckptstore.formats.step_text import named_steps
 from ckptstore.host.crash_points import crash_point
 from ckptstore.write.policy.order_policy import OrderPolicy

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckptstore.errors import DivergedReplicasError, MailboxError, RankMismatchError
-from ckptstore.formats.rank_trees import rank_count
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
-from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.states.rank_trees import rank_count
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.caller_warnings import DivergedReplicasWarning, warn
 from ckptstore.host.crash_points import crash_point
 from ckptstore.log.change import Change
@@ -279,5 +279,5 @@ class RankCommitter(Commits):
 
 
 def _first(identity: str, counts: Sequence[int]) -> SegmentPart | None:
-    """The part of a step that the segment with its tree is; None: it is the only segment."""
+    """Which part of a step the segment with its tree is: the first. None: it is the only segment."""
     return SegmentPart(identity, 0, 1 + sum(counts)) if sum(counts) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptstore.errors import FailedRankError
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.host.threads import Workers
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.capture.bounded_capture import Feed

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.progress import Progress
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.capture.unit_copy import UnitCopy

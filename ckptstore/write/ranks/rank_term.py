@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from ckptstore.errors import CkptError, CommitUnknownError, MailboxError, RankMismatchError, WriterError
-from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.ranks.division import Family
 from ckptstore.write.ranks.messages.key_value_store import Mailbox

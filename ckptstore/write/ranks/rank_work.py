@@ -6,8 +6,8 @@ import contextlib
 from concurrent.futures import Future
 
 from ckptstore.errors import UsageError, WriterError
-from ckptstore.formats.checkpoint_ref import Ref
-from ckptstore.formats.retention_forecast import Chains
+from ckptstore.formats.history.checkpoint_ref import Ref
+from ckptstore.formats.history.retention_forecast import Chains
 from ckptstore.host.background_threads import Periodic
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.restore.stored_base import open_base

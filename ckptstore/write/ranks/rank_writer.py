@@ -17,8 +17,8 @@ from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 from ckptstore.errors import CkptError, WriterClosedError
-from ckptstore.formats.checkpoint_ref import Ref, step_number, text_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.checkpoint_ref import Ref, step_number, text_of
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host import interpreter_exit, sigterm
 from ckptstore.host.background_threads import Periodic
 from ckptstore.host.caller_warnings import warns_last

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptstore.errors import ReadOnlyError
-from ckptstore.formats.segment import SegmentDoc
+from ckptstore.formats.segment_files.segment import SegmentDoc
 from ckptstore.frameworks import bridge
 from ckptstore.host import interpreter_exit
 from ckptstore.log.checkpoint_info import CheckpointInfo, look_up

@@ -1,8 +1,8 @@
-"""Let ranks find each other in a mailbox that may hold letters of dead processes.
+"""Let ranks find each other in a mailbox that may hold messages of dead processes.
 
-1. Every rank except 0 posts ``join/<rank>`` with its own nonce. The letter stays until it is answered.
+1. Every rank except 0 posts ``join/<rank>`` with its own nonce. The message stays until it is answered.
 2. Rank 0 answers each with ``invite/<nonce>``, which holds the session's nonce. A restarted rank has a new nonce.
-3. Each of them posts ``here/<session>/<rank>``, with its message.
+3. Each invited rank posts ``here/<session>/<rank>``, with its message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gathered(
     told: tuple[str, str],
     refusal: Callable[[int, int], str | None],
 ) -> dict[int, bytes]:
-    """Rank 0's side: wait until every other rank has joined -> the message of each.
+    """On rank 0: wait until every other rank has joined -> the message of each.
 
     Args:
         base: prefix of all keys.
@@ -63,7 +63,7 @@ def gathered(
 
 
 def joined(group: Group, base: str) -> str:
-    """Another rank's side: ask for an invitation -> the key of the answer.
+    """On every rank except 0: ask for an invitation -> the key under which rank 0 will post the answer.
 
     The answer holds the session's nonce, and the reason if the rank is refused.
     """
@@ -73,5 +73,5 @@ def joined(group: Group, base: str) -> str:
 
 
 def say_here(group: Group, base: str, session: str, letter: bytes) -> None:
-    """Another rank's side: once invited, post that it is there."""
+    """On every rank except 0, once it is invited: post that it is here, with its message."""
     post(group.mailbox, f"{base}/here/{session}/{group.rank}", letter)

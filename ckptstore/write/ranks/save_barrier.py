@@ -1,4 +1,4 @@
-"""Agree on the step after which all ranks do what one of them was asked to do: save, or end.
+"""Agree on the step after which all ranks save, or end, when only one of them was asked to.
 
 Ranks are not at the same step, and a signal may reach only one of them. So they agree, in rounds:
 
@@ -7,9 +7,9 @@ Ranks are not at the same step, and a signal may reach only one of them. So they
    the step, and the requests that it received itself.
 3. When all ranks have promised, rank 0 posts ``answer``: the highest of the steps, and all requests.
 
-No rank is beyond that step, and every rank reaches it. A thread posts these messages, so that ranks whose script waits
-in a collective also promise. The script waits only at the end of the step that it promised, and only for messages that
-threads post. A rank that leaves posts ``left``. After that the ranks agree on nothing more, and each continues alone.
+No rank is beyond that step, and every rank reaches it. A thread posts these messages, so a rank promises even while its
+script waits in a collective. The script itself waits only at the end of the promised step, and only for messages that
+threads post. A rank that leaves posts ``left``. From then on no agreement is made, and each rank continues alone.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Accord:
             self._answered.clear()
 
     def say_farewell(self, step: int, seconds: float) -> bool:
-        """Tell the others that the last agreed action, of `step`, is done -> whether all ranks say so in `seconds`.
+        """Tell the others that the action agreed for `step` is done -> whether all ranks say so within `seconds`.
 
-        With 0 seconds the others are told, and nothing is waited for.
+        With 0 seconds it tells the others and does not wait.
         """
         self._parted = True
         keys = [f"{self._base}/farewell/{step}/{rank}" for rank in range(self._group.size)]
@@ -131,7 +131,7 @@ class Accord:
             self._give_up()
 
     def _promise(self) -> bool:
-        """Promise, if a rank asks for a round -> whether this rank is in a round."""
+        """Promise not to go beyond the current step, if any rank has asked for a round -> whether one has."""
         asked = set(self._asked()) - self._answered
         wish = self._key("wish", self._round)
         if not asked and not self._box.has([wish]):
@@ -165,7 +165,7 @@ class Accord:
             self._clear(self._round - 2)
 
     def _answer(self, key: str) -> None:
-        """Rank 0: post the highest step when all have promised; if a rank has left or is late, post None."""
+        """Rank 0: wait for all promises, then post the highest step. If a rank has left or is late, post None."""
         ranks = range(self._group.size)
         promises = [f"{self._key('promise', self._round)}/{rank}" for rank in ranks]
         left = [f"{self._base}/left/{rank}" for rank in ranks]
@@ -191,7 +191,7 @@ class Accord:
             self._end()
 
     def _end(self) -> None:
-        """Agree on nothing more, and wake the thread that waits."""
+        """Take part in no further round, and wake the waiting thread."""
         self._over = True
         self._promised = None
         self._changed.notify_all()
@@ -200,7 +200,7 @@ class Accord:
         return f"{self._base}/{number}/{what}"
 
     def _clear(self, number: int) -> None:
-        """Rank 0: remove the letters of a round that no rank reads any more: all were in the round after it."""
+        """Rank 0: remove the messages of a round. No rank reads them any more: all took part in the next one."""
         if number < 0:
             return
         promises = [f"{self._key('promise', number)}/{rank}" for rank in range(self._group.size)]

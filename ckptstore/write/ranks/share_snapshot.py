@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.frameworks import bridge
 from ckptstore.host.crash_points import crash_point
 from ckptstore.segments.aligned_regions import LaidOutState

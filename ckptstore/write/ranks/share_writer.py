@@ -7,9 +7,9 @@ import uuid
 from dataclasses import replace
 
 from ckptstore.errors import CommitUnknownError, FailedRankError
-from ckptstore.formats.records import SegmentEntry
-from ckptstore.formats.segment import SegmentDoc, TensorEntry
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.history.records import SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
 from ckptstore.host.crash_points import crash_point
 from ckptstore.host.progress import Tally
 from ckptstore.segments.plain_segments import write_plain

@@ -13,11 +13,11 @@ import numpy as np
 
 from ckptstore.errors import UnsupportedStateError
 from ckptstore.formats import digest, dtypes
-from ckptstore.formats.boxes import Box
 from ckptstore.formats.checksums import xxh3_128
 from ckptstore.formats.optim import SparseGradient
+from ckptstore.formats.segment_files.boxes import Box
 from ckptstore.formats.sources import BoxSource, place_of
-from ckptstore.formats.state import FlatState, TensorSource, places, select_places, tensor_count
+from ckptstore.formats.states.state import FlatState, TensorSource, places, select_places, tensor_count
 from ckptstore.frameworks import bridge
 from ckptstore.write.ranks.division import Family, Item, Rows, encode_items
 from ckptstore.write.steps.updates import Update

@@ -23,8 +23,8 @@ _GRACE: Final = 2.0
 class Job:
     """A save: its step, its place in flight, and its outcome. Thread-safe.
 
-    Its outcome is a commit, a failure, or that it is given up: whichever comes first. If it is given up before `start`,
-    nothing of its state is read.
+    It ends with a commit, with a failure, or by being given up, whichever comes first. If it is given up before
+    `start`, nothing of its state is read.
 
     Attributes:
         step: a step that is taken in its term (`Saves.take`).
@@ -89,7 +89,7 @@ class Job:
             self._saves.fail(self.step, error, self.done)
 
     def give_up(self, error: BaseException) -> bool:
-        """Give the save up: `done` raises `error`, and its step may be saved again -> False: it is too late."""
+        """Give the save up: `done` raises `error`, and its step may be saved again -> whether it was early enough."""
         with self._lock:
             if self._taken or self._given_up:
                 return False

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self
 
 from ckptstore.errors import CommitUnknownError, StepOrderError, UsageError, WriterClosedError
-from ckptstore.formats import metadata as metadata_format
-from ckptstore.formats.spans import Spans
+from ckptstore.formats.history import metadata as metadata_format
+from ckptstore.formats.history.spans import Spans
 from ckptstore.host.option_checks import seconds, texts
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.log.refs import check_new_tag

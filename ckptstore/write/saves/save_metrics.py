@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.caller_warnings import warn
 from ckptstore.host.threads import started_pool
 from ckptstore.log.checkpoint_info import CheckpointInfo

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ckptstore.formats import checksums
-from ckptstore.formats.records import Encoding, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.history.records import Encoding, SegmentEntry
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment_index import MAX_ENTRIES
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
 from ckptstore.segments.block_stream import BlockStream
 from ckptstore.segments.packed_segments import shares, write_stream
 from ckptstore.segments.write_session import SegmentSession
@@ -30,7 +30,7 @@ Unit = tuple[EncodedTensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The rank whose share the steps are, if many ranks save together. Others have other tensors; one has the trees.
+    """The rank whose share of the state is written, if many ranks save together. One of the ranks writes the trees.
 
     Attributes:
         rank: the number of the rank.
@@ -118,7 +118,7 @@ def write_batch(
 
 
 def _place(segment: str, every: Sequence[str], share: RankShare | None) -> SegmentPart | None:
-    """Which part of a step is in one of its segments (SPEC.md 5.1), also with many ranks."""
+    """Which part of a step is in `segment`, one of the segments in `every` (SPEC.md 5.1). None: all of the step."""
     number = every.index(segment)
     if share is not None:
         return SegmentPart(share.tree, 1 + number, 1 + len(every))
@@ -126,6 +126,10 @@ def _place(segment: str, every: Sequence[str], share: RankShare | None) -> Segme
 
 
 def _split(steps: Sequence[EncodedStep], limit: int) -> Iterator[list[_Part]]:
+    """Divide steps among segments of at most `limit` bytes -> the parts in each. A step may have several parts.
+
+    A unit (tensors that are encoded together) is never divided, so a segment of one unit may exceed `limit`.
+    """
     parts: list[_Part] = []
     filled = entries = 0
     for step in steps:

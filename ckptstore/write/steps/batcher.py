@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckptstore.formats.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
-from ckptstore.formats.segment import SegmentDoc
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import CheckpointEntry, CheckpointId, Encoding, Node, SegmentEntry
+from ckptstore.formats.segment_files.segment import SegmentDoc
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.host.threads import Workers
@@ -143,7 +143,7 @@ class Diffs:
             return order.last
         if self._missed is not None:
             _warn_unexplained(step, self._missed)
-            updates = ()  # Prevents: explaining by one step's updates a difference to a checkpoint further back.
+            updates = ()  # Prevents: explaining the difference of several steps by the updates of the last one.
         try:
             coded = self._resident.encode(snapshot.flat, updates, step)
         except BaseException:
@@ -168,17 +168,18 @@ class Diffs:
         self._policy.lost()
 
     def room(self, flat: FlatState) -> dict[str, Bytes] | None:
-        """The memory in which the tensors of a state copied unit by unit replace those of the previous step; None: a
-        full must be stored, because too much of the state has another size.
+        """Memory for a state that is copied unit by unit: its tensors replace those of the previous step.
+
+        None: too much of the state has changed its size, so a full must be stored.
         """
         return self._resident.here.snapshot.room(flat)
 
     def add_fed(self, fed: Fed, updates: Sequence[Update], job: Job, order: Order) -> bool:
-        """As `add`, for a step that is copied unit by unit.
+        """Compress a step that is copied unit by unit; otherwise as `add`.
 
         Raises:
-            BecomesFullError: it must be stored as a full, from memory.
-            and other errors; then the next checkpoint is a full. Waiting steps are not affected.
+            BecomesFullError: the step must be stored as a full. Its whole state is in memory.
+            any other error: the next checkpoint is a full. Waiting steps are not affected.
         """
         with self._advanced(fed, updates, job.step) as (plan, reached):
             coded = plan.encode(fed, self._workers)
@@ -188,7 +189,7 @@ class Diffs:
         return self._wait(job, coded, order)
 
     def stream(self, session: SegmentSession, fed: Fed, updates: Sequence[Update], job: Job) -> Written:
-        """Make a step durable that is copied unit by unit and does not wait for other steps.
+        """Make a step durable at once, while it is copied unit by unit.
 
         Raises as `add_fed`, and StorageError.
         """
@@ -207,7 +208,10 @@ class Diffs:
     def _advanced(
         self, fed: Fed, updates: Sequence[Update], step: int
     ) -> Iterator[tuple[FedStep, Callable[[str], None]]]:
-        """A plan to compress a step that replaces the previous one, and a function to call with its state hash."""
+        """Yield a plan that compresses a step, and a function to call with its state hash.
+
+        The step then replaces the previous one in memory.
+        """
         assert fed.room is not None
         plan = self._resident.plan(fed.feed, updates, step)
         snapshot = self._resident.turn(fed.feed.flat, fed.room)

@@ -1,4 +1,4 @@
-"""Compresses a step that is copied unit by unit: as `step_encoding` does, while each unit replaces the previous step's.
+"""Compresses a step while it is copied unit by unit, as `step_encoding` does. Each unit replaces the previous step's.
 
 A step that does not wait for other steps is written as it is compressed: its payloads, which may be a third of the
 state, are never in memory all at once. `step_encoding.encode_step` says why this is a loop of its own.
@@ -17,11 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from ckptstore.formats import checksums, digest, jsontext
-from ckptstore.formats.records import Encoding, SegmentEntry
-from ckptstore.formats.segment import Chunk, SegmentDoc, TensorEntry
-from ckptstore.formats.segment_index import MAX_ENTRIES
-from ckptstore.formats.segment_steps import SegmentPart, StepEncoding
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.history.records import Encoding, SegmentEntry
+from ckptstore.formats.segment_files.segment import Chunk, SegmentDoc, TensorEntry
+from ckptstore.formats.segment_files.segment_index import MAX_ENTRIES
+from ckptstore.formats.segment_files.segment_steps import SegmentPart, StepEncoding
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
 from ckptstore.segments.block_stream import BlockStream

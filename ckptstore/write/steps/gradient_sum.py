@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ckptstore.errors import UsageError
 from ckptstore.formats import optim
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.records import CheckpointId
 from ckptstore.formats.sources import NumpySource
-from ckptstore.formats.state import FlatState
+from ckptstore.formats.states.state import FlatState
 from ckptstore.host.buffers import Bytes
 from ckptstore.write.capture.snapshot import Snapshot
 from ckptstore.write.steps.resident_step import ResidentStep

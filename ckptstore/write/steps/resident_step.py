@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from ckptstore.formats import digest
 from ckptstore.formats.codecs import Policy
-from ckptstore.formats.records import CheckpointId
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers
 from ckptstore.write.capture.bounded_capture import Feed

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.formats import checksums, digest, jsontext, optim
-from ckptstore.formats.layout import CHUNK, TensorSpec, chunk_extents
-from ckptstore.formats.records import CheckpointId
+from ckptstore.formats.history.records import CheckpointId
+from ckptstore.formats.segment_files.layout import CHUNK, TensorSpec, chunk_extents
+from ckptstore.formats.segment_files.step_codec import STEP, StepGroup, follower_params
 from ckptstore.formats.sources import place_of
-from ckptstore.formats.state import FlatState, TensorSource
-from ckptstore.formats.step_codec import STEP, StepGroup, follower_params
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.buffers import Bytes
 from ckptstore.host.threads import Workers, cancel_and_wait
 from ckptstore.write.capture.bounded_capture import Piece, Unit

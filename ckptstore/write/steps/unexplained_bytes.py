@@ -1,4 +1,4 @@
-"""Warns once of step diffs that take more bytes than necessary, measured by the bytes stored, whatever the reason.
+"""Warns once of step diffs that take more bytes than an explained step. Looks only at stored bytes, not at causes.
 
 The gradient explains what an optimizer did to a parameter: at most 32 bits per number. If there are moments and the
 payload takes more, the step differs from its updates. No bit is lost: what the updates do not explain is stored beside

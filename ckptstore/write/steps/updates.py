@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from ckptstore.errors import UsageError
 from ckptstore.formats.optim import Optimizer, SparseGradient, Step
-from ckptstore.formats.state import FlatState, TensorSource
+from ckptstore.formats.states.state import FlatState, TensorSource
 from ckptstore.host.caller_warnings import UnexplainedStepWarning, warn
 from ckptstore.write.capture.snapshot import Snapshot, SnapshotPool
 

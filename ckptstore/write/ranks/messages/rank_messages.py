@@ -16,9 +16,9 @@ import zstandard
 from ckptstore import errors
 from ckptstore.errors import CkptError, DivergedReplicasError, FailedRankError, FormatError, StorageError
 from ckptstore.formats import jsontext
-from ckptstore.formats.layout import chunk_extents
-from ckptstore.formats.records import CheckpointId, SegmentEntry
-from ckptstore.formats.segment import Chunk, TensorEntry
+from ckptstore.formats.history.records import CheckpointId, SegmentEntry
+from ckptstore.formats.segment_files.layout import chunk_extents
+from ckptstore.formats.segment_files.segment import Chunk, TensorEntry
 from ckptstore.log.checkpoint_info import CheckpointInfo
 from ckptstore.write.policy.orders import Order
 from ckptstore.write.ranks.messages.key_value_store import LETTER_LIMIT

@@ -1,0 +1,270 @@
+"""The plain form of a segment: an ordinary ``.safetensors`` file with the tensors under their own names.
+
+Everything in the header except hashes and digests is known before the data is read, and those have a fixed width.
+Therefore the size of the header is exact before the first byte is written. The header is written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from ckptstore.errors import CorruptSegmentError, FormatError
+from ckptstore.formats import dtypes, jsontext
+from ckptstore.formats.history.columns import ascending
+from ckptstore.formats.history.members import Members, natural
+from ckptstore.formats.segment_files.layout import (
+    HEADER_LIMIT,
+    Layout,
+    TensorSpec,
+    chunk_count,
+    chunk_extents,
+    order,
+    padded,
+    place,
+)
+from ckptstore.formats.segment_files.segment_columns import (
+    WIDTH,
+    digest_column,
+    hash_column,
+    numbers,
+    read_digests,
+    read_known_hashes,
+)
+from ckptstore.formats.segment_files.segment_doc import (
+    LENGTH,
+    RAW,
+    USES,
+    Chunk,
+    SegmentDoc,
+    TensorEntry,
+    frame,
+    identity_members,
+    read_identity,
+    read_trees,
+    with_extra,
+)
+
+__all__ = ["PLAIN", "encode_plain", "plan_plain", "raw_entry", "read_plain"]
+
+PLAIN: Final = "plain"
+
+
+def plan_plain(specs: Iterable[TensorSpec], draft: SegmentDoc, *, digests: bool = True) -> Layout:
+    """Order and place tensors and compute the header's size, before any of their bytes are read.
+
+    Args:
+        specs: the tensors, in access order.
+        draft: the document without its `tensors`; it has one step.
+        digests: reserve space for a state digest of each tensor (16 bytes of header each).
+
+    Raises:
+        FormatError: two tensors have one name, the document is invalid, or the header exceeds `HEADER_LIMIT`.
+            `layout.split` keeps the tensors' part of it small enough, so a header that is too large has a large tree.
+    """
+    ordered = order(specs)
+    cells = sum(chunk_count(spec.nbytes) for spec in ordered)
+    blank = "0" * WIDTH
+    members = _members_text(ordered, draft)
+    header = _header_text(ordered, members, draft, blank * cells, blank * len(ordered) if digests else None)
+    return replace(place(ordered, padded(LENGTH.size + len(header))), members=members)
+
+
+def raw_entry(layout: Layout, spec: TensorSpec, hashes: Sequence[str], digest: int | None = None) -> TensorEntry:
+    """Return the entry of a tensor that is stored unencoded, at its position in `layout`.
+
+    Args:
+        hashes: `chunk_hash` of each chunk.
+        digest: state digest, if one was computed.
+
+    Raises:
+        FormatError: the number of hashes is not the number of chunks.
+    """
+    if len(hashes) != chunk_count(spec.nbytes):
+        raise FormatError(f"tensor {spec.name!r}: {len(hashes)} hashes for {chunk_count(spec.nbytes)} chunks")
+    return _entry(spec, layout.offsets[spec.name], hashes, digest)
+
+
+def encode_plain(layout: Layout, doc: SegmentDoc) -> bytes:
+    """Return the header of a plain segment, exactly `layout.header_size` bytes.
+
+    Args:
+        layout: the result of `plan_plain` for the same document.
+        doc: the document with the tensors of `layout` (see `raw_entry`).
+
+    Raises:
+        FormatError: the document differs from the planned one, or a tensor is not stored raw at its position.
+    """
+    entries = doc.tensors.get(doc.steps[0], {})
+    if len(entries) != len(layout.specs):
+        raise FormatError(f"segment {doc.segment}: {len(entries)} tensors, {len(layout.specs)} were planned")
+    hashes: list[str] = []
+    for spec in layout.specs:
+        entry = entries.get(spec.name)
+        if entry is None:
+            raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} was planned and is missing")
+        if not _as_planned(entry, spec, layout.offsets[spec.name]):
+            raise FormatError(f"segment {doc.segment}: tensor {spec.name!r} differs from its plan")
+        hashes += [chunk.stored_hash for chunk in entry.chunks]
+    digests = [entries[spec.name].digest for spec in layout.specs]
+    column = None if all(digest is None for digest in digests) else digest_column(digests)
+    members = _members_text(layout.specs, doc) if layout.members is None else layout.members
+    return frame(_header_text(layout.specs, members, doc, hash_column(hashes), column), layout.header_size)
+
+
+def read_plain(members: Mapping[str, Any], document: Members, header_size: int, size: int, where: str) -> SegmentDoc:
+    """Parse the document of a plain segment.
+
+    Args:
+        members: the parsed safetensors header without ``__metadata__``.
+        document: the members of ``__metadata__["ckptstore"]``.
+        header_size: length of the header in bytes.
+        size: length of the file in bytes.
+        where: names the file in errors.
+
+    Raises:
+        FormatError: not a document of this version.
+        CorruptSegmentError: the tensors do not fill the file.
+    """
+    doc = read_identity(document, where)
+    if len(doc.steps) != 1:
+        raise FormatError(f"{where}: a plain segment holds one step, not {len(doc.steps)}")
+    specs = _specs(members, document, size - header_size, where)
+    counts = [chunk_count(spec.nbytes) for spec in specs]  # bounded: the tensors fill the file of `size` bytes
+    hashes = read_known_hashes(document.text("hashes"), sum(counts), f"{where}: hashes")
+    digests = read_digests(document.rest(), len(specs), where)
+    tensors: dict[str, TensorEntry] = {}
+    position, cell = header_size, 0
+    for spec, count, digest in zip(specs, counts, digests, strict=True):
+        tensors[spec.name] = _entry(spec, position, hashes[cell : cell + count], digest)
+        position += spec.nbytes
+        cell += count
+    trees = read_trees(document, doc.steps)
+    if USES in document.rest():  # else a packed segment made of this one would get it as a member of its index
+        document.refuse(USES, "a member of a plain segment")
+    return replace(doc, trees=trees, tensors={doc.steps[0]: tensors}, extra=document.rest())
+
+
+def _header_text(
+    specs: Sequence[TensorSpec], members: bytes, doc: SegmentDoc, hashes: str, digests: str | None
+) -> bytes:
+    """Build the header text around `members` from `_members_text`, which does not depend on the hashes."""
+    what = f"segment {doc.segment}: header"
+    document_text = jsontext.bounded(_document(specs, doc, hashes, digests), what=what).decode("ascii")
+    own = jsontext.bounded({"__metadata__": {"format": "pt", "ckptstore": document_text}}, what=what)
+    text = own[:-1] + b"," + members[1:] if specs else own
+    jsontext.check(text, what=what)
+    if padded(LENGTH.size + len(text)) > HEADER_LIMIT:
+        raise FormatError(f"segment {doc.segment}: a header of {len(text)} bytes; at most {HEADER_LIMIT} are allowed")
+    return text
+
+
+def _members_text(specs: Sequence[TensorSpec], doc: SegmentDoc) -> bytes:
+    """Return the header's description of the tensors, a JSON object, as text."""
+    members: dict[str, Any] = {}
+    end = 0
+    for spec in specs:
+        dtype = dtypes.get(spec.dtype)
+        start, end = end, end + spec.nbytes
+        shape = list(dtypes.storage_shape(dtype, spec.shape))
+        members[spec.name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
+    return jsontext.bounded(members, what=f"segment {doc.segment}: header")
+
+
+def _document(specs: Sequence[TensorSpec], doc: SegmentDoc, hashes: str, digests: str | None) -> dict[str, Any]:
+    if len(doc.steps) != 1:
+        raise FormatError(f"segment {doc.segment}: a plain segment holds one step, not {len(doc.steps)}")
+    document = identity_members(doc, PLAIN)
+    logical = [[row, spec.dtype] for row, spec in enumerate(specs) if dtypes.get(spec.dtype).storage != spec.dtype]
+    if logical:
+        document["dtypes"] = logical
+    shards = [[row, spec.global_shape, spec.offset] for row, spec in enumerate(specs) if spec.offset is not None]
+    if shards:
+        document["shards"] = shards
+    document["trees"] = {str(step): tree for step, tree in doc.trees.items()}
+    document["hashes"] = hashes
+    if digests is not None:
+        document["digests"] = digests
+    return with_extra(document, doc)
+
+
+def _as_planned(entry: TensorEntry, spec: TensorSpec, position: int) -> bool:
+    """Whether `entry` is equal to what `_entry` makes of its hashes."""
+    if len(entry.chunks) != chunk_count(spec.nbytes):
+        return False
+    if len(entry.chunks) != 1:
+        return entry == _entry(spec, position, [chunk.stored_hash for chunk in entry.chunks], entry.digest)
+    # Most tensors have one chunk. Building a second entry to compare with would take longer than the rest of a header.
+    (chunk,) = entry.chunks
+    return (
+        chunk.offset == position
+        and chunk.length == chunk.logical == spec.nbytes
+        and chunk.stored_hash == chunk.decoded_hash
+        and entry.codec == RAW
+        and not entry.params
+        and (entry.name, entry.dtype, entry.shape) == (spec.name, spec.dtype, spec.shape)
+        and (entry.global_shape, entry.offset) == (spec.global_shape, spec.offset)
+    )
+
+
+def _entry(spec: TensorSpec, position: int, hashes: Sequence[str], digest: int | None) -> TensorEntry:
+    chunks = tuple(
+        Chunk(position + start, length, length, cell, cell)
+        for (start, length), cell in zip(chunk_extents(spec.nbytes), hashes, strict=True)
+    )
+    return TensorEntry(
+        spec.name, spec.dtype, spec.shape, chunks, global_shape=spec.global_shape, offset=spec.offset, digest=digest
+    )
+
+
+def _specs(members: Mapping[str, Any], document: Members, data: int, where: str) -> list[TensorSpec]:
+    """Return the tensors in file order. Each begins where the previous one ends; together they are `data` bytes."""
+    logical = _placed(document, "dtypes", 2, len(members), "[place, dtype]")
+    shards = _placed(document, "shards", 3, len(members), "[place, global shape, offset]")
+    specs: list[TensorSpec] = []
+    position = 0
+    for row, (name, info) in enumerate(members.items()):
+        what = f"{where}: tensor {name!r:.200}"
+        if type(info) is not dict or info.keys() != {"dtype", "shape", "data_offsets"}:
+            raise FormatError(f"{what}: not described by dtype, shape and data_offsets alone")
+        start, end = numbers(info["data_offsets"], f"{what}: data_offsets", 2)
+        shard = [numbers(part, f"{what}: shard") for part in shards.get(row, [])]
+        try:
+            dtype = dtypes.get(logical.get(row, [info["dtype"]])[0])
+            shape = _logical_shape(dtype, info)
+            spec = TensorSpec(name, dtype.name, shape, *shard)
+        except FormatError as error:
+            raise FormatError(f"{what}: {error}") from error
+        if start != position or end - start != spec.nbytes:
+            raise CorruptSegmentError(
+                f"{what}: has {spec.nbytes} bytes and belongs at {position}, but is at [{start}, {end}) of {data}"
+            )
+        position = end
+        specs.append(spec)
+    if position != data:
+        raise CorruptSegmentError(f"{where}: the tensors end at byte {position} of a data region of {data}")
+    return specs
+
+
+def _logical_shape(dtype: dtypes.DType, info: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = numbers(info["shape"], "shape")
+    kept = len(shape) - len(dtype.trailing)
+    if info["dtype"] != dtype.storage or shape[kept:] != dtype.trailing:  # also true for too few dimensions
+        raise FormatError(f"{dtype.name} is not stored as {info['dtype']!r:.20} {shape!r:.80}")
+    return shape[:kept]
+
+
+def _placed(document: Members, name: str, width: int, count: int, wanted: str) -> dict[int, list[Any]]:
+    """Remove list `name` and return its rows by tensor index. The indexes ascend and are below `count`."""
+    rows = document.items(name, lambda row: _row(row, width, count), wanted)
+    if not ascending([place for place, _ in rows]):
+        document.refuse(name, f"a list of {wanted} whose places ascend")
+    return dict(rows)
+
+
+def _row(row: Any, width: int, count: int) -> tuple[int, list[Any]] | None:
+    """Return ``[index, ...]`` as (index, [...]) if the index is below `count`, else None."""
+    if type(row) is not list or len(row) != width or not natural(row[0]) or row[0] >= count:
+        return None
+    return row[0], row[1:]

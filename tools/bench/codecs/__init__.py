@@ -1,0 +1,1 @@
+"""Benchmarks of codecs, deltas and step diffs: bytes and processor time."""

@@ -1,0 +1,165 @@
+"""Saving a small state after every step, beside ``torch.save`` + fsync + rename.
+
+    python -m tools.bench.training.small
+
+A linear layer of 64 x 64 with AdamW (59 kB). All ways take turns, step by step, each with a model of its own that
+takes the same steps, so that what else the machine does meets all of them. Milliseconds a step: ``loop`` is the time
+between the end of ``optimizer.step()`` and that of the save's call (``torch.save`` returns when its file is durable; a
+`Checkpointer`, when the state may change), ``cpu`` what the whole process took of the cores, until all was durable.
+At the end what each has stored is loaded and compared, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import torch
+
+import ckptstore
+from ckptstore.training import Checkpointer
+
+__all__ = ["WAYS", "Row", "main", "measure"]
+
+STRATEGIES: Final = ("full", "delta", "gradient")
+WAYS: Final = ("torch.save", *STRATEGIES)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way. Milliseconds a step; ``ratio`` is to torch.save's `loop` in the same step, the median of it."""
+
+    way: str
+    loop: float
+    cpu: float
+    ratio: float
+    threads: int
+
+
+class _Way:
+    """A model that is saved in one way."""
+
+    def __init__(self, way: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(64, 64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.path = folder / way
+        self.checkpointer: Checkpointer | None = None
+        threads = threading.active_count()
+        if way in STRATEGIES:
+            self.checkpointer = Checkpointer(
+                self.path, model=self.model, optimizer=self.optimizer, strategy=way, keep=["last:10"]
+            )
+            self.checkpointer.resume()
+        else:
+            self.path.mkdir()
+        self.train(0)
+        self.save()
+        self.wait()
+        self.threads = threading.active_count() - threads
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def train(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def save(self) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.step()
+            return
+        with open(self.path / "new.pt", "wb") as file:
+            torch.save(self.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        (self.path / "new.pt").replace(self.path / "state.pt")
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def wait(self) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless what is stored is what the model has."""
+        if self.checkpointer is None:
+            stored = torch.load(self.path / "state.pt", weights_only=True)["model"]
+        else:
+            self.checkpointer.close()
+            with ckptstore.open(self.path) as store:
+                stored = store.load()["model"]
+        for name, one in self.model.state_dict().items():
+            assert torch.equal(one, torch.as_tensor(stored[name])), f"{self.path.name}: {name} differs"
+
+
+def measure(folder: Path, steps: int, *, back_to_back: bool = False) -> list[Row]:
+    """Save every way in turns, `steps` times.
+
+    Args:
+        back_to_back: the next step begins at once; otherwise when the one before is durable.
+    """
+    ways = {way: _Way(way, folder) for way in WAYS}
+    loop: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
+    for step in range(1, steps + 1):
+        for way, one in ways.items():
+            one.train(step)
+            began, used = time.perf_counter(), time.process_time()
+            one.save()
+            loop[way].append((time.perf_counter() - began) * 1e3)
+            if not back_to_back:
+                one.wait()
+            cpu[way].append((time.process_time() - used) * 1e3)
+    for one in ways.values():
+        one.check()
+    return [
+        Row(
+            way,
+            statistics.median(loop[way]),
+            statistics.median(cpu[way]),
+            statistics.median(mine / its for mine, its in zip(loop[way], loop["torch.save"], strict=True)),
+            one.threads,
+        )
+        for way, one in ways.items()
+    ]
+
+
+@click.command(help=__doc__)
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), required=False)
+@click.option("--steps", type=click.IntRange(2), default=200)
+@click.option("--back-to-back", is_flag=True, help="wait for no save between steps")
+@click.option("--json", "as_json", is_flag=True)
+def main(folder: Path | None, steps: int, back_to_back: bool, as_json: bool) -> None:
+    """See the module."""
+    logging.basicConfig(level=logging.ERROR)
+    place = Path(tempfile.mkdtemp(prefix="bench-small-", dir=folder))
+    try:
+        rows = measure(place, steps, back_to_back=back_to_back)
+    finally:
+        shutil.rmtree(place)
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    click.echo(f"{'way':12}{'loop ms':>10}{'ratio':>8}{'cpu ms':>10}{'threads':>9}")
+    for row in rows:
+        click.echo(f"{row.way:12}{row.loop:10.2f}{row.ratio:8.2f}{row.cpu:10.2f}{row.threads:9}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What the training benchmark runs: cases, their processes, and rounds in which every case has its turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tools.bench.storage.rounds import WorkerError
+from tools.warm import Script, Warm
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+_DIGESTS: Final = "digests.txt"
+SPIN: Final = "CKPTSTORE_BENCH_SPIN_SECONDS"
+"""In the environment: seconds a step, of `training_checkpointers.Spinning`."""
+
+STRATEGIES: Final = (
+    *("none", "torch.save", "dcp-async", "checkfreq", "naive-diff", "ckptstore-1", "ckptstore-2", "ckptstore-4"),
+    *("layer-host", "layer-device", "layer-direct", "gradient-diffs"),
+)
+"""As in `training_strategies`, which imports torch; a test compares the two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of a table.
+
+    Attributes:
+        kind: ``loop``: what a strategy costs; ``kill``: what it loses; ``table``: step diffs by (1/f, b).
+        strategy: its name.
+        interval: iterations from one save to the next; of a ``table`` checkpoints from one full to the next.
+        batch: of a ``table``: diffs in one write. 0 elsewhere.
+    """
+
+    kind: str
+    strategy: str
+    interval: int
+    batch: int = 0
+
+    @property
+    def name(self) -> str:
+        """What ``--only`` matches: ``loop/torch.save/10``, ``table/20/2``."""
+        if self.kind == "table" and self.batch:
+            return f"table/{self.interval}/{self.batch}"
+        return f"{self.kind}/{self.strategy}/{self.interval}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all processes of a run have in common.
+
+    Attributes:
+        width, layers, batch, context: see `training_loop.Shape`.
+        steps: measured steps of a loop, at least.
+        full_every: checkpoints from one full to the next, of differences.
+        device: ``cpu`` or ``cuda``.
+        pinned: trainer and savers have cores of their own.
+        scratch: where checkpoints are written.
+        first: the loop's count of steps begins there, and with it what it is trained on.
+        warm: forks the workers; None: each is an interpreter that imports everything.
+    """
+
+    width: int
+    layers: int
+    batch: int
+    context: int
+    steps: int
+    full_every: int
+    device: str
+    pinned: bool
+    scratch: Path
+    first: int = 0
+    warm: Warm | None = None
+
+    def measured_steps(self, case: Case) -> int:
+        """A multiple of the interval, and two of them at least; of a ``table`` it ends amid two fulls."""
+        if case.kind == "table" and case.batch:
+            whole = max(1, self.steps // case.interval) * case.interval
+            amid = whole + case.interval // 2
+            return max(case.batch, amid // case.batch * case.batch)
+        return max(2, -(-self.steps // case.interval)) * case.interval
+
+    def command(self, task: str, case: Case, folder: Path) -> list[str]:
+        """The worker's command line."""
+        table = case.kind == "table" and case.batch > 0
+        words = [sys.executable, "-W", "ignore", "-m", "tools.bench.training.training_worker", task, case.strategy]
+        words += ["--dir", str(folder.resolve()), "--width", str(self.width), "--layers", str(self.layers)]
+        words += ["--tokens", str(self.batch), str(self.context), "--device", self.device]
+        # In the table's cases every step is a save: the interval between what is written is the batch.
+        words += ["--interval", str(case.batch if table else case.interval)]
+        words += ["--full-every", str(case.interval if table else self.full_every)]
+        words += ["--steps", str(self.measured_steps(case)), "--first", str(self.first)]
+        return words if self.pinned else [*words, "--no-pin"]
+
+    def begun(self, task: str, case: Case, folder: Path, trouble: IO[str]) -> subprocess.Popen[str] | Script:
+        """A worker that says a line each time, and what troubles it to a file."""
+        start: Callable[..., Any] = subprocess.Popen if self.warm is None else self.warm.start
+        how = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": trouble, "text": True}
+        found: subprocess.Popen[str] | Script = start(self.command(task, case, folder), **how)
+        return found
+
+
+@dataclass(slots=True)
+class Results:
+    """Samples of each case by round, why a case was given up, and what is not in this build."""
+
+    samples: dict[Case, list[dict[str, Any]]]
+    errors: dict[Case, str] = field(default_factory=dict)
+    absent: dict[Case, str] = field(default_factory=dict)
+
+    def take(self, case: Case, measure: Callable[[], dict[str, Any]]) -> None:
+        """One measurement, unless the case was given up before."""
+        if case in self.errors or case in self.absent:
+            return
+        try:
+            found = measure()
+        except WorkerError as error:
+            self.errors[case] = str(error)
+            self.samples[case].clear()
+            return
+        if "absent" in found:
+            self.absent[case] = str(found["absent"])
+        else:
+            self.samples[case].append(found)
+
+
+def rotated(cases: Sequence[Case], turn: int) -> Iterator[Case]:
+    """Each round begins at another case, so that drift of the machine meets all alike."""
+    for place in range(len(cases)):
+        yield cases[(place + 5 * turn) % len(cases)]
+
+
+def run_round(plan: Plan, results: Results, turn: int, begun: Callable[[str], None], end: float = float("inf")) -> None:
+    """Every case that is measured, once. Kills are drawn from the number of the round. Begins nothing after `end`."""
+    for case in rotated(list(results.samples), turn):
+        if time.monotonic() >= end:
+            return
+        begun(case.name)
+        folder = plan.scratch / "run"
+        try:
+            if case.kind == "kill":
+                chance = random.Random(f"{turn} {case.name}")
+                results.take(case, partial(killed, plan, case, folder, chance))
+            else:
+                results.take(case, partial(finished, plan, "loop", case, folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def environment() -> dict[str, str]:
+    """A worker's: torch computes with as many threads as the trainer has cores."""
+    cores = len(os.sched_getaffinity(0))
+    return {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // 2))}
+
+
+def finished(plan: Plan, task: str, case: Case, folder: Path) -> dict[str, Any]:
+    """Run a worker to its end -> what it said. Raises `WorkerError`."""
+    command = plan.command(task, case, folder)
+    if plan.warm is None:
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    else:
+        done = plan.warm.run(command, cwd=ROOT, env=environment())
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode or not last.startswith("{"):
+        raise WorkerError((done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1])
+    return dict(json.loads(last))
+
+
+def noted_digests(folder: Path) -> dict[int, str]:
+    """What a worker that was killed had noted of its states, by step."""
+    lines = (folder / _DIGESTS).read_text().splitlines()
+    return {int(line.split()[0]): line.split()[1] for line in lines if line.count(" ") == 1}
+
+
+def killed(plan: Plan, case: Case, folder: Path, chance: random.Random) -> dict[str, Any]:
+    """Train, SIGKILL at a random moment after the second save, restore in another process -> steps lost.
+
+    Raises:
+        WorkerError: it ended by itself, nothing can be restored, or what is restored is not what was trained.
+    """
+    target = chance.randint(2 * case.interval + 4, 4 * case.interval + 8)
+    with tempfile.TemporaryFile("w+", dir=plan.scratch) as trouble:
+        with plan.begun("kill", case, folder, trouble) as process:
+            assert process.stdout is not None
+            last: dict[str, Any] = {}
+            for line in process.stdout:
+                last = json.loads(line)
+                if last.get("step", 0) == target:
+                    time.sleep(chance.uniform(0, last["seconds"]))
+                    process.send_signal(signal.SIGKILL)
+            status = process.wait()
+        if "absent" in last:
+            return last
+        if status != -signal.SIGKILL:
+            trouble.seek(0)
+            raise WorkerError((trouble.read().strip().splitlines() or [f"it ended with status {status}"])[-1])
+    noted = noted_digests(folder)
+    found = finished(plan, "restore", case, folder)
+    step, trained = found["step"], last["step"]
+    if step is None and case.strategy != "none":
+        raise WorkerError(f"killed after step {trained}: nothing can be restored")
+    if step is not None and found["digest"] != noted.get(step):
+        raise WorkerError(f"the restored state of step {step} differs from the one that was trained")
+    lost = max(0, trained - (step or 0))
+    numbers = {"trained": trained, "restored": step, "lost": lost, "restore_s": found["seconds"]}
+    return numbers | {"pinning": found["pinning"]}

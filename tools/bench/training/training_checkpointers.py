@@ -1,0 +1,192 @@
+"""Ways to use a `Checkpointer` in the training benchmark's loop: every step, in this process or by an agent of its own
+core, with dense gradients or with the largest hundredth of them.
+
+An agent's process is begun where everything that saves has its cores (`training_loop.on_savers`). With compressed
+gradients the loop compresses them after its backward, saves or not (``none-topk``): that is training's business.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from tools.bench.training.training_cases import SPIN
+from tools.bench.training.training_loop import Trainer, on_savers
+from tools.bench.training.training_strategies import Ledger, Nothing, NotInThisBuildError, Options, Store, Strategy
+
+__all__ = ["CHECKPOINTERS", "DENSITY", "LEFT"]
+
+DENSITY: Final = 0.01
+
+
+class _Steps:
+    """The loop's own count of steps, as something of the script's that has a state."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._trainer.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._trainer.step = state["step"]
+
+
+def _compressed(trainer: Trainer) -> Any:
+    """Have a trainer compress its gradients -> what does it."""
+    from ckptstore.training import TopKHook
+
+    # Residuals change by the dense gradient at each step: with them a checkpoint is as large as without compression.
+    trainer.compressor = TopKHook(DENSITY, exact=False)
+    return trainer.compressor
+
+
+class NothingCompressed(Nothing):
+    """No saves, in a loop that compresses its gradients."""
+
+    label = "none, top-k"
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        super().__init__(folder, trainer, options, ledger)
+        _compressed(trainer)
+
+
+_SPIN: Final = """
+import sys, time
+for line in sys.stdin:
+    end = time.process_time() + float(line)
+    while time.process_time() < end:
+        for number in range(2000):
+            number * number
+"""
+
+
+class Spinning(Nothing):
+    """No saves; a process on the savers' cores computes so long for each step, in memory of a few kilobytes.
+
+    What training loses beside that is the machine's: cores that share their units, or a host that has fewer than it
+    says. `SPIN` in the environment says how many seconds.
+    """
+
+    label = "none, beside a process that computes"
+    compressed: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        super().__init__(folder, trainer, options, ledger)
+        if self.compressed:
+            _compressed(trainer)
+        with on_savers():
+            self._process = subprocess.Popen([sys.executable, "-c", _SPIN], stdin=subprocess.PIPE)
+
+    def save(self, step: int) -> None:
+        super().save(step)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{os.environ[SPIN]}\n".encode())
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Checkpointed(Strategy):
+    """`ckptstore.training.Checkpointer`, as a script uses it."""
+
+    label = "Checkpointer"
+    every_step = True
+    how: ClassVar[str] = "gradient"
+    by_agent: ClassVar[bool] = False
+    compressed: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, trainer: Trainer, options: Options, ledger: Ledger) -> None:
+        super().__init__(folder, trainer, options, ledger)
+        self.checkpointer = _opened(type(self), folder, trainer, options, agent=self.by_agent)
+        self.agent_pid = self.checkpointer.agent_pid
+
+    def save(self, step: int) -> None:
+        pending = self.checkpointer.step()
+        if pending is None:  # a replica's agent has it in memory; the medium has not taken those before yet
+            assert self.how == "replica"
+            return
+        pending.when_done(lambda durable: self.ledger.done(step) if durable else None)
+
+    def settle(self) -> None:
+        self.checkpointer.wait()
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+    @classmethod
+    def restore(cls, folder: Path, trainer: Trainer) -> int | None:
+        checkpointer = _opened(cls, folder, trainer, Options(), agent=cls.by_agent)
+        LEFT.append(checkpointer)  # until the process ends: to end a term is no part of what is restored
+        return trainer.step if checkpointer.steps_done else None
+
+
+LEFT: Final[list[Any]] = []
+"""Checkpointers that were only opened to restore, and end with the process."""
+
+
+def _opened(kind: type[Checkpointed], folder: Path, trainer: Trainer, options: Options, *, agent: bool) -> Any:
+    """A Checkpointer that has resumed what there is, with the loop's own step."""
+    from ckptstore.training import Checkpointer, strategies
+
+    if kind.how not in strategies.STRATEGIES:
+        raise NotInThisBuildError(f"a Checkpointer of this build has no strategy {kind.how!r}")
+    given: dict[str, Any] = {"compressor": _compressed(trainer)} if kind.compressed else {}
+    if agent:
+        given |= {"agent": True, "linger_seconds": 60.0}
+    with on_savers():
+        checkpointer = Checkpointer(
+            folder / "store",
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            extra={"steps": _Steps(trainer)},
+            strategy=kind.how,
+            full_every=options.full_every,
+            group=None,
+            signals=False,
+            **given,
+        )
+        checkpointer.resume()
+    return checkpointer
+
+
+class FromStorage(Checkpointed):
+    """By an agent that dies with its trainer: what is restored comes from the store."""
+
+    by_agent = True
+
+    @classmethod
+    def restore(cls, folder: Path, trainer: Trainer) -> int | None:
+        checkpointer = _opened(cls, folder, trainer, Options(), agent=False)
+        LEFT.append(checkpointer)
+        return trainer.step if checkpointer.steps_done else None
+
+
+class FullsAndRecompute(Store):
+    """A full at every interval; what was trained since is trained again."""
+
+    label = "ckptstore fulls, and trained again"
+
+
+def _kind(base: type[Strategy], label: str, **members: Any) -> type[Strategy]:
+    return type(label, (base,), {"label": label, **members})
+
+
+CHECKPOINTERS: Final[dict[str, type[Strategy]]] = {
+    "none-topk": NothingCompressed,
+    "none-spin": Spinning,
+    "none-topk-spin": _kind(Spinning, "none, top-k, beside a process that computes", compressed=True),
+    "full-agent": _kind(Checkpointed, "Checkpointer, fulls, agent", how="full", by_agent=True),
+    "dense": _kind(Checkpointed, "Checkpointer, step diffs"),
+    "dense-agent": _kind(Checkpointed, "Checkpointer, step diffs, agent", by_agent=True),
+    "dense-replica": _kind(Checkpointed, "Checkpointer, replica", how="replica", by_agent=True),
+    "topk": _kind(Checkpointed, "Checkpointer, top-k step diffs", compressed=True),
+    "topk-agent": _kind(Checkpointed, "Checkpointer, top-k step diffs, agent", compressed=True, by_agent=True),
+    "storage": _kind(FromStorage, "Checkpointer, step diffs, both died"),
+    "fulls-50": FullsAndRecompute,
+}
+"""By the names that ``--only`` takes."""

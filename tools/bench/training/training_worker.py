@@ -1,0 +1,289 @@
+"""One run of the training benchmark, in a process of its own.
+
+``python -m tools.bench.training.training_worker TASK STRATEGY`` has these tasks.
+
+``loop`` trains, saves, measures, restores and compares; ``turns`` does so for as many steps at a time as it reads;
+``kill`` trains until somebody kills it, and says each step; ``restore`` says what can be restored, ``recover`` goes on
+to a step. Each prints JSON; `training` starts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from tools.bench.measure import Measurement
+from tools.bench.training.training_checkpointers import CHECKPOINTERS
+from tools.bench.training.training_loop import Shape, Trainer, digest, divide_cores, pin
+from tools.bench.training.training_strategies import STRATEGIES, Ledger, NotInThisBuildError, Options, Strategy
+
+ALL: Final = {**STRATEGIES, **CHECKPOINTERS}
+WARM_STEPS: Final = 3
+DIGESTS: Final = "digests.txt"
+
+
+@dataclass(slots=True)
+class Run:
+    """A trainer with a strategy, and what its steps took.
+
+    Attributes:
+        iterations: seconds of every step, saves included.
+        threads: of the training thread's processor, the same.
+        stalls: seconds that the loop stood for the strategy, by interval: waits, calls, gates.
+    """
+
+    trainer: Trainer
+    strategy: Strategy
+    ledger: Ledger
+    interval: int
+    iterations: list[float] = field(default_factory=list)
+    threads: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    _stalled: float = 0.0
+
+    def take(self, told: Callable[[int], None] = lambda _step: None) -> None:
+        """One step of the loop. `told` is called before each save."""
+        trainer, strategy = self.trainer, self.strategy
+        began, busy = time.perf_counter(), time.thread_time()
+        trainer.backward()
+        waiting = time.perf_counter()
+        strategy.before_update()
+        stalled = time.perf_counter() - waiting
+        hidden = strategy.hidden_wait()
+        trainer.update()
+        stalled += strategy.hidden_wait() - hidden
+        at_interval = trainer.step % self.interval == 0
+        if at_interval or strategy.every_step:
+            told(trainer.step)
+            saving = time.perf_counter()
+            self.ledger.begin(trainer.step)
+            strategy.save(trainer.step)
+            stalled += time.perf_counter() - saving
+        trainer.clear()
+        self.iterations.append(time.perf_counter() - began)
+        self.threads.append(time.thread_time() - busy)
+        self._stalled += stalled
+        if at_interval:
+            self.stalls.append(self._stalled)
+            self._stalled = 0.0
+
+    def until(self, step: int) -> None:
+        """Train up to a step."""
+        while self.trainer.step < step:
+            self.take()
+
+
+def begin(asked: argparse.Namespace, shape: Shape, measurement: Measurement | None = None) -> Run:
+    """A trainer that has taken its first steps, and then the strategy."""
+    trainer = Trainer(shape, asked.device)
+    trainer.step = asked.first
+    for _ in range(WARM_STEPS):
+        trainer.take()
+    gc.collect()
+    if measurement is not None:
+        measurement.__enter__()  # from here on memory is the strategy's
+    ledger = Ledger()
+    options = Options(asked.interval, asked.full_every, asked.batch)
+    strategy = ALL[asked.strategy](asked.dir, trainer, options, ledger)
+    return Run(trainer, strategy, ledger, asked.interval)
+
+
+def loop(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """Measure `asked.steps` steps, after enough saves for buffers to be warm."""
+    measurement = Measurement()
+    run = begin(asked, shape, measurement)
+    warm = -(-(WARM_STEPS + 1) // asked.interval) * asked.interval
+    run.until(warm)
+    run.strategy.settle()
+    first = run.stalls[0]
+    run.until(warm + 2 * asked.interval if asked.interval <= 2 else warm + asked.interval)
+    run.strategy.settle()
+    os.sync()  # what was written until now is not charged to what is measured
+    start = run.trainer.step
+    run.iterations.clear()
+    run.stalls.clear()
+    began, busy = time.perf_counter(), time.thread_time()
+    run.until(start + asked.steps)
+    wall, busy = time.perf_counter() - began, time.thread_time() - busy
+    run.strategy.settle()
+    drain = time.perf_counter() - began - wall
+    measurement.__exit__(None, None, None)
+    trained = digest(run.trainer.state())
+    step = run.trainer.step
+    run.strategy.close()
+    files = [path for path in asked.dir.rglob("*") if path.is_file()]
+    saves = step // asked.interval - WARM_STEPS // asked.interval  # of a strategy that saves every step: intervals
+    durable = run.ledger.seconds(start)
+    result = {
+        "iterations_per_s": asked.steps / wall,
+        "iteration_s": wall / asked.steps,
+        "thread_s": busy / asked.steps,
+        "median_iteration_s": statistics.median(run.iterations),
+        "stall_s": statistics.median(run.stalls) if run.stalls else 0.0,
+        "worst_stall_s": max(run.stalls, default=0.0),
+        "first_stall_s": first,
+        "drain_s": drain,
+        "peak_rss": measurement.peak_rss,
+        "bytes_per_save": sum(path.stat().st_size for path in files) / max(1, saves),
+        "saves": len(durable),
+        "state_bytes": 12 * run.trainer.parameters,
+    }
+    if durable:
+        result |= {"durable_s": statistics.median(durable), "worst_durable_s": max(durable)}
+    if not asked.strategy.startswith("none"):
+        result |= restored(asked, shape, step, trained)
+    return result
+
+
+def turns(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """Train as many steps as each line of the standard input says, and say what they took; 0: restore, and compare.
+
+    Between two turns nothing is under way.
+    """
+    run = begin(asked, shape)
+    run.until(run.trainer.step + WARM_STEPS + 1)
+    run.strategy.settle()
+    os.sync()
+    say({"ready": True})
+    for line in sys.stdin:
+        if not (steps := int(line)):
+            break
+        run.iterations.clear()
+        run.threads.clear()
+        pid = getattr(run.strategy, "agent_pid", None)
+        before = 0.0 if pid is None else _processor(pid)
+        run.until(run.trainer.step + steps)
+        run.strategy.settle()
+        agent = {} if pid is None else {"agent": (_processor(pid) - before) / steps}
+        say({"iterations": run.iterations, "threads": run.threads} | agent)
+    trained, step = digest(run.trainer.state()), run.trainer.step
+    run.strategy.close()
+    return {} if asked.strategy.startswith("none") else restored(asked, shape, step, trained)
+
+
+def _processor(pid: int) -> float:
+    """Seconds of processor that a process has had."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def restored(asked: argparse.Namespace, shape: Shape, step: int, trained: str) -> dict[str, float]:
+    """Restore into another trainer, and compare. Raises `RuntimeError` if a bit differs."""
+    found = restore(asked, shape)
+    if found["step"] != step:
+        raise RuntimeError(f"restored step {found['step']}, trained to step {step}")
+    if found["digest"] != trained:
+        raise RuntimeError(f"the restored state of step {step} differs from the one that was trained")
+    return {"restore_s": found["seconds"]}
+
+
+def restore(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """The newest complete checkpoint: its step, the digest of its state, seconds to load it (files may be cached)."""
+    other = Trainer(shape, asked.device, seed=2)
+    other.take()  # so that there are moments to load into
+    began = time.perf_counter()
+    step = ALL[asked.strategy].restore(asked.dir, other)
+    seconds = time.perf_counter() - began
+    return {"step": step, "digest": None if step is None else digest(other.state()), "seconds": seconds}
+
+
+def recover(asked: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+    """The newest state, and from there trained to step `asked.steps`: what a trainer that was killed has lost.
+
+    Moments in time are `time.monotonic`'s, which all processes of a machine share.
+    """
+    if asked.strategy in CHECKPOINTERS:
+        importlib.import_module("ckptstore.training.checkpointer")  # among a script's first lines
+    other = Trainer(shape, asked.device, seed=2)
+    began = time.monotonic()
+    step = ALL[asked.strategy].restore(asked.dir, other)
+    restored = time.monotonic()
+    while other.step < asked.steps:
+        other.take()
+    ended = time.monotonic()
+    return {
+        "began_at": began,
+        "ended_at": ended,
+        "step": step,
+        "reached": other.step,
+        "digest": digest(other.state()),
+        "restore_s": restored - began,
+        "recompute_s": ended - restored,
+    }
+
+
+def kill(asked: argparse.Namespace, shape: Shape) -> None:
+    """Train until killed. What is saved is noted before, so that it can be compared with what is restored."""
+    run = begin(asked, shape)
+    pid = getattr(run.strategy, "agent_pid", None)
+    agent = {} if pid is None else {"agent": pid}
+    with (asked.dir / DIGESTS).open("w") as notes:
+
+        def told(step: int) -> None:
+            notes.write(f"{step} {digest(run.trainer.state())}\n")
+            notes.flush()
+
+        noted: set[int] = set()
+
+        def once(step: int) -> None:
+            if step not in noted:
+                noted.add(step)
+                told(step)
+
+        while True:
+            run.take(once)
+            if asked.strategy in CHECKPOINTERS:
+                once(run.trainer.step)  # where lost steps are trained again, those that were not saved count, too
+            if asked.strategy == "fulls-50" and run.trainer.step % asked.interval == 0:
+                run.strategy.settle()  # this full is what is restored, however soon after it the trainer is killed
+            say({"step": run.trainer.step, "seconds": run.iterations[-1]} | agent)
+
+
+def say(document: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=["loop", "turns", "kill", "restore", "recover"])
+    parser.add_argument("strategy", choices=list(ALL))
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--width", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--tokens", type=int, nargs=2, required=True, metavar=("BATCH", "CONTEXT"))
+    parser.add_argument("--interval", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the step before the first one")
+    parser.add_argument("--full-every", type=int, default=100)
+    parser.add_argument("--batch", type=int, help="step diffs in one write; default: the interval")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--no-pin", action="store_true")
+    asked = parser.parse_args()
+    pinning = pin(*divide_cores(not asked.no_pin))
+    torch.use_deterministic_algorithms(asked.device == "cpu")
+    shape = Shape(asked.width, asked.layers, *asked.tokens)
+    asked.dir.mkdir(parents=True, exist_ok=True)
+    try:
+        if asked.task == "kill":
+            kill(asked, shape)
+        tasks = {"loop": loop, "turns": turns, "restore": restore, "recover": recover}
+        say(tasks[asked.task](asked, shape) | {"pinning": pinning})
+    except NotInThisBuildError as error:
+        say({"absent": str(error)})
+
+
+if __name__ == "__main__":
+    main()
