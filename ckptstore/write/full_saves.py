@@ -88,7 +88,6 @@ class FullSaves(SavePath):
         stage = Bounded(self.memory.copy_of(flat, ended=lambda: committer.ended))
         with stage.given(job):
             with self._lock:
-                self._check_taking()
                 self._copied.add(stage)
             try:
                 stage.run(job, lambda: self.submit(committer, job, stage))

@@ -265,6 +265,7 @@ class StagedCopy(UnitCopy):
     """
 
     flat: StagedState
+    _memory: StagedMemory
 
     def __init__(
         self,
@@ -283,10 +284,9 @@ class StagedCopy(UnitCopy):
         super().__init__(memory)
         queue = bridge.copy_queue(flat.tensors)
         computed = bridge.device_digests(flat.tensors) if queue is None else queue.digests()
-        known = ChainMap(dict(digests), computed) if digests else computed  # type: ignore[arg-type]  # only read
+        known = ChainMap(digests, computed) if digests else computed  # type: ignore[arg-type]  # only read
         described: dict[str, TensorSource] = {name: DescribedTensor(one) for name, one in flat.tensors.items()}
         self.flat = StagedState(flat.tree, described, plan, self._arrivals, known)
-        self._staged = memory
         self.device = bridge.device_of(flat.tensors)
         self._sources: Any = (flat.tensors, queue)
         self._ended = ended
@@ -302,7 +302,7 @@ class StagedCopy(UnitCopy):
                 begun = True
                 begin()
 
-        memory, plan = self._staged, self.flat.plan
+        memory, plan = self._memory, self.flat.plan
         alone = len(plan.segments) == 1 and len(plan.segments[0][2]) <= 1
         copies = copies_of(plan, tensors, copy_now if alone else memory.copiers.submit, queue, memory.waiter)
         waited = self._bring(copies, short=write, queue=queue)
