@@ -62,12 +62,16 @@ class UnitCopy(ABC):
         except BaseException as error:
             self.stop(error)
             raise
-        self._memory.expect_next(self)
+        self._expect_next()
         return waited
 
     @abstractmethod
     def _copy(self, begin: Callable[[], None]) -> float:
         """See `run`."""
+
+    def _expect_next(self) -> None:
+        """Touch memory for the next state in the background, while this one is stored."""
+        self._memory.expect(self.flat.nbytes)
 
     def _bring(self, copies: Iterable[Copy], short: Callable[[], None] = lambda: None, queue: Any = None) -> float:
         """Copy units one after the other -> the seconds waited for memory; arguments as for `StagedUnits.bring`."""
@@ -147,16 +151,12 @@ class CopyMemory(ABC):
         """Touch memory for a state like `flat` in the background. A second call does nothing."""
         self.expect(flat.nbytes)
 
-    def expect_next(self, copy: UnitCopy) -> None:
-        """Touch memory for the state after `copy` in the background, while that one is stored."""
-        self.expect(copy.flat.nbytes)
-
     def touch(self) -> None:
-        """Touch in the background what memory is mapped or may be."""
+        """Touch memory for the next state in the background, if none is idle and the budget allows it."""
         for run in self.arenas.touch():
-            self._later(run)
+            self.later(run)
 
-    def _later(self, work: Callable[[], None]) -> None:
+    def later(self, work: Callable[[], None]) -> None:
         """Run `work` in the background."""
         with contextlib.suppress(RuntimeError):  # closed meanwhile, which must not fail a save
             self._background(work)
@@ -211,31 +211,22 @@ class StagedMemory(CopyMemory):
         return nbytes + nbytes // 512 + (1 << 16)
 
     def _plan(self, flat: FlatState) -> UnitPlan:
-        tensors = tuple(
+        tensors = [
             (name, source.dtype, tuple(source.shape), *place_of(source)) for name, source in flat.tensors.items()
-        )
-        return plan_units(tensors, self._segment_bytes)
+        ]
+        return plan_units(tuple(tensors), self._segment_bytes)
 
     def prepare(self, flat: FlatState) -> None:
         """See `CopyMemory.prepare`."""
         self.arenas.expect(self._plan(flat).space, self._times)
         self.touch()
         if (device := bridge.device_of(flat.tensors)) is not None:
-            self._register(device)
+            self.register(device)
 
-    def expect_next(self, copy: UnitCopy) -> None:
-        """See `CopyMemory.expect_next`."""
-        assert isinstance(copy, StagedCopy)
-        self.touch()
-        if copy.device is not None:
-            self._register(copy.device)
-        if copy.flat.plan.space >= uncached_copy.LARGE:
-            self._later(uncached_copy.prepare)
-
-    def _register(self, device: Any) -> None:
+    def register(self, device: Any) -> None:
         """Register this memory with the device, so that it copies into it directly from the next save on."""
         for memory in self.arenas.mappings():
-            self._later(partial(bridge.register, memory, device))
+            self.later(partial(bridge.register, memory, device))
 
     def waiter(self, work: Callable[[], None]) -> Future[None]:
         """Run a wait for a device in a thread for such waits, which takes the copies in the device's order.
@@ -259,9 +250,6 @@ class StagedCopy(UnitCopy):
 
     Writing does not begin while everything can still be copied without waiting: two cores that hash would double the
     time of the copy, for which training waits. When memory is short, writing begins at once.
-
-    Attributes:
-        device: the device that copies some of its tensors; None: all of them are in host memory.
     """
 
     flat: StagedState
@@ -287,7 +275,7 @@ class StagedCopy(UnitCopy):
         known = ChainMap(digests, computed) if digests else computed  # type: ignore[arg-type]  # only read
         described: dict[str, TensorSource] = {name: DescribedTensor(one) for name, one in flat.tensors.items()}
         self.flat = StagedState(flat.tree, described, plan, self._arrivals, known)
-        self.device = bridge.device_of(flat.tensors)
+        self._device = bridge.device_of(flat.tensors)
         self._sources: Any = (flat.tensors, queue)
         self._ended = ended
 
@@ -308,6 +296,13 @@ class StagedCopy(UnitCopy):
         waited = self._bring(copies, short=write, queue=queue)
         write()
         return waited
+
+    def _expect_next(self) -> None:
+        self._memory.touch()
+        if self._device is not None:
+            self._memory.register(self._device)
+        if self.flat.plan.space >= uncached_copy.LARGE:
+            self._memory.later(uncached_copy.prepare)
 
     def _check_storing(self) -> None:
         super()._check_storing()
