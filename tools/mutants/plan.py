@@ -201,7 +201,8 @@ CONCERNED: Final[Mapping[str, Sequence[str]]] = {
         "rank_processes",
     ),
     "ckptstore/write/capture/layerwise_save.py": _some("direct", "agent/test_saving"),
-    "ckptstore/write/stage.py": _some("write/test_memory", "concurrent"),
+    "ckptstore/write/capture/unit_copy.py": _some("write/test_memory", "concurrent", "rank_memory", "torch_offload"),
+    **{f"ckptstore/write/{name}.py": _some("write/test_memory", "concurrent") for name in ("stage", "save_path")},
     "ckptstore/write/full_saves.py": _some(
         "write/test_memory", "concurrent", "writer", "layerwise_save", "torch_offload"
     ),

@@ -10,12 +10,11 @@ from typing import Any
 from ckptstore.backends.sharing import SaveSpace
 from ckptstore.formats.states.state import FlatState
 from ckptstore.host.progress import Progress
-from ckptstore.write.capture.bounded_capture import Feed
 from ckptstore.write.capture.snapshot import Snapshot
+from ckptstore.write.capture.unit_copy import UnitCopy
 from ckptstore.write.policy.orders import FULL_ORDER, Order
 from ckptstore.write.ranks.messages.step_messages import Exchange
 from ckptstore.write.ranks.rank_agreement import Agreement
-from ckptstore.write.ranks.share_units import ArrivingShare
 from ckptstore.write.saves.in_flight import Place
 from ckptstore.write.saves.job import Job
 from ckptstore.write.saves.ledger import Labels, Saves
@@ -90,7 +89,7 @@ class RankSave(Job):
         self.digests: Mapping[str, int] | None = None
         self.snapshot: Snapshot | None = None
         self.adopted: Adopted | None = None
-        self.feed: Feed | ArrivingShare | None = None
+        self.feed: UnitCopy | None = None
         self.updates: Sequence[Update] = ()
         self.explained = False
         self.gradients: Snapshot | None = None
@@ -112,7 +111,7 @@ class RankSave(Job):
     @property
     def told(self) -> bool:
         """Whether the call that saved it raises its error."""
-        return not self.asynchronous or (self.feed is not None and (self.feed.told or self.feed.spoiled))
+        return not self.asynchronous or (self.feed is not None and self.feed.told)
 
     def enter(self, place: Place) -> None:
         """See `Job.enter`. The save leaves when it is durable on all ranks, has failed, or waits for its batch."""

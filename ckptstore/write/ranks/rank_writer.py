@@ -65,6 +65,8 @@ class RankWriter(Writer):
         self._ended: Future[None] | None = None
         self._lock = threading.Lock()
         self._process = os.getpid()
+        # Prevents: two callers that each copy into memory that the other one waits for, while one thread writes.
+        self._turn = threading.Lock() if options.plain else contextlib.nullcontext()
         self._polls: Periodic | None = None
         self._work = RankWork(resources, rank_term)
         if rank_term.committer is not None and options.poll_seconds is not None:
@@ -286,11 +288,32 @@ class RankWriter(Writer):
         measured.returned()
 
     def _hand_over(self, one: RankSave) -> Future[None]:
-        """Submit a save to the write thread; under a byte budget, copy it as it is written."""
-        bounded = self._resources.bounded
-        if bounded is None or one.feed is None:
+        """Submit a save to the write thread; under a byte budget, copy it as it is written or compressed.
+
+        Raises:
+            whatever copying or submitting raised. The step may be saved again, unless the call was interrupted.
+        """
+        if one.feed is None:
             return self._submit(one)
-        return bounded.hand_over(one, self._submit)
+        written: list[Future[None]] = []
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            begun = True
+            written.append(self._submit(one))
+
+        try:
+            with self._turn:
+                one.measured.waited += one.feed.run(begin)
+        except BaseException as error:
+            if not begun:
+                one.feed.stop(error)
+                begin()  # the write thread tells the other ranks
+            if isinstance(error, Exception) and written:
+                wait([one.done])  # by then the other ranks have been told, and the step is free to be saved again
+            raise
+        return written[0]
 
     def _submit(self, one: RankSave) -> Future[None]:
         with self._lock:
